@@ -1,0 +1,18 @@
+"""kvconnect moves the KV cache of a request between serving nodes and memory tiers.
+
+The folders are the data flow, and their order is the import order:
+
+``cache``      what bytes exist: specs, kernel block sizes, block tables, the region table, shards
+``plan``       pure: which bytes go where
+``engine``     one narrow seam over the transfer libraries; the only place that imports them
+``peer``       two sides talking: messages, session, leases, the ZeroMQ channel
+``scheduler``  the half that lives with the request scheduler
+``worker``     the half that lives with the tensors
+``node``       a small real serving node, used by the demo, the tests and the benchmarks
+``router``     the HTTP router of a prefill/decode pair
+``testing``    shipped doubles and contract suites
+
+This module imports nothing heavy: a serving stack loads it in every one of its processes.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,215 @@
+"""The configuration, in vLLM's spelling, parsed once into a frozen value.
+
+``kv_transfer_config`` is the JSON object that vLLM takes; what is ours lies in
+``kv_connector_extra_config``. Whatever is wrong with it is said at once: the key, the value, what is
+accepted, and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvconnect.errors import ConfigError
+
+CONNECTOR = "KVConnect"
+ENGINES = ("auto", "mooncake", "nixl", "memory")
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config``: the engine, the address, and every bound and deadline.
+
+    Attributes:
+        engine: the transfer library; ``auto`` takes one that works here and logs which.
+        protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
+            ``tcp`` and ``rdma``; NIXL takes the name of a backend such as ``UCX``.
+        device_name: network devices for the engine, comma separated; empty for all.
+        host: the address of this node that peers use; the side channel listens there.
+        port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
+        path: how pages travel. ``direct`` copies page to page; ``packed`` is not in this version.
+        lease_s: how long prefilled blocks wait to be fetched.
+        handshake_timeout_s: how long a peer may take to answer the first greeting.
+        transfer_timeout_s: how long the engine may take for one batch.
+        load_timeout_s: how long a load may take from order to arrival.
+        peer_timeout_s: silence after which a peer that owes an answer counts as gone.
+        quarantine_s: how long blocks stay unused after a failure that may have left writes under way.
+        early_fetch_s: how long a fetch waits for a prefill that this worker has not heard of yet.
+        max_message_bytes: largest side-channel message that is accepted.
+        max_leases: most requests that wait to be fetched at one time.
+        max_loads: most requests that are fetched at one time; more wait their turn.
+        max_peers: most peers that are remembered, each way.
+        max_inflight_bytes: most bytes that are under way to peers at one time.
+        max_batch_bytes: most bytes in one batch for the engine.
+        engine_options: passed to the engine's adapter as they are.
+    """
+
+    engine: Literal["auto", "mooncake", "nixl", "memory"] = "auto"
+    protocol: str = "auto"
+    device_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    path: Literal["auto", "direct", "packed"] = "auto"
+    lease_s: float = 30.0
+    handshake_timeout_s: float = 5.0
+    transfer_timeout_s: float = 30.0
+    load_timeout_s: float = 60.0
+    peer_timeout_s: float = 10.0
+    quarantine_s: float = 40.0
+    early_fetch_s: float = 5.0
+    max_message_bytes: int = 16 << 20
+    max_leases: int = 4096
+    max_loads: int = 256
+    max_peers: int = 256
+    max_inflight_bytes: int = 1 << 30
+    max_batch_bytes: int = 64 << 20
+    engine_options: dict[str, Any] = {}
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_transfer_config`` as vLLM spells it."""
+
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    kv_connector: str = CONNECTOR
+    kv_connector_module_path: str | None = None
+    engine_id: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
+    kv_buffer_device: Literal["cpu", "cuda"] | None = None
+    kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
+    kv_connector_extra_config: ExtraConfig = ExtraConfig()
+
+    @property
+    def extra(self) -> ExtraConfig:
+        """Short for ``kv_connector_extra_config``."""
+        return self.kv_connector_extra_config
+
+    @property
+    def is_producer(self) -> bool:
+        """This node may prefill for others."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_consumer(self) -> bool:
+        """This node may fetch from others."""
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+
+def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> TransferConfig:
+    """Read a ``kv_transfer_config`` from its JSON text, or from the object itself.
+
+    Raises:
+        ConfigError: it is not valid; the text names the key, the value and what is accepted.
+    """
+    given = _as_mapping(source)
+    _refuse_unknown(given, TransferConfig, "kv_transfer_config")
+    extra = given.get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"kv_transfer_config.kv_connector_extra_config is {extra!r}, it must be an object of settings"
+        )
+    _refuse_unknown(extra, ExtraConfig, "kv_connector_extra_config")
+    if given.get("kv_role") is None:
+        raise ConfigError(
+            "kv_transfer_config.kv_role is missing; accepted: kv_producer, kv_consumer, kv_both"
+        )
+    parsed_extra = _convert(extra, ExtraConfig, "kv_connector_extra_config")
+    rest = {key: value for key, value in given.items() if key != "kv_connector_extra_config"}
+    # vLLM writes its unset fields as null.
+    rest = {key: value for key, value in rest.items() if value is not None}
+    parsed: TransferConfig = _convert(rest, TransferConfig, "kv_transfer_config")
+    config = msgspec.structs.replace(parsed, kv_connector_extra_config=parsed_extra)
+    _check_combination(config)
+    return config
+
+
+def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        decoded = msgspec.json.decode(source)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"kv_transfer_config is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"kv_transfer_config is {decoded!r}, it must be a JSON object")
+    return decoded
+
+
+def _refuse_unknown(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    known = list(kind.__struct_fields__)
+    for key, value in given.items():
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
+        )
+
+
+def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
+    """Field by field, so that an error can name the key and the value."""
+    values = {}
+    for field in msgspec.structs.fields(kind):
+        if field.name not in given:
+            continue
+        value = given[field.name]
+        try:
+            values[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}.{field.name} is {value!r}: {_accepted(field.type, error)}") from error
+    return kind(**values)
+
+
+def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
+    described = msgspec.inspect.type_info(kind)
+    options = getattr(described, "types", (described,))
+    values = [
+        str(value)
+        for option in options
+        if isinstance(option, msgspec.inspect.LiteralType)
+        for value in option.values
+    ]
+    return f"accepted: {', '.join(values)}" if values else str(error)
+
+
+def _check_combination(config: TransferConfig) -> None:
+    extra = config.extra
+    where = "kv_connector_extra_config"
+    for name in ExtraConfig.__struct_fields__:
+        value = getattr(extra, name)
+        if name.endswith("_s") and not value > 0:
+            raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")
+        if name.startswith("max_") and value < 1:
+            raise ConfigError(f"{where}.{name} is {value}, it must be at least 1")
+    if not 0 <= extra.port <= 65535:
+        raise ConfigError(f"{where}.port is {extra.port}, accepted: 0 (a free one) to 65535")
+    if extra.host in ("0.0.0.0", "::", "*", ""):
+        raise ConfigError(
+            f"{where}.host is {extra.host!r}, which peers cannot connect to; "
+            "set the address of the interface that they reach this node on"
+        )
+    if extra.path == "packed":
+        raise ConfigError(f"{where}.path is 'packed', which this version cannot do; accepted: auto, direct")
+    if extra.load_timeout_s < extra.handshake_timeout_s:
+        raise ConfigError(
+            f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least handshake_timeout_s, "
+            f"which is {extra.handshake_timeout_s}"
+        )
+    if extra.quarantine_s < extra.transfer_timeout_s:
+        raise ConfigError(
+            f"{where}.quarantine_s is {extra.quarantine_s}, it must be at least transfer_timeout_s, which is "
+            f"{extra.transfer_timeout_s}: until then a peer's last write may still arrive"
+        )
+    if extra.max_batch_bytes > extra.max_inflight_bytes:
+        raise ConfigError(
+            f"{where}.max_batch_bytes is {extra.max_batch_bytes}, it must be at most max_inflight_bytes, "
+            f"which is {extra.max_inflight_bytes}"
+        )
+    if config.kv_connector != CONNECTOR:
+        raise ConfigError(
+            f"kv_transfer_config.kv_connector is {config.kv_connector!r}; accepted: {CONNECTOR}"
+        )
+    if not config.engine_id:
+        raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")

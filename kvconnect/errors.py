@@ -1,0 +1,30 @@
+"""The errors of kvconnect. The class says who must act, the text says on what.
+
+Every error that reaches a user names the field, the value and what would have been accepted.
+"""
+
+from __future__ import annotations
+
+
+class KVConnectError(Exception):
+    """Base of all errors that kvconnect raises on purpose."""
+
+
+class ConfigError(KVConnectError):
+    """The operator must change the configuration."""
+
+
+class LayoutError(ConfigError):
+    """The cache has a shape that cannot be expressed, or two caches cannot be matched."""
+
+
+class LocalError(KVConnectError):
+    """The caller misused an interface: a bug on our side of the link."""
+
+
+class PeerError(KVConnectError):
+    """The other side broke the protocol, refused, or left."""
+
+
+class EngineError(KVConnectError):
+    """A transfer library or the network below it failed."""

@@ -1,0 +1,121 @@
+"""What the scheduler half tells the worker half each step, and what it hears back.
+
+These values cross process borders in some serving stacks: they are plain, picklable, and as small as
+what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+
+class RequestView(Protocol):
+    """What the scheduler half reads of a serving stack's request. It never changes one."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests that this node currently holds."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request so far: the prompt, and what was generated."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """The dictionary that came with the request, or None."""
+        ...
+
+
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where one worker rank listens for peers."""
+
+    rank: int
+    host: str
+    port: int
+
+
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The logical blocks of one request in one cache group, by position in the sequence.
+
+    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block,
+    which stands for a position that is not kept or not wanted. A state group has one id, of the block
+    that holds the state after the last token.
+    """
+
+    group: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Keep these blocks until they were fetched or ``lease_s`` passed, then report the request sent."""
+
+    request_id: str
+    handle: str
+    num_tokens: int
+    groups: tuple[GroupBlocks, ...]
+    lease_s: float
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Fetch these blocks from a peer, then report the request received or failed.
+
+    ``refusal`` is set where the request's parameters are no use: nothing is fetched, and the request
+    is reported failed with that text.
+    """
+
+    request_id: str
+    handle: str
+    engine_id: str
+    host: str
+    port: int
+    num_tokens: int
+    groups: tuple[GroupBlocks, ...]
+    refusal: str = ""
+
+
+class LetGo(msgspec.Struct, frozen=True):
+    """Tell a peer that nothing will be fetched. Reports nothing."""
+
+    request_id: str
+    handle: str
+    engine_id: str
+    host: str
+    port: int
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
+
+    ``aborted`` are requests that ended while their load was under way: it is cancelled, and still
+    reported, once their blocks are quiet.
+    """
+
+    holds: tuple[Hold, ...] = ()
+    loads: tuple[Load, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
+    aborted: tuple[str, ...] = ()
+    directory: tuple[RankAddress, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.holds or self.loads or self.let_go or self.aborted or self.directory)
+
+
+class Results(msgspec.Struct, frozen=True):
+    """What ended since the last call. Every request ordered comes back exactly once.
+
+    ``received`` are requests whose blocks nobody will touch any more; those of them that are in
+    ``failed``, with the reason, hold no valid KV.
+    """
+
+    sent: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    failed: Mapping[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received)
