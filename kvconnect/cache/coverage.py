@@ -1,0 +1,121 @@
+"""Proof that the pages of a region table lie where they may.
+
+Two rules. Pages of one group never share a byte. Pages of different groups may share bytes only
+under one and the same logical block id, because a block id belongs to one group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvconnect.errors import LayoutError
+
+
+class Stretch(Protocol):
+    """What the proof reads of a region."""
+
+    @property
+    def layer(self) -> str: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_stride(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def check_pages_apart(regions: Sequence[Stretch]) -> None:
+    """No two pages of one group share a byte.
+
+    Raises:
+        LayoutError: two do; the text names both layers.
+    """
+    for group in sorted({region.group for region in regions}):
+        cluster: list[Stretch] = []
+        cluster_end = 0
+        for region in sorted((r for r in regions if r.group == group), key=lambda r: r.address):
+            if cluster and region.address < cluster_end:
+                cluster.append(region)
+            else:
+                _check_cluster(cluster)
+                cluster = [region]
+            cluster_end = max(cluster_end, region.end)
+        _check_cluster(cluster)
+
+
+def _check_cluster(cluster: Sequence[Stretch]) -> None:
+    """Regions whose stretches interleave, such as layers packed inside a block: compare every page."""
+    if len(cluster) < 2:
+        return
+    starts = np.concatenate([r.address + np.arange(r.num_blocks) * r.block_stride for r in cluster])
+    lengths = np.concatenate([np.full(r.num_blocks, r.page_bytes) for r in cluster])
+    owner = np.concatenate([np.full(r.num_blocks, index) for index, r in enumerate(cluster)])
+    order = np.argsort(starts, kind="stable")
+    starts, ends, owner = starts[order], (starts + lengths)[order], owner[order]
+    clash = np.flatnonzero(starts[1:] < ends[:-1])
+    if len(clash):
+        first, second = cluster[int(owner[clash[0]])], cluster[int(owner[clash[0] + 1])]
+        raise LayoutError(
+            f"pages of layers {first.layer!r} and {second.layer!r}, both in cache group {first.group}, "
+            f"overlap at address {int(starts[clash[0] + 1]):#x}"
+        )
+
+
+def check_overlays(
+    regions: Sequence[Stretch], blocks_per_kv_block: Mapping[int, int]
+) -> frozenset[tuple[int, int]]:
+    """The pairs of groups whose pages share bytes; proves that they do so block by block.
+
+    Raises:
+        LayoutError: a page of one group shares bytes with a page of another group that has a
+            different logical block id; the text names both layers.
+    """
+    pairs: set[tuple[int, int]] = set()
+    ordered = sorted(regions, key=lambda region: region.address)
+    for position, first in enumerate(ordered):
+        for second in ordered[position + 1 :]:
+            if second.address >= first.end:
+                break
+            if first.group == second.group:
+                continue
+            if not _pages_meet(first, second, blocks_per_kv_block):
+                continue
+            pairs.add((min(first.group, second.group), max(first.group, second.group)))
+    return frozenset(pairs)
+
+
+def _pages_meet(first: Stretch, second: Stretch, blocks_per_kv_block: Mapping[int, int]) -> bool:
+    """Whether logical pages of two groups share bytes. Raises if they do so under different ids."""
+    a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
+    if a[1] != b[1]:
+        # With two strides, some block of one meets a differently numbered block of the other.
+        raise LayoutError(
+            f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
+            f"share memory, but their logical blocks are {a[1]} and {b[1]} bytes apart; they must be equal"
+        )
+    stride, distance = a[1], b[0] - a[0]
+    shift, offset = divmod(distance, stride)
+    meets = offset < a[2] or offset + b[2] > stride
+    if not meets:
+        return False
+    if shift or offset + b[2] > stride:
+        raise LayoutError(
+            f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
+            f"share memory under different block ids (their first pages are {distance} bytes apart)"
+        )
+    return True
+
+
+def _logical_pages(region: Stretch, ratio: int) -> tuple[int, int, int]:
+    """Address, stride and size in bytes of the region's logical pages."""
+    stride = region.block_stride * ratio
+    return region.address, stride, region.block_stride * (ratio - 1) + region.page_bytes

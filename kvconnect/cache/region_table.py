@@ -1,0 +1,352 @@
+"""The one table of what bytes exist: every cache tensor as regions of equal pages.
+
+Everything below a model's attention is bytes at ``address + block * block_stride``. A region is one
+contiguous stretch of such pages: a whole cache tensor, or one plane or head of it where the layout
+puts those outside the block. The table is built once from the cache configuration and the tensors,
+whose dimensions are named by their owner and never guessed. What it holds is proven when it is
+built; what it cannot express it refuses by name.
+
+Blocks here are *kernel* blocks. A logical block is ``blocks_per_kv_block`` of them, side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from kvconnect.arithmetic import div_exact
+from kvconnect.cache.coverage import check_overlays, check_pages_apart
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig, LayerSpec, MLASpec, StateSpec
+from kvconnect.errors import LayoutError
+
+AXES = ("plane", "block", "head", "token", "content")
+_SPLIT_AXES = ("plane", "head")
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """A layer's cache as its owner sees it.
+
+    ``axes`` names every dimension of ``tensor``, in order, out of ``plane`` (K and V kept apart),
+    ``block`` (kernel blocks), ``head``, ``token`` and ``content`` (the values of one head and token,
+    K and V together where they are concatenated; or all of an opaque page).
+    """
+
+    tensor: torch.Tensor
+    axes: str = "block content"
+
+
+class PageAxes(msgspec.Struct, frozen=True, array_like=True):
+    """The inner structure of a page: counts, and strides in bytes.
+
+    The page is dense: its rows of ``row_bytes`` fill it exactly. An opaque page is one row.
+    """
+
+    planes: int
+    heads: int
+    tokens: int
+    row_bytes: int
+    plane_stride: int
+    head_stride: int
+    token_stride: int
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One contiguous stretch of equal pages. All sizes are in bytes, all counts in kernel blocks.
+
+    ``heads`` is the interval of the model's heads that a page holds, or None where a page cannot be
+    divided by head (latent and state pages). ``first_plane`` is the first of the planes that a page
+    holds; only a region split by plane starts above 0.
+    """
+
+    layer: str
+    group: int
+    first_plane: int
+    heads: HeadInterval | None
+    dtype: str
+    address: int
+    num_blocks: int
+    block_stride: int
+    page_bytes: int
+    axes: PageAxes
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes from the first byte of the first page to the last byte of the last one."""
+        return (self.num_blocks - 1) * self.block_stride + self.page_bytes
+
+    @property
+    def end(self) -> int:
+        """The address after the last page."""
+        return self.address + self.length_bytes
+
+
+class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
+    """What two sides must know of a cache group to line up its blocks by token.
+
+    ``block_tokens`` is the kernel block in tokens, ``blocks_per_kv_block`` how many of them make a
+    logical block. A state group keeps one block per request, whatever its length.
+    """
+
+    group: int
+    block_tokens: int
+    blocks_per_kv_block: int
+    is_state: bool
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A stretch of memory that holds pages, to be registered with an engine once."""
+
+    address: int
+    length_bytes: int
+    device: str
+
+
+@dataclass(frozen=True)
+class RegionTable:
+    """All regions of one worker, proven not to overlap where they must not."""
+
+    regions: tuple[Region, ...]
+    groups: tuple[GroupGeometry, ...]
+    storages: tuple[Storage, ...]
+    overlaid_groups: frozenset[tuple[int, int]]
+
+    @classmethod
+    def build(
+        cls,
+        config: KVCacheConfig,
+        kernel_block_sizes: Mapping[int, int],
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None = None,
+    ) -> RegionTable:
+        """Describe the cache of this worker.
+
+        ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers that live on
+        other ranks. ``heads`` says which heads of the model a layer's tensor holds, where that is not
+        all of them from 0.
+
+        Raises:
+            LayoutError: a tensor does not match its spec or cannot be expressed; the text names the
+                layer, what was found and what would be accepted.
+        """
+        regions: list[Region] = []
+        extents: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for layer, cache in tensors.items():
+            group = config.group_of(layer)
+            spec = config.groups[group].spec_of(layer)
+            ratio = div_exact(spec.block_size, kernel_block_sizes[group])
+            view = _TensorView(layer, cache)
+            made = view.regions(group, config.num_blocks * ratio, spec, (heads or {}).get(layer))
+            _check_page(layer, spec, ratio, made)
+            view.check_inside_storage(made)
+            storage = (cache.tensor.untyped_storage().data_ptr(), str(cache.tensor.device))
+            extents.setdefault(storage, []).extend((region.address, region.end) for region in made)
+            regions.extend(made)
+        if not regions:
+            raise LayoutError("no cache tensor was given")
+        geometries = tuple(
+            GroupGeometry(
+                group=index,
+                block_tokens=kernel_block_sizes[index],
+                blocks_per_kv_block=div_exact(group.block_size, kernel_block_sizes[index]),
+                is_state=group.is_state,
+                sliding_window=group.sliding_window,
+            )
+            for index, group in enumerate(config.groups)
+            if index in kernel_block_sizes
+        )
+        ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in geometries}
+        check_pages_apart(regions)
+        overlaid = check_overlays(regions, ratios)
+        storages = tuple(
+            Storage(start := min(low for low, _ in stretch), max(high for _, high in stretch) - start, device)
+            for (_, device), stretch in extents.items()
+        )
+        return cls(tuple(regions), geometries, storages, overlaid)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of the table, in the order they were given."""
+        return tuple(dict.fromkeys(region.layer for region in self.regions))
+
+    def geometry_of(self, group: int) -> GroupGeometry:
+        """The block geometry of a group.
+
+        Raises:
+            LayoutError: the table has no such group.
+        """
+        for geometry in self.groups:
+            if geometry.group == group:
+                return geometry
+        raise LayoutError(f"no cache group {group}; known: {[geometry.group for geometry in self.groups]}")
+
+
+class _TensorView:
+    """One cache tensor with named dimensions, and how it falls apart into regions."""
+
+    def __init__(self, layer: str, cache: CacheTensor) -> None:
+        tensor, names = cache.tensor, cache.axes.split()
+        if len(names) != tensor.dim() or len(set(names)) != len(names) or set(names) - set(AXES):
+            raise LayoutError(
+                f"layer {layer!r}: axes {cache.axes!r} do not name the {tensor.dim()} dimensions of shape "
+                f"{tuple(tensor.shape)}; accepted names, each once: {', '.join(AXES)}"
+            )
+        if "block" not in names or "content" not in names:
+            raise LayoutError(f"layer {layer!r}: axes {cache.axes!r} must name a block and a content axis")
+        item = tensor.element_size()
+        self.layer = layer
+        self.tensor = tensor
+        self.size = {name: tensor.shape[dim] for dim, name in enumerate(names)}
+        self.stride = {name: tensor.stride(dim) * item for dim, name in enumerate(names)}
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        if self.size["content"] > 1 and self.stride["content"] != item:
+            raise LayoutError(
+                f"layer {layer!r}: the content axis has a stride of {self.stride['content']} bytes, "
+                f"it must be {item}"
+            )
+        self.row_bytes = self.size["content"] * item
+
+    def regions(
+        self, group: int, num_blocks: int, spec: LayerSpec, heads: HeadInterval | None
+    ) -> list[Region]:
+        """The regions of the tensor: one, or one per plane or head that lies outside the page."""
+        if self.size["block"] != num_blocks:
+            raise LayoutError(
+                f"layer {self.layer!r}: the block axis has {self.size['block']} blocks, the cache "
+                f"configuration gives {num_blocks} kernel blocks"
+            )
+        inner, outer = self._dense_suffix()
+        divisible = "head" in self.size and not isinstance(spec, (StateSpec, MLASpec))
+        interval = heads or HeadInterval(0, self.size.get("head", 0))
+        if divisible and len(interval) != self.size["head"]:
+            raise LayoutError(
+                f"layer {self.layer!r}: the head axis has {self.size['head']} heads, "
+                f"heads {interval.start}..{interval.stop - 1} were declared"
+            )
+        made = [Place(0, 0, 0)]
+        for name in outer:
+            made = [
+                place.step(name, index, self.stride[name])
+                for place in made
+                for index in range(self.size[name])
+            ]
+        axes = self._page_axes(inner)
+        return [
+            Region(
+                layer=self.layer,
+                group=group,
+                first_plane=place.plane,
+                heads=_region_heads(interval, place.head, axes.heads) if divisible else None,
+                dtype=self.dtype,
+                address=self.tensor.data_ptr() + place.offset,
+                num_blocks=num_blocks,
+                block_stride=self._block_stride(axes),
+                page_bytes=axes.planes * axes.heads * axes.tokens * axes.row_bytes,
+                axes=axes,
+            )
+            for place in made
+        ]
+
+    def _dense_suffix(self) -> tuple[list[str], list[str]]:
+        """The axes that fill a page without gaps, innermost first, and those outside of it."""
+        names = [name for name in self.size if name not in ("block", "content") and self.size[name] > 1]
+        names.sort(key=lambda name: self.stride[name])
+        limit = self.stride["block"] if self.size["block"] > 1 else None
+        inner: list[str] = []
+        extent = self.row_bytes
+        for name in names:
+            grown = extent * self.size[name]
+            if self.stride[name] != extent or (limit is not None and grown > limit):
+                break
+            inner.append(name)
+            extent = grown
+        outer = names[len(inner) :]
+        for name in outer:
+            if name not in _SPLIT_AXES:
+                raise LayoutError(
+                    f"layer {self.layer!r}: the {name} axis has a stride of {self.stride[name]} bytes where "
+                    f"a page without gaps has {extent}; only plane and head may lie outside the page"
+                )
+        return inner, outer
+
+    def _page_axes(self, inner: Sequence[str]) -> PageAxes:
+        def count(name: str) -> int:
+            return self.size[name] if name in inner else 1
+
+        def stride(name: str) -> int:
+            return self.stride[name] if name in inner else self.row_bytes
+
+        return PageAxes(
+            planes=count("plane"),
+            heads=count("head"),
+            tokens=count("token"),
+            row_bytes=self.row_bytes,
+            plane_stride=stride("plane"),
+            head_stride=stride("head"),
+            token_stride=stride("token"),
+        )
+
+    def _block_stride(self, axes: PageAxes) -> int:
+        page = axes.planes * axes.heads * axes.tokens * axes.row_bytes
+        if self.size["block"] == 1:
+            return page
+        if self.stride["block"] < page:
+            raise LayoutError(
+                f"layer {self.layer!r}: blocks are {self.stride['block']} bytes apart, but a page has {page}"
+            )
+        return self.stride["block"]
+
+    def check_inside_storage(self, made: Sequence[Region]) -> None:
+        """Every page lies inside the tensor's storage."""
+        storage = self.tensor.untyped_storage()
+        low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for region in made:
+            if region.address < low or region.end > high:
+                raise LayoutError(
+                    f"layer {self.layer!r}: pages from {region.address:#x} to {region.end:#x} leave their "
+                    f"storage, which is {low:#x} to {high:#x}"
+                )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of a tensor's regions starts: byte offset, plane and head."""
+
+    offset: int
+    plane: int
+    head: int
+
+    def step(self, axis: str, index: int, stride: int) -> Place:
+        """The place ``index`` steps further along a split axis."""
+        return Place(
+            self.offset + index * stride,
+            self.plane + (index if axis == "plane" else 0),
+            self.head + (index if axis == "head" else 0),
+        )
+
+
+def _region_heads(interval: HeadInterval, first: int, count: int) -> HeadInterval:
+    return HeadInterval(interval.start + first, interval.start + first + count)
+
+
+def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region]) -> None:
+    """The tensor's pages hold what the spec says, and a split into kernel blocks is true in bytes."""
+    found = sum(region.page_bytes for region in made) * ratio
+    if found != spec.content_bytes:
+        raise LayoutError(
+            f"layer {layer!r}: {ratio} pages of its tensor hold {found} bytes, its spec says that a block of "
+            f"{spec.block_size} tokens has {spec.content_bytes}"
+        )
+    if ratio > 1 and any(region.block_stride != region.page_bytes for region in made):
+        # A logical block is `ratio` kernel blocks side by side; with gaps between them its bytes would
+        # not be one run, and two sides could disagree on what lies in the gaps.
+        raise LayoutError(
+            f"layer {layer!r}: a block of {spec.block_size} tokens cannot be split into {ratio} kernel "
+            f"blocks, because its pages are {made[0].block_stride} bytes apart and hold {made[0].page_bytes}"
+        )

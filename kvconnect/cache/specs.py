@@ -1,0 +1,282 @@
+"""What one layer's cache keeps per block, and which layers share block ids.
+
+A spec says what a *logical* block of one layer holds: how many tokens, and how many bytes that
+takes. It knows nothing of tensors, addresses or kernels. ``KVCacheConfig.num_blocks`` is the only
+source of the block count: with padded pages, kernel blocks or heads in front, the shape of a tensor
+says something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from kvconnect.errors import LayoutError
+
+
+def _positive(owner: str, **fields: int) -> None:
+    for name, value in fields.items():
+        if value < 1:
+            raise LayoutError(f"{owner}.{name} is {value}, it must be at least 1")
+
+
+def _padded(owner: str, needed_bytes: int, padded_bytes: int | None) -> int:
+    if padded_bytes is None:
+        return needed_bytes
+    if padded_bytes < needed_bytes:
+        raise LayoutError(
+            f"{owner}.page_size_padded is {padded_bytes}, but a page holds {needed_bytes} bytes"
+        )
+    return padded_bytes
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """Keys and values of every token of the sequence.
+
+    ``block_size`` counts tokens; ``num_kv_heads`` are the heads of this rank. ``head_size_v``
+    defaults to ``head_size``. ``page_size_padded`` is the page's size in bytes where it is larger
+    than what it holds.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    head_size_v: int | None = None
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(
+            type(self).__name__,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+        )
+        _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that a block stores: one per token."""
+        return self.block_size
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a page that mean something."""
+        width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
+        return self.block_size * self.num_kv_heads * width * self.dtype.itemsize
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """Keys and values of the last ``sliding_window`` tokens; earlier blocks become the null block."""
+
+    sliding_window: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(type(self).__name__, sliding_window=self.sliding_window)
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """One latent row per stored token, shared by all heads.
+
+    ``stored_block_size`` is the number of rows that a block of ``block_size`` tokens really keeps.
+    Compressed and indexer caches keep fewer rows than tokens.
+    """
+
+    block_size: int
+    head_size: int
+    dtype: torch.dtype
+    stored_block_size: int | None = None
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive("MLASpec", block_size=self.block_size, head_size=self.head_size)
+        _positive("MLASpec", stored_block_size=self.rows_per_block)
+        _padded("MLASpec", self.content_bytes, self.page_size_padded)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that a block stores."""
+        return self.block_size if self.stored_block_size is None else self.stored_block_size
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a page that mean something."""
+        return self.rows_per_block * self.head_size * self.dtype.itemsize
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return _padded("MLASpec", self.content_bytes, self.page_size_padded)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page per request.
+
+    ``shapes`` and ``dtypes`` list the states that lie one after the other in the page.
+    ``block_size`` says how many tokens the request's block covers to the scheduler; the page does
+    not grow with it and is never split.
+    """
+
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive("StateSpec", block_size=self.block_size)
+        if len(self.shapes) != len(self.dtypes) or not self.shapes:
+            raise LayoutError(
+                f"StateSpec has {len(self.shapes)} shapes and {len(self.dtypes)} dtypes, "
+                "it needs the same number of both and at least one"
+            )
+        _padded("StateSpec", self.content_bytes, self.page_size_padded)
+
+    @property
+    def rows_per_block(self) -> int:
+        """A state page is one row."""
+        return 1
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a page that mean something."""
+        return sum(
+            math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return _padded("StateSpec", self.content_bytes, self.page_size_padded)
+
+
+@dataclass(frozen=True)
+class EncoderOnlySpec:
+    """A layer that attends within one forward pass and keeps no cache."""
+
+    block_size: int
+
+
+LayerSpec = FullAttentionSpec | SlidingWindowSpec | MLASpec | StateSpec
+
+
+@dataclass(frozen=True)
+class UniformTypeSpec:
+    """Layers of one kind that share block ids and differ in page size."""
+
+    specs: Mapping[str, LayerSpec]
+
+    def __post_init__(self) -> None:
+        sizes = {name: spec.block_size for name, spec in self.specs.items()}
+        if len(set(sizes.values())) != 1:
+            raise LayoutError(f"UniformTypeSpec needs one block_size for all its layers, it has {sizes}")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, the same for every layer."""
+        return next(iter(self.specs.values())).block_size
+
+
+GroupSpec = FullAttentionSpec | SlidingWindowSpec | MLASpec | StateSpec | EncoderOnlySpec | UniformTypeSpec
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share one list of block ids per request."""
+
+    layer_names: tuple[str, ...]
+    spec: GroupSpec
+
+    def __post_init__(self) -> None:
+        if isinstance(self.spec, UniformTypeSpec) and set(self.spec.specs) != set(self.layer_names):
+            raise LayoutError(
+                f"a group's layers {sorted(self.layer_names)} are not those of its UniformTypeSpec "
+                f"{sorted(self.spec.specs)}"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per logical block."""
+        return self.spec.block_size
+
+    @property
+    def is_state(self) -> bool:
+        """Every layer of the group keeps recurrent state."""
+        return all(isinstance(spec, StateSpec) for _, spec in self.layer_specs()) and self.has_cache
+
+    @property
+    def has_cache(self) -> bool:
+        """False for encoder-only layers."""
+        return not isinstance(self.spec, EncoderOnlySpec)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The group's window in tokens, the widest of its layers, or None if a layer sees all."""
+        windows = [
+            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+            for _, spec in self.layer_specs()
+        ]
+        if not windows or None in windows:
+            return None
+        return max(window for window in windows if window is not None)
+
+    def spec_of(self, layer_name: str) -> LayerSpec:
+        """The spec of one layer.
+
+        Raises:
+            LayoutError: the group has no such layer, or it keeps no cache.
+        """
+        if layer_name not in self.layer_names or isinstance(self.spec, EncoderOnlySpec):
+            raise LayoutError(f"no cached layer {layer_name!r} in the group of {sorted(self.layer_names)}")
+        return self.spec.specs[layer_name] if isinstance(self.spec, UniformTypeSpec) else self.spec
+
+    def layer_specs(self) -> Iterator[tuple[str, LayerSpec]]:
+        """Every cached layer with its own spec."""
+        if self.has_cache:
+            for name in self.layer_names:
+                yield name, self.spec_of(name)
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The whole cache of one worker: how many blocks, and which groups of layers use them.
+
+    Block ids index one pool that all groups share; block 0 is the null block, which stands for
+    positions that keep nothing.
+    """
+
+    num_blocks: int
+    groups: tuple[KVCacheGroup, ...]
+    _group_of: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _positive("KVCacheConfig", num_blocks=self.num_blocks)
+        owner: dict[str, int] = {}
+        for index, group in enumerate(self.groups):
+            for name in group.layer_names:
+                if name in owner:
+                    raise LayoutError(f"layer {name!r} is in cache groups {owner[name]} and {index}")
+                owner[name] = index
+        object.__setattr__(self, "_group_of", owner)
+
+    def group_of(self, layer_name: str) -> int:
+        """The index of a layer's group.
+
+        Raises:
+            LayoutError: no group has the layer.
+        """
+        if layer_name not in self._group_of:
+            raise LayoutError(f"no cache group has layer {layer_name!r}; known: {sorted(self._group_of)}")
+        return self._group_of[layer_name]

@@ -1,0 +1,112 @@
+"""Caches of every shape for the tests, and the plainest possible way to read and write them.
+
+``block_bytes`` shares no code with the region table: it picks a block out of a tensor by indexing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    StateSpec,
+    UniformTypeSpec,
+)
+
+
+@dataclass
+class BuiltCache:
+    """A cache with its table. ``ratio`` is kernel blocks per logical block, by group."""
+
+    config: KVCacheConfig
+    kernel_block_sizes: dict[int, int]
+    tensors: dict[str, CacheTensor]
+    table: RegionTable
+
+
+def attention_layer(
+    layout: str,
+    num_blocks: int,
+    heads: int,
+    tokens: int,
+    content: int,
+    dtype: torch.dtype = torch.float16,
+    pad: int = 0,
+) -> CacheTensor:
+    """One layer's cache in a named physical order.
+
+    ``layout`` lists the axes from outermost to innermost, ``content`` last and left out, such as
+    ``"block token head"`` or ``"plane block head token"``. ``pad`` values lie between blocks.
+    """
+    size = {"block": num_blocks, "head": heads, "token": tokens, "plane": 2}
+    order = layout.split()
+    shape = [size[axis] for axis in order] + [content]
+    inner = 1
+    for axis in reversed(order):
+        if axis == "block":
+            break
+        inner *= size[axis]
+    inner *= content
+    strides = []
+    step = content
+    for axis in reversed(order):
+        strides.append(step)
+        step = step * size[axis] if axis != "block" else (inner + pad) * num_blocks
+        if axis == "block":
+            strides[-1] = inner + pad
+    strides = [*reversed(strides), 1]
+    storage = torch.zeros(step, dtype=dtype)
+    view = storage.as_strided(shape, strides)
+    return CacheTensor(view, " ".join([*order, "content"]))
+
+
+def fill_random(cache: CacheTensor, seed: int) -> None:
+    """Give every byte of the storage, padding included, a value."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage())
+    raw.copy_(
+        torch.randint(0, 256, raw.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    )
+
+
+def block_values(cache: CacheTensor, block: int, heads: HeadInterval | None = None) -> torch.Tensor:
+    """The values of one kernel block in the order plane, head, token, content; a copy, as raw bits."""
+    names = cache.axes.split()
+    picked = cache.tensor.select(names.index("block"), block)
+    rest = [name for name in names if name != "block"]
+    wanted = [name for name in ("plane", "head", "token", "content") if name in rest]
+    picked = picked.permute([rest.index(name) for name in wanted])
+    if heads is not None:
+        picked = picked.narrow(wanted.index("head"), heads.start, len(heads))
+    return picked.contiguous().view(torch.uint8).clone()
+
+
+def single_group(
+    spec: FullAttentionSpec | MLASpec | StateSpec, num_blocks: int, **tensors: CacheTensor
+) -> BuiltCache:
+    """A cache of one group whose layers share a spec, without a kernel split."""
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
+    sizes = {0: spec.block_size}
+    return BuiltCache(config, sizes, dict(tensors), RegionTable.build(config, sizes, tensors))
+
+
+def mla_and_eagle(num_blocks: int = 2) -> BuiltCache:
+    """An MLA main layer and a GQA Eagle layer in one group: (n, 16, 96) and (n, 16, 8, 64) of fp16."""
+    specs = {
+        "mla": MLASpec(16, 96, torch.float16),
+        "eagle": FullAttentionSpec(16, 8, 32, torch.float16),
+    }
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(specs), UniformTypeSpec(specs)),))
+    tensors = {
+        "mla": CacheTensor(torch.zeros(num_blocks, 16, 96, dtype=torch.float16), "block token content"),
+        "eagle": CacheTensor(
+            torch.zeros(num_blocks, 16, 8, 64, dtype=torch.float16), "block token head content"
+        ),
+    }
+    return BuiltCache(config, {0: 16}, tensors, RegionTable.build(config, {0: 16}, tensors))
