@@ -1,0 +1,193 @@
+"""Two region tables lined up: which region of one side feeds which region of the other.
+
+Made once when two workers meet. What cannot be lined up is a refusal that names the layer and both
+values; all refusals are collected, so that an operator sees them at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable
+from kvconnect.errors import LayoutError
+from kvconnect.plan.pieces import Pieces, page_pieces
+
+
+class TableCard(msgspec.Struct, frozen=True, array_like=True):
+    """A region table as a peer gets to know it."""
+
+    regions: tuple[Region, ...]
+    groups: tuple[GroupGeometry, ...]
+
+    @classmethod
+    def of(cls, table: RegionTable) -> TableCard:
+        """The card of a table: all but what only its owner needs."""
+        return cls(table.regions, table.groups)
+
+    def geometry(self) -> dict[int, GroupGeometry]:
+        """The block geometry by group index."""
+        return {geometry.group: geometry for geometry in self.groups}
+
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PageRows:
+    """Region pairs of one group pair whose pages are copied alike: int64 columns, one entry a pair.
+
+    ``length`` bytes go from ``source_base + source_block * source_stride`` to ``target_base +
+    target_block * target_stride``. If ``dense``, the pages of both sides lie side by side, so that
+    adjacent blocks are one run.
+    """
+
+    source_base: Column
+    target_base: Column
+    source_stride: Column
+    target_stride: Column
+    length: Column
+    dense: bool
+
+
+@dataclass(frozen=True)
+class GroupLink:
+    """A cache group of the source and the group of the target that holds the same layers."""
+
+    source: GroupGeometry
+    target: GroupGeometry
+    rows: tuple[PageRows, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one kernel block moves, over all layers of the group."""
+        return sum(int(rows.length.sum()) for rows in self.rows)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Everything that the plan of a transfer between two workers needs, by target group."""
+
+    groups: dict[int, GroupLink]
+
+
+def align_tables(source: TableCard, target: TableCard) -> Link:
+    """Line up the regions of two workers.
+
+    Raises:
+        LayoutError: some layer cannot be copied directly; the text lists every reason.
+    """
+    source_by_layer: dict[str, list[Region]] = defaultdict(list)
+    for region in source.regions:
+        source_by_layer[region.layer].append(region)
+    source_groups, target_groups = source.geometry(), target.geometry()
+    refusals: list[str] = []
+    matches: dict[int, list[tuple[Region, Region, Pieces]]] = defaultdict(list)
+    partner: dict[int, set[int]] = defaultdict(set)
+    fed: set[str] = set()
+    for theirs in target.regions:
+        for ours in source_by_layer.get(theirs.layer, []):
+            refusal = _region_refusal(ours, theirs) or _group_refusal(
+                theirs.layer, source_groups[ours.group], target_groups[theirs.group]
+            )
+            if refusal:
+                refusals.append(refusal)
+                continue
+            pieces = page_pieces(ours, theirs)
+            if pieces is not None:
+                fed.add(theirs.layer)
+                matches[theirs.group].append((ours, theirs, pieces))
+                partner[theirs.group].add(ours.group)
+    if not refusals:
+        # One rank of several may hold a part of a layer, but a layer of which it holds nothing is wrong.
+        refusals = [
+            f"layer {layer!r}: the source has none of the bytes that the target keeps"
+            for layer in dict.fromkeys(region.layer for region in target.regions)
+            if layer not in fed
+        ]
+    refusals.extend(
+        f"cache group {group} of the target is spread over groups {sorted(groups)} of the source"
+        for group, groups in partner.items()
+        if len(groups) > 1
+    )
+    if refusals:
+        raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
+    return Link(
+        {
+            group: GroupLink(
+                source_groups[next(iter(partner[group]))], target_groups[group], _page_rows(pairs)
+            )
+            for group, pairs in matches.items()
+        }
+    )
+
+
+def _region_refusal(source: Region, target: Region) -> str | None:
+    for what, ours, theirs in (
+        ("dtype", source.dtype, target.dtype),
+        ("row bytes", source.axes.row_bytes, target.axes.row_bytes),
+        ("rows in a page", source.axes.tokens, target.axes.tokens),
+    ):
+        if ours != theirs:
+            return f"layer {target.layer!r}: {what} differ, source {ours}, target {theirs}"
+    if (source.heads is None) != (target.heads is None):
+        return f"layer {target.layer!r}: only one side's pages can be divided by head"
+    return None
+
+
+def _group_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str | None:
+    if source.is_state != target.is_state:
+        return f"layer {layer!r}: one side keeps state, the other keeps tokens"
+    if not source.is_state and source.block_tokens != target.block_tokens:
+        return (
+            f"layer {layer!r}: kernel blocks differ, source {source.block_tokens} tokens, "
+            f"target {target.block_tokens} tokens"
+        )
+    return None
+
+
+Row = tuple[int, int, int, int, int]
+
+
+def _page_rows(pairs: Sequence[tuple[Region, Region, Pieces]]) -> tuple[PageRows, ...]:
+    """Region pairs as columns: those with whole dense pages together, the others together."""
+    rows = [
+        (
+            source.address + int(from_offset),
+            target.address + int(to_offset),
+            source.block_stride,
+            target.block_stride,
+            int(length),
+        )
+        for source, target, pieces in pairs
+        for from_offset, to_offset, length in zip(pieces.source, pieces.target, pieces.length, strict=True)
+    ]
+    by_density: dict[bool, list[Row]] = {True: [], False: []}
+    for row in _merge_neighbours(rows):
+        by_density[row[2] == row[3] == row[4]].append(row)
+    made = []
+    for dense, kept in by_density.items():
+        if kept:
+            table = np.array(kept, dtype=np.int64).T
+            made.append(PageRows(table[0], table[1], table[2], table[3], table[4], dense))
+    return tuple(made)
+
+
+def _merge_neighbours(rows: Sequence[Row]) -> list[Row]:
+    """Rows that touch within a block on both sides become one: layers packed inside a block."""
+    merged: list[Row] = []
+    for row in sorted(rows):
+        if merged:
+            source, target, source_stride, target_stride, length = merged[-1]
+            touches = (source + length, target + length) == row[:2]
+            fits = length + row[4] <= min(source_stride, target_stride)
+            if touches and fits and (source_stride, target_stride) == row[2:4]:
+                merged[-1] = (source, target, source_stride, target_stride, length + row[4])
+                continue
+        merged.append(row)
+    return merged

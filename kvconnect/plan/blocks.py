@@ -1,0 +1,102 @@
+"""Which block of one side belongs to which block of the other: by the tokens they hold.
+
+Block ids never mean anything to the other side; positions in the sequence do. Everything is in
+kernel blocks, so that logical sizes may differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.block_table import BlockIds, expand_block_ids
+from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.errors import LayoutError
+from kvconnect.orders import GroupBlocks
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True)
+class BlockPairs:
+    """Kernel block ids, int64 of one length: ``source[i]`` holds what ``target[i]`` is to hold.
+
+    Sorted by source, so that runs of adjacent blocks are found whatever order they were allocated in.
+    """
+
+    source: BlockIds
+    target: BlockIds
+
+
+def pair_blocks(
+    source: GroupBlocks,
+    source_geometry: GroupGeometry,
+    target: GroupBlocks,
+    target_geometry: GroupGeometry,
+    num_tokens: int,
+) -> BlockPairs:
+    """Pair the blocks of two sides that hold the first ``num_tokens`` tokens of one sequence.
+
+    Positions that the target does not want (null) are left out. Positions that the source no longer
+    keeps may be left out only where no later token can see them: before the sliding window.
+
+    Raises:
+        LayoutError: the target wants a block that the source does not hold.
+    """
+    if target_geometry.is_state:
+        return _pair_state(source, target)
+    wanted_first, wanted = _kernel_positions(target, target_geometry)
+    held_first, held = _kernel_positions(source, source_geometry)
+    block_tokens = target_geometry.block_tokens
+    wanted = wanted[: max(0, div_ceil(num_tokens, block_tokens) - wanted_first)]
+    position = np.arange(wanted_first, wanted_first + len(wanted))
+    index = position - held_first
+    inside = (index >= 0) & (index < len(held))
+    source_ids = (
+        np.where(inside, held[np.clip(index, 0, max(len(held) - 1, 0))], 0) if len(held) else 0 * index
+    )
+    present = source_ids != NULL_BLOCK
+    asked = wanted != NULL_BLOCK
+    missing = asked & ~present
+    if target_geometry.sliding_window is not None:
+        # The next token to be computed on the target is the last of these, at num_tokens at the
+        # latest; it sees the window before it. A block that ends earlier is read by nobody.
+        missing &= (position + 1) * block_tokens > num_tokens - target_geometry.sliding_window
+    if missing.any():
+        at = int(position[np.argmax(missing)])
+        raise LayoutError(
+            f"cache group {target.group}: tokens {at * block_tokens} to {(at + 1) * block_tokens - 1} are "
+            f"wanted, but the source holds no block for them"
+        )
+    take = asked & present
+    return _sorted(source_ids[take], wanted[take])
+
+
+def _pair_state(source: GroupBlocks, target: GroupBlocks) -> BlockPairs:
+    for side, blocks in (("source", source), ("target", target)):
+        if len(blocks.block_ids) != 1 or blocks.block_ids[0] == NULL_BLOCK:
+            raise LayoutError(
+                f"cache group {blocks.group} of the {side} keeps state: it needs one block, "
+                f"it has {list(blocks.block_ids)}"
+            )
+    return BlockPairs(
+        np.asarray(source.block_ids, dtype=np.int64), np.asarray(target.block_ids, dtype=np.int64)
+    )
+
+
+def _kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:
+    """The first kernel position and the kernel ids from there on; 0 where there is no block."""
+    ratio = geometry.blocks_per_kv_block
+    logical = np.asarray(blocks.block_ids, dtype=np.int64)
+    kernel = expand_block_ids(logical, ratio)
+    if ratio > 1:
+        # The null block's kernel blocks are 0..r-1; all of them stand for nothing.
+        kernel = np.where(np.repeat(logical == NULL_BLOCK, ratio), NULL_BLOCK, kernel)
+    return blocks.first_block * ratio, kernel
+
+
+def _sorted(source: BlockIds, target: BlockIds) -> BlockPairs:
+    order = np.argsort(source, kind="stable")
+    return BlockPairs(source[order], target[order])
