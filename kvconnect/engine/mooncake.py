@@ -1,0 +1,340 @@
+"""The Mooncake adapter: a listening engine that peers reach, and lanes that send.
+
+Owns registration, the card, the bounds and the deadlines. How a batch runs and comes to rest is in
+``mooncake_lanes``. It must not know requests or blocks. No other module of the package may import
+``mooncake``.
+
+Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
+
+- More than 2048 entries to one peer fail at once, more than 1024 unless they drain within a second.
+  Batches of at most 1024 go to a peer one at a time.
+- Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
+  the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
+  range is checked against our own ``SpanSet`` first.
+- The ``protocol`` argument chooses nothing: the transport is discovered, and is RDMA whenever there
+  is an adapter. Only the environment can prevent that.
+- The listening engine binds all interfaces, and lets anybody who reaches its port read and write
+  registered memory. Keep it on a private network.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet, Verb
+from kvconnect.engine.batches import check_batch, local_problem
+from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
+from kvconnect.engine.mooncake_library import (
+    built_for_cuda,
+    load_library,
+    prepare_environment,
+    register_spans,
+)
+from kvconnect.errors import EngineError
+
+log = logging.getLogger("kvconnect.engine.mooncake")
+
+# Threads that the library keeps in a call long after their batch was answered; most per peer.
+_MAX_STUCK_SENDERS = 3
+_CLOSE_S = 3.0
+_YIELD_S = 50e-6
+
+
+class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-1", frozen=True):
+    """The session name of the listening engine, ``host:port``."""
+
+    session: str
+
+
+@dataclass(slots=True)
+class _Peer:
+    session: str
+    sender: Sender | None = None
+    stuck: list[Sender] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch that was not answered yet. ``ended`` says why it must fail, whatever comes of it."""
+
+    batch: Batch
+    submitted: float
+    deadline: float
+    job: Job
+    ended: str = ""
+
+
+class MooncakeEngine:
+    """An engine over Mooncake. See ``kvconnect.engine.base.Engine`` for the verbs.
+
+    Args:
+        host: the address at which peers reach this node.
+        protocol: ``"tcp"`` or ``"rdma"``; another transport than this one is never used.
+        device_name: the RDMA adapters to use, separated by commas; empty for all.
+        settle_s: how long a batch that failed may take to be proven quiet.
+        library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
+            What it has not given up cannot be proven quiet.
+        max_copies, max_bytes: the bounds to announce.
+
+    Raises:
+        EngineError: Mooncake is missing, cannot start, or would use another protocol.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        protocol: str = "tcp",
+        device_name: str = "",
+        *,
+        settle_s: float = 5.0,
+        library_timeout_s: int = 10,
+        max_copies: int = 1024,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        if not 0 < max_copies <= 1024:
+            raise EngineError(f"max_copies is {max_copies}: Mooncake takes 1 to 1024 at once to a peer")
+        prepare_environment(protocol, device_name, library_timeout_s)
+        self._library = load_library()
+        self._host, self._protocol, self._device_name = host, protocol, device_name
+        self._settle_s = settle_s
+        self._spans = SpanSet()
+        self._peers: dict[str, _Peer] = {}
+        self._senders: list[Sender] = []
+        self._flights: dict[int, _Flight] = {}
+        self._finished: list[Completion] = []
+        self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._told: set[str] = set()
+        self._closed = False
+        self._home: Any = self._make_engine()
+        self._session = f"[{host}]" if ":" in host else host
+        self._session += f":{self._home.get_rpc_port()}"
+        self._pool = LanePool(self._make_lane)
+        self._capabilities = Capabilities(
+            name="mooncake",
+            verbs=frozenset(Verb),
+            max_copies=max_copies,
+            max_bytes=max_bytes,
+            # The second waits here, not in the library: it only spares the gap between two polls.
+            max_batches_per_peer=2,
+            target_must_poll=False,
+            device_memory=built_for_cuda(),
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The bounds of this engine."""
+        return self._capabilities
+
+    # ---- memory
+
+    def register(self, spans: Sequence[Span]) -> None:
+        """Register memory in one call, all or nothing. Raises ``EngineError``."""
+        self._check_open()
+        for span in spans:
+            if span.device != "cpu" and not self._capabilities.device_memory:
+                raise EngineError(
+                    f"cannot register memory of {span.device}: this build of Mooncake has no CUDA; "
+                    "pip install kvconnect[mooncake]"
+                )
+        self._spans.add(spans)
+        code = register_spans(self._home, spans)
+        if code != 0:
+            self._spans.remove(spans)
+            raise EngineError(f"Mooncake cannot register {len(spans)} spans: it returned {code}")
+        if self._protocol != "tcp":
+            self._pool.each_engine(lambda engine: self._register_lane(engine, spans))
+
+    def unregister(self, spans: Sequence[Span]) -> None:
+        """Take memory back. Raises ``EngineError``."""
+        self._check_open()
+        self._spans.remove(spans)
+        addresses = [span.address for span in spans]
+        if self._protocol != "tcp":
+            self._pool.each_engine(lambda engine: engine.batch_unregister_memory(addresses))
+        code = self._home.batch_unregister_memory(addresses) if addresses else 0
+        if code != 0:
+            raise EngineError(f"Mooncake cannot unregister {len(spans)} spans: it returned {code}")
+
+    # ---- peers
+
+    def card(self) -> bytes:
+        """The session name, which stays the same while memory comes and goes."""
+        self._check_open()
+        return msgspec.msgpack.encode(MooncakeCard(self._session))
+
+    def connect(self, peer: str, card: bytes) -> None:
+        """Know a peer under a name; batches to who had the name before end as failures."""
+        self._check_open()
+        try:
+            session = msgspec.msgpack.decode(card, type=MooncakeCard).session
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"the card of peer {peer!r} is not a Mooncake engine's: {error}") from error
+        host, _, port = session.rpartition(":")
+        if not host or not port.isdecimal() or len(session) > 256:
+            raise EngineError(f"the card of peer {peer!r} names {session[:256]!r}, not host:port")
+        known = self._peers.get(peer)
+        if known is not None and known.session == session:
+            return
+        if known is not None:
+            self.disconnect(peer)
+        self._peers[peer] = _Peer(session)
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; batches in flight to it end as failures."""
+        for flight in list(self._flights.values()):
+            if flight.batch.peer == peer:
+                self._end_early(flight, f"peer {peer!r} was disconnected")
+        known = self._peers.pop(peer, None)
+        if known is not None and known.sender is not None:
+            known.sender.close()
+
+    # ---- batches
+
+    def submit(self, batch: Batch) -> None:
+        """Hand a batch to its peer's thread. Raises ``LocalError``."""
+        in_flight = [(flight.batch.batch_id, flight.batch.peer) for flight in self._flights.values()]
+        check_batch(batch, self._capabilities, self._peers, in_flight)
+        peer, now = self._peers[batch.peer], time.monotonic()
+        job = Job(batch, peer.session, now + batch.timeout_s, self._settle_s)
+        flight = _Flight(batch, now, job.deadline, job)
+        self._flights[batch.batch_id] = flight
+        problem = local_problem(batch, self._spans)
+        peer.stuck = [sender for sender in peer.stuck if sender.alive]
+        if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and peer.sender is None:
+            problem = f"Mooncake still hangs in {len(peer.stuck)} earlier transfers to {peer.session}"
+        if problem or not batch.total_bytes:
+            self._answer(flight, problem, quiet=True)
+            return
+        if peer.sender is None:
+            # Over TCP a lane is cheap and every peer has its own, so that one which falls silent
+            # holds up no other. Over RDMA each lane would open every adapter and pin all memory.
+            key = batch.peer if self._protocol == "tcp" else ""
+            peer.sender = Sender(key, self._pool, self._results)
+            self._senders = [sender for sender in self._senders if sender.alive]
+            self._senders.append(peer.sender)
+        peer.sender.put(job)
+
+    def poll(self) -> list[Completion]:
+        """Collect what threads have done, and answer what had its time."""
+        if self._flights and self._results.empty() and not self._finished:
+            # A caller that polls without a pause would keep the GIL from the thread it waits for,
+            # for 5 ms at a time.
+            time.sleep(_YIELD_S)
+        while not self._results.empty():
+            self._take(self._results.get_nowait())
+        now = time.monotonic()
+        for flight in list(self._flights.values()):
+            if now >= flight.deadline:
+                self._overdue(flight, now)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def cancel(self, batch_id: int) -> None:
+        """End a batch early if it is not posted yet, else at its end or after ``settle_s``."""
+        flight = self._flights.get(batch_id)
+        if flight is not None:
+            self._end_early(flight, "cancelled")
+
+    def close(self) -> None:
+        """End what is in flight and destroy the engines. What the library does not let go of within
+        some seconds is answered as not quiet, and its thread is left to end by itself."""
+        if self._closed:
+            return
+        until = time.monotonic() + _CLOSE_S
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._closed = True
+        while self._flights and time.monotonic() < until:
+            self._finished.extend(self.poll())
+            time.sleep(0.005)
+        for flight in list(self._flights.values()):
+            self._answer(flight, flight.ended or "the engine was closed", quiet=False)
+        stuck = [sender for sender in self._senders if not sender.join(until - time.monotonic())]
+        if stuck:
+            log.warning("Mooncake is still in %d transfers at close", len(stuck))
+        self._pool.close()
+        addresses = [span.address for span in self._spans]
+        if addresses and self._home.batch_unregister_memory(addresses) != 0:
+            log.warning("Mooncake did not take back its memory at close")
+        self._spans.remove(list(self._spans))
+        self._home = None
+
+    # ---- how a batch ends
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the Mooncake engine is closed")
+
+    def _take(self, outcome: Outcome) -> None:
+        flight = self._flights.get(outcome.job.batch.batch_id)
+        if flight is None or flight.job is not outcome.job:
+            return  # answered before, as one that is not quiet
+        error = flight.ended or outcome.error
+        if not error and time.monotonic() >= outcome.job.deadline:
+            error = f"ended after its timeout of {flight.batch.timeout_s:g} s"
+        self._answer(flight, error, outcome.quiet)
+
+    def _overdue(self, flight: _Flight, now: float) -> None:
+        error = flight.ended or f"timed out after {flight.batch.timeout_s:g} s"
+        if flight.job.drop():
+            self._answer(flight, error, quiet=True)
+            self._leave_sender(flight)
+        elif now >= flight.deadline + self._settle_s:
+            # The library cannot be interrupted. Its thread retires the lane when it returns.
+            self._leave_sender(flight)
+            self._answer(flight, error, quiet=False)
+
+    def _leave_sender(self, flight: _Flight) -> None:
+        """New batches of this peer take another thread: this one hangs in the library."""
+        peer = self._peers.get(flight.batch.peer)
+        if peer is None or peer.sender is None or not flight.job.posted:
+            return
+        peer.sender.close()
+        peer.stuck.append(peer.sender)
+        peer.sender = None
+        self._pool.retire_key(flight.batch.peer if self._protocol == "tcp" else "")
+
+    def _end_early(self, flight: _Flight, error: str) -> None:
+        flight.ended = flight.ended or error
+        if flight.job.drop():
+            self._answer(flight, error, quiet=True)
+        else:
+            flight.deadline = min(flight.deadline, time.monotonic())
+
+    def _answer(self, flight: _Flight, error: str, quiet: bool) -> None:
+        batch = flight.batch
+        del self._flights[batch.batch_id]
+        if error:
+            log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
+        seconds = time.monotonic() - flight.submitted
+        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+
+    # ---- the library's engines
+
+    def _make_engine(self) -> Any:
+        engine = self._library.TransferEngine()
+        code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device_name)
+        if code != 0:
+            raise EngineError(
+                f"Mooncake cannot start at {self._host!r} with {self._protocol} "
+                f"{self._device_name!r}: it returned {code}"
+            )
+        return engine
+
+    def _make_lane(self) -> Any:
+        engine = self._make_engine()
+        if self._protocol != "tcp":
+            self._register_lane(engine, list(self._spans))
+        return engine
+
+    def _register_lane(self, engine: Any, spans: Sequence[Span]) -> None:
+        code = register_spans(engine, spans)
+        if code != 0:
+            raise EngineError(f"Mooncake cannot register {len(spans)} spans to send: it returned {code}")

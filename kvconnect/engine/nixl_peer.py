@@ -1,0 +1,125 @@
+"""What the NIXL adapter knows of memory on both sides, and of the life of a peer's process.
+
+Owns the card, the lookup from an address to NIXL's memory type and device number, and the proof that
+a process of this host is dead. It must not import NIXL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.engine.base import Addresses, Span, SpanSet
+from kvconnect.errors import EngineError
+
+MAX_CARD_BYTES = 16 << 20
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process of one boot of one host, never mistaken for a later process of the same pid."""
+
+    host: str
+    pid: int
+    started: str
+
+
+class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
+    """NIXL's own metadata, and the spans behind it as (address, length_bytes, device)."""
+
+    metadata: bytes
+    spans: list[tuple[int, int, str]]
+    process: ProcessIdentity
+
+
+class Peer:
+    """A connected peer: its card, its agent's name, and whether the link to it must be renewed."""
+
+    def __init__(self, card: NixlCard, agent: str) -> None:
+        self.card = card
+        self.agent = agent
+        self.broken = False
+        self.spans = SpanSet()
+        self.spans.add([Span(*span) for span in card.spans])
+        self.devices = DeviceMap(self.spans)
+
+
+class DeviceMap:
+    """From addresses to (is it GPU memory, device number), vectorised."""
+
+    def __init__(self, spans: SpanSet) -> None:
+        ordered = sorted(spans, key=lambda span: span.address)
+        self._starts = np.array([span.address for span in ordered], dtype=np.int64)
+        kinds = [device_number(span.device) for span in ordered]
+        self._gpu = np.array([gpu for gpu, _ in kinds], dtype=bool)
+        self._number = np.array([number for _, number in kinds], dtype=np.uint64)
+
+    def lookup(self, addresses: Addresses) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """For each address, which must lie in a span: is it GPU memory, and on which device."""
+        owner = np.searchsorted(self._starts, addresses, side="right") - 1
+        return self._gpu[owner], self._number[owner]
+
+
+def device_number(device: str) -> tuple[bool, int]:
+    """``"cpu"`` is ``(False, 0)``, ``"cuda:3"`` is ``(True, 3)``. Raises ``EngineError``."""
+    if device == "cpu":
+        return False, 0
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and number.isdecimal():
+        return True, int(number)
+    raise EngineError(f"cannot register memory of device {device!r}: 'cpu' and 'cuda:N' are known")
+
+
+def encode_card(metadata: bytes, spans: Sequence[Span]) -> bytes:
+    """The card of an engine of this process."""
+    listed = [(span.address, span.length_bytes, span.device) for span in spans]
+    return msgspec.msgpack.encode(NixlCard(metadata, listed, own_identity()))
+
+
+def decode_card(peer: str, card: bytes) -> NixlCard:
+    """Read a card. Raises ``EngineError`` if it is not one of this engine's kind."""
+    if len(card) > MAX_CARD_BYTES:
+        raise EngineError(f"the card of peer {peer!r} has {len(card)} bytes, at most {MAX_CARD_BYTES}")
+    try:
+        return msgspec.msgpack.decode(card, type=NixlCard)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the card of peer {peer!r} is not a NIXL engine's: {error}") from error
+
+
+def own_identity() -> ProcessIdentity:
+    """Who this process is."""
+    return ProcessIdentity(_host_identity(), os.getpid(), _start_time(os.getpid()) or "")
+
+
+def is_dead(process: ProcessIdentity) -> bool:
+    """Whether the process is proven to be gone, and its memory with it.
+
+    Only a process of this host and pid namespace can be proven dead. A zombie counts: its memory is
+    released before its sockets are, long before it is reaped.
+    """
+    if not process.host or process.host != _host_identity():
+        return False
+    return _start_time(process.pid) != process.started
+
+
+def _host_identity() -> str:
+    """This boot of this host and the pid namespace; empty where the system does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in the system's ticks; None if it is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name is in parentheses and may hold anything, so read from its last one on.
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,147 @@
+"""What the cases of the engine suite share: a driver that keeps the account, and the fixtures.
+
+Owns the rule that every batch is answered exactly once. It must not know what a case checks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvconnect.engine.base import Batch, Completion, Engine, Span, Verb
+from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, wait_until
+
+MIB = 1 << 20
+HANG_S = 20.0
+BUFFER_BYTES = 4 * MIB
+
+
+class Driver:
+    """An engine of this process with one registered buffer, and the account of its batches."""
+
+    def __init__(self, engine: Engine, length_bytes: int = BUFFER_BYTES, seed: int = 1) -> None:
+        self.engine = engine
+        self.buffer = random_bytes(length_bytes, seed)
+        self.span = Span(self.address, length_bytes)
+        self.engine.register([self.span])
+        self.answers: dict[int, Completion] = {}
+        self.pending: set[int] = set()
+        self._next_id = 1
+
+    @property
+    def address(self) -> int:
+        """Where the buffer begins."""
+        return int(self.buffer.ctypes.data)
+
+    def submit(
+        self,
+        peer: str,
+        verb: Verb,
+        local: Sequence[int] | np.ndarray,
+        remote: Sequence[int] | np.ndarray,
+        length: Sequence[int] | np.ndarray,
+        timeout_s: float = 10.0,
+    ) -> int:
+        """Submit copies between absolute addresses; returns the batch id."""
+        near, far = (np.asarray(column, dtype=np.int64) for column in (local, remote))
+        source, target = (near, far) if verb is Verb.WRITE else (far, near)
+        batch_id, self._next_id = self._next_id, self._next_id + 1
+        sizes = np.asarray(length, dtype=np.int64)
+        self.engine.submit(Batch(batch_id, peer, verb, source, target, sizes, timeout_s))
+        self.pending.add(batch_id)
+        return batch_id
+
+    def poll(self) -> None:
+        """Poll once. Every answer must belong to a pending batch: none twice, none unasked."""
+        for answer in self.engine.poll():
+            assert answer.batch_id in self.pending, f"answered twice or never asked: {answer}"
+            assert answer.quiet or not answer.ok, f"ok but not quiet: {answer}"
+            assert answer.ok == (not answer.error), f"an error text on success, or none: {answer}"
+            self.pending.remove(answer.batch_id)
+            self.answers[answer.batch_id] = answer
+
+    def in_flight(self) -> int:
+        """Poll once; how many batches are still unanswered."""
+        self.poll()
+        return len(self.pending)
+
+    def wait(self, batch_id: int, bound_s: float = HANG_S) -> Completion:
+        """Poll until one batch is answered."""
+
+        def answered() -> bool:
+            self.poll()
+            return batch_id in self.answers
+
+        assert wait_until(answered, bound_s, 0.0005), f"batch {batch_id} hangs for {bound_s:g} s"
+        return self.answers[batch_id]
+
+    def copy(
+        self,
+        peer: str,
+        remote: int,
+        length: int = 4096,
+        offset: int = 0,
+        timeout_s: float = 10.0,
+        verb: Verb = Verb.WRITE,
+    ) -> Completion:
+        """One copy between the buffer at ``offset`` and ``remote``, waited for."""
+        batch_id = self.submit(peer, verb, [self.address + offset], [remote], [length], timeout_s)
+        return self.wait(batch_id, timeout_s + HANG_S)
+
+
+class EngineCases:
+    """What a suite of cases needs to know of the engine, and its fixtures.
+
+    Attributes:
+        make_engine: makes the engine under test; called here and in the peer's process.
+        settle_s: how long after a batch's timeout the engine may take to answer it.
+    """
+
+    make_engine: MakeEngine
+    settle_s: float = 6.0
+
+    def silent_card(self, port: int) -> bytes | None:
+        """A card that leads to ``127.0.0.1:port``, where nobody answers; None if there is no such."""
+        return None
+
+    # ---- fixtures
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_peer(cls) -> Iterator[PeerProcess]:
+        """A peer for the cases that leave it unharmed."""
+        peer = PeerProcess(cls.make_engine)
+        yield peer
+        peer.close()
+
+    @pytest.fixture
+    def driver(self) -> Iterator[Driver]:
+        """A fresh engine of this process."""
+        driver = Driver(type(self).make_engine())
+        yield driver
+        driver.engine.close()
+
+    @pytest.fixture
+    def own_peer(self) -> Iterator[PeerProcess]:
+        """A peer that the case may kill."""
+        peer = PeerProcess(type(self).make_engine)
+        yield peer
+        peer.close()
+
+    def _meet(
+        self, driver: Driver, peer: PeerProcess, name: str = "peer", length_bytes: int = BUFFER_BYTES
+    ) -> int:
+        """Give the peer a fresh registered buffer of zeros, and connect; returns its address."""
+        buffer = f"{name}-{time.monotonic_ns()}"
+        address = peer.allocate(buffer, length_bytes)
+        peer.register([(buffer, 0, length_bytes)])
+        driver.engine.connect(name, peer.card())
+        self._buffer = buffer
+        return address
+
+    def _needs(self, driver: Driver, verb: Verb) -> None:
+        if verb not in driver.engine.capabilities.verbs:
+            pytest.skip(f"{driver.engine.capabilities.name} cannot {verb.value}")

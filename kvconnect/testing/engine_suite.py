@@ -1,0 +1,258 @@
+"""The contract of ``kvconnect.engine.base.Engine`` as a suite that every engine must pass.
+
+A new engine subclasses ``EngineSuite``, says how to make an engine, and inherits all cases. The peer
+is always another process, which is killed, stopped and restarted for real. Cases that need what an
+engine does not announce are skipped by its own declaration. No case asserts a speed: bounds only
+tell an engine that is slow from one that hangs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kvconnect.engine.base import Span, Verb
+from kvconnect.errors import EngineError, LocalError
+from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
+from kvconnect.testing.engine_faults import FaultCases
+from kvconnect.testing.engine_peer import PeerProcess, digest_of, random_bytes, wait_until
+
+__all__ = ["Driver", "EngineSuite", "scattered_copies"]
+
+
+class EngineSuite(FaultCases):
+    """Subclass it as ``TestX`` and set ``make_engine`` to a module-level function."""
+
+    # ---- bytes
+
+    @pytest.mark.parametrize("verb", list(Verb))
+    def test_scattered_copies_match_brute_force(
+        self, driver: Driver, shared_peer: PeerProcess, verb: Verb
+    ) -> None:
+        self._needs(driver, verb)
+        name = f"scattered-{verb.value}"
+        far_address = shared_peer.allocate(name, BUFFER_BYTES, seed=2)
+        shared_peer.register([(name, 0, BUFFER_BYTES)])
+        driver.engine.connect("peer", shared_peer.card())
+        source, target, length = scattered_copies(BUFFER_BYTES, 300, seed=3)
+        near, far = driver.buffer.copy(), random_bytes(BUFFER_BYTES, 2)
+        giver, taker = (near, far) if verb is Verb.WRITE else (far, near)
+        for i in range(len(length)):
+            taker[target[i] : target[i] + length[i]] = giver[source[i] : source[i] + length[i]]
+        local, remote = (source, target) if verb is Verb.WRITE else (target, source)
+        answer = driver.wait(
+            driver.submit("peer", verb, driver.address + local, far_address + remote, length)
+        )
+        assert answer.ok, answer
+        assert answer.total_bytes == length.sum()
+        assert np.array_equal(shared_peer.content(name), far)
+        assert np.array_equal(driver.buffer, near)
+
+    def test_ten_thousand_copies(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        page, count = 256, 10_000
+        order = np.random.default_rng(4).permutation(BUFFER_BYTES // page)[:count]
+        target = order * page
+        source = np.arange(count) * page
+        expected = np.zeros(BUFFER_BYTES, dtype=np.uint8)
+        expected.reshape(-1, page)[order] = driver.buffer.reshape(-1, page)[:count]
+        bounds = driver.engine.capabilities
+        size = min(bounds.max_copies, bounds.max_bytes // page)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            assert wait_until(lambda: driver.in_flight() < bounds.max_batches_per_peer, HANG_S, 0.0005)
+            driver.submit(
+                "peer",
+                Verb.WRITE,
+                driver.address + source[part],
+                remote + target[part],
+                np.full(len(source[part]), page),
+            )
+        assert wait_until(lambda: not driver.in_flight(), HANG_S)
+        assert all(answer.ok for answer in driver.answers.values())
+        assert shared_peer.digest(self._buffer) == digest_of(expected)
+
+    def test_no_copies_and_empty_copies_are_done_at_once(
+        self, driver: Driver, shared_peer: PeerProcess
+    ) -> None:
+        remote = self._meet(driver, shared_peer)
+        assert driver.wait(driver.submit("peer", Verb.WRITE, [], [], [])).ok
+        assert driver.wait(driver.submit("peer", Verb.WRITE, [driver.address], [remote], [0])).ok
+        mixed = driver.submit("peer", Verb.WRITE, [driver.address] * 2, [remote] * 2, [0, 64])
+        assert driver.wait(mixed).ok
+        assert np.array_equal(shared_peer.content(self._buffer)[:64], driver.buffer[:64])
+
+    # ---- registration
+
+    def test_unregistered_local_memory_fails(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        stranger = random_bytes(4096, 5)
+        answer = driver.wait(driver.submit("peer", Verb.WRITE, [stranger.ctypes.data], [remote], [4096]))
+        assert not answer.ok
+        assert answer.quiet
+        beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
+        assert not beyond.ok
+        assert not shared_peer.content(self._buffer).any()
+        assert driver.copy("peer", remote).ok
+
+    def test_unregistered_remote_memory_fails_and_the_next_batch_works(
+        self, driver: Driver, shared_peer: PeerProcess
+    ) -> None:
+        secret = f"secret-{time.monotonic_ns()}"
+        hidden = shared_peer.allocate(secret, 65536)
+        remote = self._meet(driver, shared_peer)
+        assert not driver.copy("peer", hidden).ok
+        assert not shared_peer.content(secret).any()
+        good = driver.copy("peer", remote)
+        assert good.ok, good
+        assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
+
+    def test_overlapping_registration_is_refused_whole(
+        self, driver: Driver, shared_peer: PeerProcess
+    ) -> None:
+        remote = self._meet(driver, shared_peer)
+        fresh = random_bytes(8192, 6)
+        good = Span(fresh.ctypes.data, 8192)
+        for bad in (
+            Span(driver.address + 4096, 4096),
+            Span(driver.address, 0),
+            Span(fresh.ctypes.data + 8191, 2),
+        ):
+            with pytest.raises(EngineError):
+                driver.engine.register([good, bad])
+            sent = driver.submit("peer", Verb.WRITE, [fresh.ctypes.data], [remote], [8192])
+            assert not driver.wait(sent).ok, "a span stayed registered after its batch was refused"
+        driver.engine.register([good])
+        sent = driver.submit("peer", Verb.WRITE, [fresh.ctypes.data], [remote], [8192])
+        assert driver.wait(sent).ok
+
+    def test_unregistered_again_and_registered_again(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        assert driver.copy("peer", remote).ok
+        stranger = Span(driver.address + 1, 10)
+        with pytest.raises(EngineError):
+            driver.engine.unregister([driver.span, stranger])
+        assert driver.copy("peer", remote).ok, "a refused unregister took something back"
+        driver.engine.unregister([driver.span])
+        assert not driver.copy("peer", remote).ok
+        driver.engine.register([driver.span])
+        assert driver.copy("peer", remote).ok
+
+    def test_registration_after_the_first_transfer(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        first = self._meet(driver, shared_peer)
+        assert driver.copy("peer", first).ok
+        second = self._meet(driver, shared_peer)
+        assert driver.copy("peer", second).ok
+        assert driver.copy("peer", first).ok
+        assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
+
+    # ---- the caller's bugs
+
+    def test_misuse_is_refused(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        bounds, here = driver.engine.capabilities, driver.address
+        with pytest.raises(LocalError, match="no such peer"):
+            driver.submit("nobody", Verb.WRITE, [here], [remote], [1])
+        over = bounds.max_copies + 1
+        with pytest.raises(LocalError, match="copies"):
+            driver.submit("peer", Verb.WRITE, [here] * over, [remote] * over, [1] * over)
+        with pytest.raises(LocalError, match="bytes"):
+            driver.submit("peer", Verb.WRITE, [here], [remote], [bounds.max_bytes + 1])
+        with pytest.raises(LocalError):
+            driver.submit("peer", Verb.WRITE, [here], [remote], [-1])
+        with pytest.raises(LocalError):
+            driver.submit("peer", Verb.WRITE, [here, here], [remote], [1])
+        for card in (b"", b"\x00\xff garbage", b"\x80"):
+            with pytest.raises(EngineError):
+                driver.engine.connect("other", card)
+        driver.poll()
+        assert not driver.answers
+        assert driver.copy("peer", remote).ok
+
+    # ---- the end of batches and of the engine
+
+    def test_each_id_comes_back_exactly_once(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remotes = {name: self._meet(driver, shared_peer, name) for name in ("one", "two")}
+        # A card is current only until the peer registers more.
+        for name in remotes:
+            driver.engine.connect(name, shared_peer.card())
+        limit = driver.engine.capabilities.max_batches_per_peer
+        asked = 0
+        for turn in range(60):
+            name = "one" if turn % 2 else "two"
+            bad = turn % 7 == 3
+            if len(driver.pending) >= limit:
+                driver.wait(min(driver.pending))
+            address = driver.address if not bad else 1 << 45
+            driver.submit(name, Verb.WRITE, [address], [remotes[name]], [16384])
+            asked += 1
+        assert wait_until(lambda: not driver.in_flight(), HANG_S)
+        assert len(driver.answers) == asked
+        assert sum(answer.ok for answer in driver.answers.values()) == asked - len(range(3, 60, 7))
+        time.sleep(0.1)
+        driver.poll()
+
+    def test_cancel_is_answered_once(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES])
+        driver.engine.cancel(batch_id)
+        driver.engine.cancel(batch_id)
+        driver.engine.cancel(424242)
+        driver.wait(batch_id)
+        driver.engine.cancel(batch_id)
+        time.sleep(0.05)
+        driver.poll()
+        assert driver.copy("peer", remote).ok
+
+    def test_disconnect_answers_what_is_in_flight(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        assert driver.copy("peer", remote).ok
+        batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES])
+        driver.engine.disconnect("peer")
+        driver.engine.disconnect("peer")
+        driver.wait(batch_id)
+        with pytest.raises(LocalError):
+            driver.submit("peer", Verb.WRITE, [driver.address], [remote], [16])
+        remote = self._meet(driver, shared_peer)
+        assert driver.copy("peer", remote).ok
+
+    def test_close_is_bounded_and_idempotent(self, own_peer: PeerProcess) -> None:
+        driver = Driver(type(self).make_engine())
+        remote = self._meet(driver, own_peer)
+        assert driver.copy("peer", remote).ok
+        own_peer.stop()
+        try:
+            driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES], 30.0)
+            begun = time.monotonic()
+            driver.engine.close()
+            assert time.monotonic() - begun < 10.0
+            driver.engine.close()
+        finally:
+            own_peer.resume()
+        driver.poll()
+        assert not driver.pending, "a batch was never answered"
+        assert driver.engine.poll() == []
+
+    def test_idle_costs_next_to_nothing(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        remote = self._meet(driver, shared_peer)
+        assert driver.copy("peer", remote).ok
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.3, "an idle engine burns a core"
+        before = time.process_time()
+        for _ in range(1000):
+            assert driver.engine.poll() == []
+        assert time.process_time() - before < 1.0
+
+
+def scattered_copies(length_bytes: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source offsets, disjoint target offsets and lengths, odd ones and zeros among them."""
+    rng = np.random.default_rng(seed)
+    slot = length_bytes // count
+    length = rng.integers(0, slot - 64, count)
+    length[:3] = (0, 1, slot - 64)
+    target = rng.permutation(count) * slot + rng.integers(0, 64, count)
+    source = rng.integers(0, length_bytes - slot, count)
+    return source, target, length

@@ -1,0 +1,164 @@
+"""The Mooncake engine against the contract of all engines, and what is special about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvconnect.engine.base import Engine, Span, Verb
+from kvconnect.engine.mooncake import MooncakeCard
+from kvconnect.engine.registry import available_engines
+from kvconnect.errors import EngineError
+from kvconnect.testing.engine_peer import PeerProcess
+from kvconnect.testing.engine_suite import Driver, EngineSuite
+
+_PROBLEM = available_engines()["mooncake"]
+pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
+
+
+def make_engine() -> Engine:
+    from kvconnect.engine.mooncake import MooncakeEngine
+
+    return MooncakeEngine("127.0.0.1", settle_s=3.0)
+
+
+class TestMooncakeEngine(EngineSuite):
+    make_engine = staticmethod(make_engine)
+    settle_s = 3.0
+
+    def silent_card(self, port: int) -> bytes | None:
+        return msgspec.msgpack.encode(MooncakeCard(f"127.0.0.1:{port}"))
+
+
+def test_another_protocol_than_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvconnect.engine.mooncake import MooncakeEngine
+
+    with pytest.raises(EngineError, match="'tcp' and 'rdma'"):
+        MooncakeEngine("127.0.0.1", "carrier-pigeon")
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    with pytest.raises(EngineError, match="MC_FORCE_TCP"):
+        MooncakeEngine("127.0.0.1", "rdma")
+    monkeypatch.delenv("MC_FORCE_TCP")
+    with pytest.raises(EngineError, match="no-such-adapter"):
+        MooncakeEngine("127.0.0.1", "rdma", "no-such-adapter")
+    monkeypatch.setenv("MC_FORCE_HCA", "1")
+    with pytest.raises(EngineError, match="MC_FORCE_HCA"):
+        MooncakeEngine("127.0.0.1", "tcp")
+
+
+def test_bounds_beyond_the_library_are_refused() -> None:
+    from kvconnect.engine.mooncake import MooncakeEngine
+
+    with pytest.raises(EngineError, match="1024"):
+        MooncakeEngine("127.0.0.1", max_copies=2000)
+
+
+def test_device_memory_is_refused_without_cuda() -> None:
+    engine = make_engine()
+    try:
+        if engine.capabilities.device_memory:
+            pytest.skip("this build of Mooncake has CUDA")
+        with pytest.raises(EngineError, match="cuda:0"):
+            engine.register([Span(4096, 4096, "cuda:0")])
+    finally:
+        engine.close()
+
+
+def make_large_engine() -> Engine:
+    from kvconnect.engine.mooncake import MooncakeEngine
+
+    return MooncakeEngine("127.0.0.1", max_bytes=1 << 30)
+
+
+def test_a_failed_batch_is_at_rest_before_it_is_called_quiet() -> None:
+    """The refused copy ends the call within milliseconds, while the good one flows on for long."""
+    size = 512 << 20
+    peer = PeerProcess(make_large_engine)
+    driver = Driver(make_large_engine())
+    try:
+        large = np.full(size, 7, dtype=np.uint8)
+        driver.buffer[:] = 7  # nothing that is sent before the failure may hold a 9
+        driver.engine.register([Span(large.ctypes.data, size)])
+        remote = peer.allocate("large", size)
+        peer.register([("large", 0, size)])
+        driver.engine.connect("peer", peer.card())
+        assert driver.copy("peer", remote).ok
+        answer = driver.wait(
+            driver.submit(
+                "peer",
+                Verb.WRITE,
+                [driver.address, large.ctypes.data],
+                [1 << 45, remote],
+                [4096, size],
+            )
+        )
+        assert (answer.ok, answer.quiet) == (False, True), answer
+        large[:] = 9
+        time.sleep(1.0)
+        assert peer.count("large", 9) == 0, "bytes written after the failure arrived"
+        assert peer.count("large", 7) < size, "all had arrived, so nothing was shown"
+    finally:
+        peer.close()
+        driver.engine.close()
+
+
+def test_failure_by_timeout_is_not_called_quiet_while_the_library_is_in_it() -> None:
+    """A stopped peer holds bytes in its kernel, and writes them when it wakes."""
+    peer = PeerProcess(make_engine)
+    driver = Driver(make_engine(), 32 << 20)
+    try:
+        remote = peer.allocate("buffer", 32 << 20)
+        peer.register([("buffer", 0, 32 << 20)])
+        driver.engine.connect("peer", peer.card())
+        assert driver.copy("peer", remote).ok
+        peer.stop()
+        answer = driver.copy("peer", remote, 32 << 20, timeout_s=0.5)
+        assert not answer.ok
+        assert not answer.quiet
+        peer.resume()
+        # New work takes another lane and does not wait for the old one.
+        assert driver.copy("peer", remote).ok
+    finally:
+        peer.close()
+        driver.engine.close()
+
+
+_LEAVE = """
+import time
+from kvconnect.engine.base import Verb
+from kvconnect.engine.mooncake import MooncakeEngine
+from kvconnect.testing.engine_peer import PeerProcess
+from kvconnect.testing.engine_suite import Driver
+
+def make_engine():
+    return MooncakeEngine("127.0.0.1")
+
+if __name__ == "__main__":
+    peer, driver = PeerProcess(make_engine), Driver(make_engine(), 64 << 20)
+    remote = peer.allocate("buffer", 64 << 20)
+    peer.register([("buffer", 0, 64 << 20)])
+    driver.engine.connect("peer", peer.card())
+    assert driver.copy("peer", remote, 64 << 20).ok
+    peer.stop()
+    driver.submit("peer", Verb.WRITE, [driver.address], [remote], [64 << 20], 1.0)
+    time.sleep(0.3)
+    peer.kill()
+"""
+
+
+def test_the_process_survives_its_end_with_a_transfer_in_the_library(tmp_path: Path) -> None:
+    """A thread that returns from the library while the interpreter ends would abort the process."""
+    script = tmp_path / "leave.py"
+    script.write_text(_LEAVE, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, timeout=60, check=False, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,132 @@
+"""The NIXL engine against the contract of all engines, and what is special about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from kvconnect.engine.base import Engine, Span, Verb
+from kvconnect.engine.registry import available_engines
+from kvconnect.errors import EngineError
+from kvconnect.testing.engine_peer import PeerProcess
+from kvconnect.testing.engine_suite import Driver, EngineSuite
+
+_PROBLEM = available_engines()["nixl"]
+pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
+
+
+def make_engine() -> Engine:
+    from kvconnect.engine.nixl import NixlEngine
+
+    return NixlEngine()
+
+
+class TestNixlEngine(EngineSuite):
+    make_engine = staticmethod(make_engine)
+    settle_s = 1.0
+
+
+def make_tcp_engine() -> Engine:
+    from kvconnect.engine.nixl import NixlEngine
+
+    return NixlEngine(backend_options={"engine_config": "TLS=tcp"})
+
+
+class TestNixlEngineOverTcp(EngineSuite):
+    """As between hosts: no shared memory, so a peer that does not poll receives nothing."""
+
+    make_engine = staticmethod(make_tcp_engine)
+    settle_s = 1.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Driver, PeerProcess, int]]:
+    peer = PeerProcess(make_tcp_engine)
+    driver = Driver(make_tcp_engine(), 16 << 20)
+    remote = peer.allocate("buffer", 16 << 20)
+    peer.register([("buffer", 0, 16 << 20)])
+    driver.engine.connect("peer", peer.card())
+    yield driver, peer, remote
+    peer.close()
+    driver.engine.close()
+
+
+def test_a_lost_link_between_living_peers_heals_by_itself(
+    pair: tuple[Driver, PeerProcess, int],
+) -> None:
+    driver, peer, remote = pair
+    assert driver.copy("peer", remote).ok
+    assert _cut_tcp_connections() > 0
+    answers = [driver.copy("peer", remote, timeout_s=3.0) for _ in range(3)]
+    assert not answers[0].ok, "the link was not cut, so nothing was shown"
+    assert answers[-1].ok, answers
+    assert np.array_equal(peer.content("buffer")[:4096], driver.buffer[:4096])
+
+
+def test_a_timeout_is_not_called_quiet(pair: tuple[Driver, PeerProcess, int]) -> None:
+    """What the kernel holds for a stopped peer lands when it wakes."""
+    driver, peer, remote = pair
+    assert driver.copy("peer", remote).ok
+    peer.stop()
+    answer = driver.copy("peer", remote, 16 << 20, timeout_s=0.5)
+    assert (answer.ok, answer.quiet) == (False, False)
+    peer.resume()
+    assert driver.copy("peer", remote).ok
+
+
+def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
+    pair: tuple[Driver, PeerProcess, int],
+) -> None:
+    driver, peer, remote = pair
+    assert driver.copy("peer", remote).ok
+    peer.stop()
+    batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [16 << 20], timeout_s=10.0)
+    driver.poll()
+    peer.kill()
+    answer = driver.wait(batch_id)
+    assert (answer.ok, answer.quiet) == (False, True), answer
+
+
+def test_the_process_ends_cleanly() -> None:
+    """UCX agents made processes die with SIGSEGV at their exit."""
+    # Nothing else may be imported: another library could load first what keeps the process alive.
+    code = "from kvconnect.engine.nixl import NixlEngine\nkept = NixlEngine(); NixlEngine().close()"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_unknown_devices_and_backends_are_refused() -> None:
+    from kvconnect.engine.nixl import NixlEngine
+
+    with pytest.raises(EngineError, match="NO_SUCH_BACKEND"):
+        NixlEngine("NO_SUCH_BACKEND")
+    engine = make_engine()
+    try:
+        with pytest.raises(EngineError, match="tpu:0"):
+            engine.register([Span(4096, 4096, "tpu:0")])
+    finally:
+        engine.close()
+
+
+def _cut_tcp_connections() -> int:
+    """Shut every TCP connection of this process; returns how many there were."""
+    cut = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                with suppress(OSError):
+                    sock.getpeername()
+                    sock.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+    return cut
