@@ -1,0 +1,181 @@
+"""What two workers say to each other: tagged, versioned, size-limited values.
+
+D is the side that asks, P the side that has. A frame is one message. ``decode`` never lets through
+what it does not understand, and raises nothing but ``PeerError``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvconnect.errors import PeerError
+from kvconnect.orders import GroupBlocks, RankAddress
+from kvconnect.plan.align import TableCard
+
+PROTOCOL_VERSION = 1
+"""Peers with another version are refused. Our own number, so that serving stacks may differ."""
+
+
+class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
+    """What must be equal for one side's KV to mean the same on the other.
+
+    ``model`` is the serving stack's fingerprint: architecture, weights and cache dtype, in words.
+    """
+
+    model: str
+    num_heads: int | None
+    world_size: int
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """Who a worker is and where its cache lies. Sent by both sides when they meet.
+
+    ``incarnation`` changes with every start, also where an operator fixes the engine id.
+    ``engine_card`` is opaque to all but the engine called ``engine``.
+    """
+
+    engine_id: str
+    incarnation: str
+    rank: int
+    meaning: CacheMeaning
+    engine: str
+    engine_card: bytes
+    table: TableCard
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """D to P, first on every connection."""
+
+    version: int
+    introduction: Introduction
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """P to D: the peers agree. ``directory`` is where P's other ranks listen."""
+
+    version: int
+    introduction: Introduction
+    directory: tuple[RankAddress, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """P to D: they do not; the reason is for D's operator."""
+
+    version: int
+    reason: str
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """D to P: write these blocks of a held request into mine.
+
+    ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
+    P starts no write later than ``timeout_s`` after it received this.
+    """
+
+    transfer_id: int
+    handle: str
+    num_tokens: int
+    groups: tuple[GroupBlocks, ...]
+    consumers: int
+    timeout_s: float
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
+    """P to D: the one answer to a fetch.
+
+    ``quiet`` says that P will not write to D's blocks any more on behalf of this fetch. ``ok``
+    implies it, and that every byte was written under a valid lease.
+    """
+
+    transfer_id: int
+    ok: bool
+    quiet: bool
+    total_bytes: int
+    copies: int
+    seconds: float
+    error: str
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """D to P: stop a fetch. It is still answered by ``Written``."""
+
+    transfer_id: int
+
+
+class LetGo(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
+    """D to P: a rank that would have fetched this request will not. No answer."""
+
+    handle: str
+    consumers: int
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """D to P while it waits for an answer: I am still here, and so are my fetches."""
+
+
+class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"):
+    """P to D: the answer to ``Alive``."""
+
+
+class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
+    """To whoever sent something that could not be used. Never answered."""
+
+    reason: str
+
+
+ToPrefill = Hello | Fetch | Cancel | LetGo | Alive | Bad
+ToDecode = Welcome | Refused | Written | StillAlive | Bad
+Message = Hello | Welcome | Refused | Fetch | Written | Cancel | LetGo | Alive | StillAlive | Bad
+
+_encoder = msgspec.msgpack.Encoder()
+_to_prefill = msgspec.msgpack.Decoder(ToPrefill)
+_to_decode = msgspec.msgpack.Decoder(ToDecode)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_to_prefill(frame: bytes, max_bytes: int) -> ToPrefill:
+    """Read a frame that D sent.
+
+    Raises:
+        PeerError: it is too long, or no message that D sends.
+    """
+    message: ToPrefill = _decode(_to_prefill, frame, max_bytes)
+    return message
+
+
+def decode_to_decode(frame: bytes, max_bytes: int) -> ToDecode:
+    """Read a frame that P sent.
+
+    Raises:
+        PeerError: it is too long, or no message that P sends.
+    """
+    message: ToDecode = _decode(_to_decode, frame, max_bytes)
+    return message
+
+
+def _decode(decoder, frame: bytes, max_bytes: int):  # type: ignore[no-untyped-def]
+    if len(frame) > max_bytes:
+        raise PeerError(f"a message of {len(frame)} bytes, max_message_bytes is {max_bytes}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerError(f"a message that cannot be read: {error}") from error
+
+
+def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
+    """Why two workers cannot work together, naming what differs with both values; None if they can.
+
+    The tables themselves are compared when they are lined up.
+    """
+    for what, our_value, their_value in (
+        ("model", ours.meaning.model, theirs.meaning.model),
+        ("number of KV heads", ours.meaning.num_heads, theirs.meaning.num_heads),
+        ("engine", ours.engine, theirs.engine),
+    ):
+        if our_value != their_value:
+            return f"{what} differ: {their_value!r} asks {our_value!r}"
+    return None

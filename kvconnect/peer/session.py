@@ -1,0 +1,288 @@
+"""One connection between two workers, without any I/O: what may be said when.
+
+A session takes frames and the time, and gives events and frames to send. It owns the state of the
+conversation and nothing else; it knows no request, no engine and no socket. Legal moves are one
+table: an illegal message names state and message, changes nothing, and is answered with ``Bad``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvconnect.errors import LocalError, PeerError
+from kvconnect.orders import RankAddress
+from kvconnect.peer.messages import (
+    PROTOCOL_VERSION,
+    Alive,
+    Bad,
+    Cancel,
+    Fetch,
+    Hello,
+    Introduction,
+    LetGo,
+    Message,
+    Refused,
+    StillAlive,
+    ToDecode,
+    ToPrefill,
+    Welcome,
+    Written,
+    decode_to_decode,
+    decode_to_prefill,
+    disagreement,
+    encode,
+)
+
+
+class State(enum.Enum):
+    """Where a conversation stands."""
+
+    NEW = "new"
+    GREETED = "greeted"
+    READY = "ready"
+    ENDED = "ended"
+
+
+class Side(enum.Enum):
+    """Which half of the protocol a session speaks: D asks, P has."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+MOVES: dict[tuple[Side, State, type], State] = {
+    (Side.DECODE, State.GREETED, Welcome): State.READY,
+    (Side.DECODE, State.GREETED, Refused): State.ENDED,
+    (Side.DECODE, State.GREETED, Bad): State.ENDED,
+    (Side.DECODE, State.READY, Written): State.READY,
+    (Side.DECODE, State.READY, StillAlive): State.READY,
+    (Side.DECODE, State.READY, Refused): State.ENDED,
+    (Side.DECODE, State.READY, Bad): State.READY,
+    (Side.PREFILL, State.NEW, Hello): State.READY,
+    (Side.PREFILL, State.READY, Hello): State.READY,
+    (Side.PREFILL, State.READY, Fetch): State.READY,
+    (Side.PREFILL, State.READY, Cancel): State.READY,
+    (Side.PREFILL, State.READY, LetGo): State.READY,
+    (Side.PREFILL, State.READY, Alive): State.READY,
+    (Side.PREFILL, State.NEW, Bad): State.NEW,
+    (Side.PREFILL, State.READY, Bad): State.READY,
+}
+"""The state after a received message. What is not here is illegal."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The two sides agreed. ``peer`` is who the other one is."""
+
+    peer: Introduction
+    directory: tuple[RankAddress, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The conversation is over; ``reason`` is for the operator.
+
+    ``refused``: the peer itself said so, hence it does nothing on our behalf.
+    """
+
+    reason: str
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message for the layer above, legal in this state."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class Misused:
+    """The other side sent something that was dropped and answered; for the log and a counter."""
+
+    reason: str
+
+
+Event = Ready | Ended | Received | Misused
+
+
+class Session:
+    """One side of one connection.
+
+    Args:
+        side: which half to speak.
+        ours: our introduction.
+        directory: where our ranks listen, told to D in ``Welcome``.
+        max_message_bytes: longer frames are refused unread.
+        handshake_timeout_s: D's wait for ``Welcome``.
+        peer_timeout_s: D's wait for any frame while it is owed an answer.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        ours: Introduction,
+        *,
+        directory: tuple[RankAddress, ...] = (),
+        max_message_bytes: int,
+        handshake_timeout_s: float,
+        peer_timeout_s: float,
+    ) -> None:
+        self.side = side
+        self.state = State.NEW
+        self.peer: Introduction | None = None
+        self.ours = ours
+        self._directory = directory
+        self._max_message_bytes = max_message_bytes
+        self._handshake_timeout_s = handshake_timeout_s
+        self._peer_timeout_s = peer_timeout_s
+        self._outgoing: list[bytes] = []
+        self._greeted_at = 0.0
+        self._owed_since: float | None = None
+        self._asked_at = 0.0
+
+    def __repr__(self) -> str:
+        who = f"{self.peer.engine_id}/{self.peer.rank}" if self.peer else "nobody yet"
+        return f"Session({self.side.value}, {self.state.value}, with {who})"
+
+    def greet(self, now: float) -> None:
+        """D's first word.
+
+        Raises:
+            LocalError: it was said before, or this is P's side.
+        """
+        if self.side is not Side.DECODE or self.state is not State.NEW:
+            raise LocalError(f"{self!r} cannot greet")
+        self.state = State.GREETED
+        self._greeted_at = now
+        self._push(Hello(PROTOCOL_VERSION, self.ours))
+
+    def send(self, message: Message) -> None:
+        """Queue a message of the layer above.
+
+        Raises:
+            LocalError: the conversation is not ready.
+        """
+        if self.state is not State.READY:
+            raise LocalError(f"{self!r} cannot send {type(message).__name__}")
+        self._push(message)
+
+    def owe(self, owed: bool, now: float) -> None:
+        """D says whether the peer owes it an answer; only then is silence a failure."""
+        if not owed:
+            self._owed_since = None
+        elif self._owed_since is None:
+            self._owed_since = self._asked_at = now
+
+    def refuse(self, reason: str) -> None:
+        """P ends the conversation, and tells D why."""
+        self.state = State.ENDED
+        self._push(Refused(PROTOCOL_VERSION, reason))
+
+    def outgoing(self) -> list[bytes]:
+        """The frames to send now, in order. Each is given out once."""
+        frames, self._outgoing = self._outgoing, []
+        return frames
+
+    def receive(self, frame: bytes, now: float) -> list[Event]:
+        """Take one frame of the other side. Raises nothing, whatever is in it."""
+        if self.state is State.ENDED:
+            return []
+        try:
+            message = self._decode(frame)
+        except PeerError as error:
+            return self._misused(str(error))
+        after = MOVES.get((self.side, self.state, type(message)))
+        if after is None:
+            return self._illegal(message)
+        if self._owed_since is not None:
+            self._owed_since = now
+        match message:
+            case Hello():
+                return self._hello(message)
+            case Welcome():
+                return self._welcome(message, after)
+            case Refused(reason=reason):
+                self.state = after
+                return [Ended(f"the peer refused: {reason}", refused=True)]
+            case Bad(reason=reason):
+                self.state = after
+                return (
+                    [Ended(f"the peer could not read our greeting: {reason}")]
+                    if (after is State.ENDED)
+                    else [Misused(f"the peer could not use a message of ours: {reason}")]
+                )
+            case Alive():
+                return [Received(message)]
+            case _:
+                self.state = after
+                return [Received(message)]
+
+    def tick(self, now: float) -> list[Event]:
+        """Let time pass: deadlines, and the questions that find out whether the peer lives."""
+        if self.state is State.GREETED and now - self._greeted_at >= self._handshake_timeout_s:
+            self.state = State.ENDED
+            return [Ended(f"the peer did not answer the greeting within {self._handshake_timeout_s} s")]
+        if self.state is State.READY and self._owed_since is not None:
+            if now - self._owed_since >= self._peer_timeout_s:
+                self.state = State.ENDED
+                return [Ended(f"the peer has been silent for {self._peer_timeout_s} s")]
+            if now - max(self._owed_since, self._asked_at) >= self._peer_timeout_s / 4:
+                self._asked_at = now
+                self._push(Alive())
+        return []
+
+    def next_tick(self) -> float | None:
+        """The time by which ``tick`` has something to do, or None."""
+        if self.state is State.GREETED:
+            return self._greeted_at + self._handshake_timeout_s
+        if self.state is State.READY and self._owed_since is not None:
+            question = max(self._owed_since, self._asked_at) + self._peer_timeout_s / 4
+            return min(self._owed_since + self._peer_timeout_s, question)
+        return None
+
+    def _decode(self, frame: bytes) -> ToPrefill | ToDecode:
+        if self.side is Side.PREFILL:
+            return decode_to_prefill(frame, self._max_message_bytes)
+        return decode_to_decode(frame, self._max_message_bytes)
+
+    def _hello(self, hello: Hello) -> list[Event]:
+        refusal = _version_refusal(hello.version) or disagreement(self.ours, hello.introduction)
+        if refusal:
+            self.refuse(refusal)
+            return [Ended(f"refused a peer: {refusal}")]
+        self.state = State.READY
+        self.peer = hello.introduction
+        self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory))
+        return [Ready(hello.introduction, ())]
+
+    def _welcome(self, welcome: Welcome, after: State) -> list[Event]:
+        refusal = _version_refusal(welcome.version) or disagreement(self.ours, welcome.introduction)
+        if refusal:
+            self.state = State.ENDED
+            return [Ended(refusal)]
+        self.state = after
+        self.peer = welcome.introduction
+        return [Ready(welcome.introduction, welcome.directory)]
+
+    def _illegal(self, message: Message) -> list[Event]:
+        reason = f"{type(message).__name__} is not expected in state {self.state.value}"
+        if self.side is Side.PREFILL and self.state is State.NEW:
+            # We may have forgotten a peer that still believes in us: only ending it makes it greet anew.
+            self.refuse(f"{reason}; the first message is Hello")
+            return [Misused(reason), Ended(reason)]
+        return self._misused(reason)
+
+    def _misused(self, reason: str) -> list[Event]:
+        self._push(Bad(reason))
+        return [Misused(reason)]
+
+    def _push(self, message: Message) -> None:
+        self._outgoing.append(encode(message))
+
+
+def _version_refusal(version: int) -> str | None:
+    if version != PROTOCOL_VERSION:
+        return f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
+    return None

@@ -1,0 +1,142 @@
+"""One contract for channels: the in-memory network and ZeroMQ pass the same tests."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from kvconnect.errors import ConfigError
+from kvconnect.peer.channel import Frame, LinkLost, MemoryNetwork
+from kvconnect.peer.zmq_channel import ZmqChannel
+
+LIMIT = 1 << 20
+
+
+@pytest.fixture(params=["memory", "zmq"])
+def make_channel(request):
+    network = MemoryNetwork(time.monotonic)
+    made = []
+
+    def make():
+        if request.param == "memory":
+            channel = network.channel()
+        else:
+            channel = ZmqChannel("127.0.0.1", 0, max_message_bytes=LIMIT, peer_timeout_s=5)
+        made.append(channel)
+        return channel
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def arrivals(channel, count, timeout_s=5.0):
+    seen = []
+    deadline = time.monotonic() + timeout_s
+    while len(seen) < count and time.monotonic() < deadline:
+        channel.wait(0.05)
+        seen += channel.receive()
+    return seen
+
+
+def test_frames_keep_their_order_and_can_be_answered(make_channel):
+    server, client = make_channel(), make_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    for n in range(100):
+        assert client.send("p", b"%d" % n)
+    seen = arrivals(server, 100)
+    assert [frame.data for frame in seen] == [b"%d" % n for n in range(100)]
+    (link,) = {frame.link for frame in seen}
+    assert link.startswith("in:")
+    assert server.send(link, b"answer")
+    assert arrivals(client, 1) == [Frame("p", b"answer")]
+
+
+def test_two_links_to_one_peer_are_two_conversations(make_channel):
+    server, client = make_channel(), make_channel()
+    for name in ("one", "two"):
+        client.connect(name, "127.0.0.1", server.port)
+        client.send(name, name.encode())
+    links = {frame.data: frame.link for frame in arrivals(server, 2)}
+    server.send(links[b"two"], b"only two")
+    assert arrivals(client, 1) == [Frame("two", b"only two")]
+
+
+def test_a_port_that_nobody_listens_on_is_refused(make_channel):
+    client, gone = make_channel(), make_channel()
+    port = gone.port
+    gone.close()
+    client.connect("p", "127.0.0.1", port)
+    client.send("p", b"x")
+    assert LinkLost("p", refused=True) in arrivals(client, 1)
+
+
+def test_a_peer_that_closes_is_noticed(make_channel):
+    server, client = make_channel(), make_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"x")
+    arrivals(server, 1)
+    server.close()
+    assert LinkLost("p", refused=True) in arrivals(client, 1)
+
+
+def test_dropped_links_are_silent(make_channel):
+    server, client = make_channel(), make_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"x")
+    (frame,) = arrivals(server, 1)
+    client.drop("p")
+    client.drop("p")
+    server.send(frame.link, b"late")
+    assert arrivals(client, 1, timeout_s=0.3) == []
+
+
+def test_closing_twice_is_allowed(make_channel):
+    channel = make_channel()
+    channel.close()
+    channel.close()
+
+
+def zmq_channel(**kwargs):
+    return ZmqChannel("127.0.0.1", 0, **{"max_message_bytes": LIMIT, "peer_timeout_s": 5, **kwargs})
+
+
+def test_wake_ends_a_wait():
+    channel = zmq_channel()
+    channel.wake()
+    start = time.monotonic()
+    channel.wait(10)
+    assert time.monotonic() - start < 5
+    channel.receive()
+    channel.close()
+
+
+def test_messages_beyond_the_limit_do_not_arrive():
+    server, client = zmq_channel(max_message_bytes=1000), zmq_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", bytes(2000))
+    assert arrivals(server, 1, timeout_s=0.5) == []
+    server.close()
+    client.close()
+
+
+def test_a_message_of_several_parts_is_dropped():
+    server = zmq_channel()
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{server.port}")
+    dealer.send_multipart([b"a", b"b"])
+    dealer.send(b"one")
+    assert [frame.data for frame in arrivals(server, 1)] == [b"one"]
+    dealer.close(0)
+    context.term()
+    server.close()
+
+
+def test_a_port_that_is_taken_is_a_config_error():
+    first = zmq_channel()
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        ZmqChannel("127.0.0.1", first.port, max_message_bytes=LIMIT, peer_timeout_s=5)
+    first.close()

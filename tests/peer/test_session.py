@@ -1,0 +1,215 @@
+"""The conversation of two workers, without sockets: its table, its deadlines, and hostile bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.errors import LocalError, PeerError
+from kvconnect.orders import GroupBlocks, RankAddress
+from kvconnect.peer import messages as m
+from kvconnect.peer.session import MOVES, Ended, Misused, Ready, Received, Session, Side, State
+from kvconnect.plan.align import TableCard
+
+
+def introduction(engine_id="P", model="m", engine="memory", heads=None):
+    return m.Introduction(
+        engine_id, "1", 0, m.CacheMeaning(model, heads, 1), engine, b"card", TableCard((), ())
+    )
+
+
+def session(side, **kwargs):
+    return Session(
+        side,
+        introduction(**kwargs),
+        directory=(RankAddress(0, "h", 1),),
+        max_message_bytes=1 << 16,
+        handshake_timeout_s=5,
+        peer_timeout_s=8,
+    )
+
+
+def talk(decode, prefill, now=0.0):
+    """Carry frames both ways until both are silent; the events of both sides."""
+    seen = {decode.side: [], prefill.side: []}
+    while True:
+        frames = [(prefill, f) for f in decode.outgoing()] + [(decode, f) for f in prefill.outgoing()]
+        if not frames:
+            return seen
+        for receiver, frame in frames:
+            seen[receiver.side] += receiver.receive(frame, now)
+
+
+def ready_pair():
+    decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0)
+    talk(decode, prefill)
+    return decode, prefill
+
+
+FETCH = m.Fetch(1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0)
+
+
+def test_greeting_makes_both_sides_ready():
+    decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0)
+    seen = talk(decode, prefill)
+    assert [type(event) for event in seen[Side.DECODE]] == [Ready]
+    assert seen[Side.DECODE][0].peer.engine_id == "P"
+    assert seen[Side.DECODE][0].directory == (RankAddress(0, "h", 1),)
+    assert seen[Side.PREFILL][0].peer.engine_id == "D"
+    assert (decode.state, prefill.state) == (State.READY, State.READY)
+
+
+@pytest.mark.parametrize(
+    ("difference", "match"),
+    [
+        ({"model": "other"}, "model differ: 'other' asks 'm'"),
+        ({"engine": "nixl"}, "engine differ: 'nixl' asks 'memory'"),
+        ({"heads": 4}, "number of KV heads differ"),
+    ],
+)
+def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
+    decode, prefill = session(Side.DECODE, **difference), session(Side.PREFILL)
+    decode.greet(0)
+    (ended,) = talk(decode, prefill)[Side.DECODE]
+    assert isinstance(ended, Ended)
+    assert match in ended.reason
+    assert (decode.state, prefill.state) == (State.ENDED, State.ENDED)
+
+
+def test_another_protocol_version_is_refused():
+    prefill = session(Side.PREFILL)
+    (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
+    assert "protocol version is 99, accepted: 1" in ended.reason
+
+
+def test_messages_pass_once_ready():
+    decode, prefill = ready_pair()
+    decode.send(FETCH)
+    assert talk(decode, prefill)[Side.PREFILL] == [Received(FETCH)]
+    answer = m.Written(1, True, True, 5, 1, 0.1, "")
+    prefill.send(answer)
+    assert talk(decode, prefill)[Side.DECODE] == [Received(answer)]
+
+
+ALL_MESSAGES = [
+    m.Hello(1, introduction("D")),
+    m.Welcome(1, introduction(), ()),
+    m.Refused(1, "no"),
+    FETCH,
+    m.Written(1, True, True, 5, 1, 0.1, ""),
+    m.Cancel(1),
+    m.LetGo("h", 1),
+    m.Alive(),
+    m.StillAlive(),
+    m.Bad("what"),
+]
+
+
+@pytest.mark.parametrize("side", list(Side))
+@pytest.mark.parametrize("state", [State.NEW, State.GREETED, State.READY])
+@pytest.mark.parametrize("message", ALL_MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_is_not_in_the_table_changes_nothing(side, state, message):
+    if (side, state, type(message)) in MOVES:
+        return
+    subject = session(side)
+    if state is not State.NEW and side is Side.DECODE:
+        subject.greet(0)
+    subject.state = state
+    events = subject.receive(m.encode(message), 0)
+    assert isinstance(events[0], Misused)
+    if side is Side.PREFILL and state is State.NEW and isinstance(message, m.ToPrefill):
+        # Forgotten peers are told to greet again.
+        assert subject.state is State.ENDED
+    else:
+        assert subject.state is state
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_or_change_a_ready_session(data):
+    decode, prefill = ready_pair()
+    for subject in (decode, prefill):
+        events = subject.receive(data, 1)
+        assert all(isinstance(event, (Misused, Received)) for event in events)
+        assert subject.state is State.READY
+
+
+@given(st.sampled_from(ALL_MESSAGES), st.integers(0, 400), st.integers(0, 255))
+def test_a_flipped_byte_never_raises(message, at, value):
+    frame = bytearray(m.encode(message))
+    frame[at % len(frame)] = value
+    for side in Side:
+        session(side).receive(bytes(frame), 0)
+
+
+def test_frames_beyond_the_limit_are_not_read():
+    _, prefill = ready_pair()
+    (event,) = prefill.receive(b"\0" * ((1 << 16) + 1), 0)
+    assert "65537 bytes, max_message_bytes is 65536" in event.reason
+    with pytest.raises(PeerError):
+        m.decode_to_decode(b"\0" * 11, 10)
+
+
+def test_bad_is_never_answered():
+    decode, prefill = ready_pair()
+    for subject in (decode, prefill):
+        subject.receive(m.encode(m.Bad("x")), 0)
+        assert subject.outgoing() == []
+
+
+def test_a_greeting_without_an_answer_ends():
+    decode = session(Side.DECODE)
+    decode.greet(10)
+    assert decode.tick(14.9) == []
+    assert decode.next_tick() == 15
+    (ended,) = decode.tick(15)
+    assert "5 s" in ended.reason
+
+
+def test_silence_counts_only_while_an_answer_is_owed():
+    decode, prefill = ready_pair()
+    assert decode.tick(1000) == []
+    decode.owe(True, 1000)
+    assert decode.next_tick() == 1002
+    assert decode.tick(1002) == []
+    (frame,) = decode.outgoing()
+    assert prefill.receive(frame, 1002) == [Received(m.Alive())]
+    (ended,) = decode.tick(1008)
+    assert "silent for 8 s" in ended.reason
+
+
+def test_an_answer_to_the_question_keeps_the_peer():
+    decode, prefill = ready_pair()
+    decode.owe(True, 0)
+    for now in range(2, 40, 2):
+        assert decode.tick(now) == []
+        for frame in decode.outgoing():
+            prefill.receive(frame, now)
+            prefill.send(m.StillAlive())
+        for frame in prefill.outgoing():
+            decode.receive(frame, now)
+    assert decode.state is State.READY
+
+
+def test_what_is_said_too_early_is_our_own_bug():
+    decode = session(Side.DECODE)
+    with pytest.raises(LocalError):
+        decode.send(FETCH)
+    decode.greet(0)
+    with pytest.raises(LocalError):
+        decode.greet(0)
+    with pytest.raises(LocalError):
+        session(Side.PREFILL).greet(0)
+
+
+def test_the_wire_format_of_version_1_does_not_change_by_accident():
+    assert m.encode(m.Cancel(7)).hex() == "92a663616e63656c07"
+    assert m.encode(m.LetGo("h", 2)).hex() == "93a66c65745f676fa16802"
+    assert m.encode(FETCH).hex() == "97a5666574636801a1680a9193000092010201cb403e000000000000"
+    assert m.encode(m.Written(1, True, True, 5, 1, 0.5, "")).hex() == (
+        "98a77772697474656e01c3c30501cb3fe0000000000000a0"
+    )
+    assert msgspec.msgpack.decode(m.encode(m.Refused(1, "no"))) == ["refused", 1, "no"]
