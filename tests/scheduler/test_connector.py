@@ -1,0 +1,240 @@
+"""The scheduler half's answers to a scheduler, hook by hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.errors import LocalError
+from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.params import HANDLE_KEY, read_remote_prefill
+
+ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
+STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int
+    kv_transfer_params: dict[str, Any] | None = field(default=None)
+
+
+def connector(role="kv_both", groups=(ATTENTION,), **extra):
+    config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
+    handles = iter(f"handle{n}" for n in range(1000))
+    return SchedulerConnector(
+        config,
+        KVCacheConfig(100, tuple(groups)),
+        {index: group.block_size for index, group in enumerate(groups)},
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        new_handle=lambda: next(handles),
+    )
+
+
+def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
+    """A request that P finished, and the parameters that D gets."""
+    prefill = connector("kv_producer", groups, **extra)
+    request = Request("p", num_tokens + 1, {"do_remote_decode": True})
+    kept, params = prefill.request_finished(request, blocks, delivered=True)
+    return prefill, kept, params
+
+
+def test_a_finished_prefill_is_held_and_described_in_the_shape_that_routers_know():
+    prefill, kept, params = prefilled()
+    assert kept
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "P",
+        "remote_request_id": "p",
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "remote_num_tokens": 40,
+        "tp_size": 1,
+        HANDLE_KEY: "handle0",
+    }
+    orders = prefill.build_orders()
+    (hold,) = orders.holds
+    assert hold.groups == (GroupBlocks(0, 0, (1, 2, 3)),)
+    assert (hold.num_tokens, hold.handle) == (40, "handle0")
+    assert prefill.state()["held"] == 1
+    prefill.update_results(Results(sent=("p",)))
+    assert set(prefill.state().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("params", "delivered", "blocks"),
+    [
+        ({"do_remote_decode": True}, False, ([1, 2],)),
+        ({"do_remote_decode": False}, True, ([1, 2],)),
+        (None, True, ([1, 2],)),
+        ({"do_remote_decode": True}, True, ([],)),
+    ],
+)
+def test_nothing_is_held_that_nobody_will_fetch(params, delivered, blocks):
+    prefill = connector("kv_producer")
+    answer = prefill.request_finished(Request("p", 30, params), blocks, delivered=delivered)
+    assert answer == (False, None)
+    assert not prefill.build_orders().holds
+
+
+def test_a_consumer_holds_nothing_and_a_producer_fetches_nothing():
+    assert connector("kv_consumer").request_finished(
+        Request("p", 30, {"do_remote_decode": True}), ([1],), delivered=True
+    ) == (False, None)
+    _, _, params = prefilled()
+    assert connector("kv_producer").matched_tokens(Request("d", 40, params), 0) == (0, False)
+
+
+def test_a_load_asks_for_what_is_not_there_yet():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 16) == (24, True)
+    assert decode.matched_tokens(request, 16) == (24, True), "asked again until admitted"
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), 24)
+    assert decode.matched_tokens(request, 0) == (0, False), "never twice, also after a preemption"
+    (load,) = decode.build_orders().loads
+    assert load.groups == (GroupBlocks(0, 1, (8, 9)),)
+    assert (load.num_tokens, load.host, load.port, load.refusal) == (40, "10.0.0.1", 5600, "")
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), 0)
+    assert not decode.build_orders()
+    decode.update_results(Results(received=("d",)))
+    assert decode.request_finished(request, ([7],), delivered=True) == (False, None)
+    assert set(decode.state().values()) == {0}
+
+
+def test_a_full_local_hit_lets_the_peer_go():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 40) == (0, False)
+    decode.update_after_alloc(request, ([7, 8, 9],), 0)
+    (let_go,) = decode.build_orders().let_go
+    assert let_go.handle == params[HANDLE_KEY]
+    decode.request_finished(request, ([7],), delivered=True)
+    assert not decode.build_orders().let_go, "once"
+    assert set(decode.state().values()) == {0}
+
+
+def test_a_request_that_never_got_blocks_lets_the_peer_go():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    assert decode.request_finished(Request("d", 40, params), ([],), delivered=False) == (False, None)
+    assert len(decode.build_orders().let_go) == 1
+
+
+def test_an_abort_during_the_load_is_told_to_the_worker():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    decode.build_orders()
+    assert decode.request_finished(request, ([7, 8, 9],), delivered=False) == (False, None)
+    orders = decode.build_orders()
+    assert orders.aborted == ("d",)
+    assert not orders.let_go
+    decode.update_results(Results(received=("d",), failed={"d": "aborted"}))
+    assert set(decode.state().values()) == {0}
+
+
+def test_models_with_state_stop_one_token_earlier():
+    groups = (STATE, ATTENTION)
+    prefill = connector("kv_producer", groups)
+    asked = Request("p", 40, {"do_remote_decode": True})
+    assert prefill.prefill_tokens(asked) == 39
+    assert prefill.prefill_tokens(Request("p", 1, {"do_remote_decode": True})) == 1
+    assert prefill.prefill_tokens(Request("local", 40)) == 40
+    _, _, params = prefilled(groups, num_tokens=39, blocks=([5], [1, 2, 3]))
+    decode = connector("kv_consumer", groups)
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 0) == (39, True)
+    decode.update_after_alloc(request, ([9], [7, 8, 6]), 39)
+    (load,) = decode.build_orders().loads
+    assert load.groups == (GroupBlocks(0, 0, (9,)), GroupBlocks(1, 0, (7, 8, 6)))
+    assert load.refusal == ""
+
+
+def test_the_kv_of_another_prompt_is_refused():
+    _, _, params = prefilled(num_tokens=40)
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 55, params), ([7, 8, 9, 10],), 55)
+    (load,) = decode.build_orders().loads
+    assert "remote_num_tokens is 40, this prompt needs 55" in load.refusal
+
+
+def test_leases_have_a_bound():
+    prefill = connector("kv_producer", max_leases=2)
+    answers = [
+        prefill.request_finished(
+            Request(f"p{n}", 20, {"do_remote_decode": True}), ([n + 1],), delivered=True
+        )[0]
+        for n in range(3)
+    ]
+    assert answers == [True, True, False]
+
+
+def test_the_directory_is_sent_once():
+    prefill = connector()
+    assert prefill.build_orders() == Orders(directory=(RankAddress(0, "10.0.0.1", 5600),))
+    assert not prefill.build_orders()
+    with pytest.raises(LocalError):
+        SchedulerConnector(
+            parse_kv_transfer_config({"kv_role": "kv_both"}), KVCacheConfig(1, ()), {}, directory=()
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({HANDLE_KEY: None}, "kvconnect_handle is None"),
+        ({HANDLE_KEY: 7}, "kvconnect_handle is 7, it must be a non-empty str"),
+        ({HANDLE_KEY: "x" * 600}, "has 600 characters, accepted: 512"),
+        ({"remote_host": ""}, "remote_host is ''"),
+        ({"remote_port": "5600"}, "remote_port is '5600', it must be a non-empty int"),
+        ({"remote_port": True}, "remote_port is True"),
+        ({"remote_port": 70000}, "remote_port is 70000, accepted: 1 to 65535"),
+        ({"remote_engine_id": ["x"] * 500}, "remote_engine_id is"),
+    ],
+)
+def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, match):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, **change}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert match in load.refusal
+    assert len(load.refusal) < 300
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "do_remote_prefill",
+                HANDLE_KEY,
+                "remote_engine_id",
+                "remote_host",
+                "remote_port",
+                "remote_num_tokens",
+            ]
+        ),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.text(max_size=10)
+        | st.lists(st.integers(), max_size=2),
+    )
+)
+def test_no_dictionary_of_a_client_raises(params):
+    remote = read_remote_prefill(params)
+    assert remote is None or remote.refusal or 0 < remote.port <= 65535
