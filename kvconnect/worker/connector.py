@@ -1,0 +1,250 @@
+"""The worker half of the connector: what lives beside the tensors, as a serving stack calls it.
+
+Made once per worker, before its caches. Hooks never wait for a transfer: orders go to the mover's
+thread, results are taken from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kvconnect.cache.kernel_blocks import sync_block_size
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig
+from kvconnect.config import TransferConfig
+from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.registry import create_engine
+from kvconnect.errors import LocalError
+from kvconnect.metrics import metrics_on
+from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.peer.zmq_channel import ZmqChannel
+from kvconnect.plan.align import TableCard
+from kvconnect.worker.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class WorkerConnector:
+    """Holds, sends and fetches the KV of one worker.
+
+    Args:
+        config: the parsed ``kv_transfer_config``.
+        cache_config: this worker's own cache configuration.
+        kernel_block_sizes: tokens of a kernel block, per group index.
+        model: the serving stack's fingerprint of model, weights and cache dtype; peers must agree.
+        rank: tensor-parallel rank of this worker.
+        world_size: number of tensor-parallel ranks.
+        num_heads: KV heads of the whole model, or None where every rank keeps the same bytes.
+        registry: where the metrics are exported.
+        engine: an engine to use in place of the configured one.
+
+    Raises:
+        ConfigError: the kernel block is larger than a group's block, or the side channel cannot listen.
+        EngineError: the engine is not usable on this machine.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        cache_config: KVCacheConfig,
+        kernel_block_sizes: Mapping[int, int],
+        *,
+        model: str,
+        rank: int = 0,
+        world_size: int = 1,
+        num_heads: int | None = None,
+        registry: CollectorRegistry = REGISTRY,
+        engine: Engine | None = None,
+    ) -> None:
+        extra = config.extra
+        self._config = config
+        self._cache_config = cache_config
+        self._rank = rank
+        self._meaning = CacheMeaning(model, num_heads, world_size)
+        self._incarnation = uuid.uuid4().hex
+        # Everything built from here on, the region table first, is in kernel blocks.
+        self.kernel_block_sizes = {
+            group: sync_block_size(cache_config.groups[group].block_size, kernel)
+            for group, kernel in kernel_block_sizes.items()
+        }
+        self._engine = engine or create_engine(
+            extra.engine,
+            host=extra.host,
+            protocol="" if extra.protocol == "auto" else extra.protocol,
+            options={"device_name": extra.device_name, **extra.engine_options}
+            if extra.device_name
+            else extra.engine_options,
+        )
+        self._channel = ZmqChannel(
+            extra.host,
+            extra.port + rank if extra.port else 0,
+            max_message_bytes=extra.max_message_bytes,
+            peer_timeout_s=extra.peer_timeout_s,
+        )
+        self._table: RegionTable | None = None
+        self._mover = Mover(
+            extra,
+            self._engine,
+            self._channel,
+            rank=rank,
+            meaning=self._meaning,
+            introduce=self._introduce,
+            metrics=metrics_on(registry),
+        )
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        logger.info(
+            "%s %s rank %d: engine %s, side channel on %s:%d",
+            config.kv_role,
+            config.engine_id,
+            rank,
+            self._engine.capabilities.name,
+            extra.host,
+            self._channel.port,
+        )
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that is used, also where the configuration says ``auto``."""
+        return self._engine.capabilities.name
+
+    @property
+    def table(self) -> RegionTable:
+        """What was registered.
+
+        Raises:
+            LocalError: nothing was.
+        """
+        if self._table is None:
+            raise LocalError("register_kv_caches was not called")
+        return self._table
+
+    def address(self) -> RankAddress:
+        """Where this worker listens for peers."""
+        return RankAddress(self._rank, self._config.extra.host, self._channel.port)
+
+    def register_kv_caches(
+        self, tensors: Mapping[str, CacheTensor], heads: Mapping[str, HeadInterval] | None = None
+    ) -> None:
+        """Describe the caches, register them with the engine in one call, and begin to serve peers.
+
+        ``heads`` says which of the model's heads a layer's tensor holds on this rank.
+
+        Raises:
+            LayoutError: a cache cannot be expressed.
+            EngineError: the engine refuses the memory.
+            LocalError: it was done before.
+        """
+        if self._table is not None:
+            raise LocalError("register_kv_caches was called twice")
+        table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads)
+        self._engine.register(
+            [Span(storage.address, storage.length_bytes, storage.device) for storage in table.storages]
+        )
+        self._table = table
+        # The tensors must outlive the registration, whatever the serving stack does with its own.
+        self._tensors = dict(tensors)
+        self._on_cuda = any(cache.tensor.is_cuda for cache in tensors.values())
+        logger.info(
+            "registered %d regions in %d storages, %d bytes",
+            len(table.regions),
+            len(table.storages),
+            sum(storage.length_bytes for storage in table.storages),
+        )
+        self._thread = threading.Thread(
+            target=self._mover.run, args=(self._stopping,), name="kvconnect-mover", daemon=True
+        )
+        self._thread.start()
+
+    def start(self, orders: Orders) -> None:
+        """Take one step's orders, after the step's forward was launched. Never waits."""
+        if not orders:
+            return
+        self._mover.order(
+            orders.holds,
+            orders.loads,
+            orders.let_go,
+            orders.aborted,
+            orders.directory,
+            self._device_done(),
+        )
+
+    def results(self) -> Results:
+        """What ended since the last call. Every ordered request comes back exactly once."""
+        return self._mover.take_results()
+
+    def on_results(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from another thread, whenever results are waiting."""
+        self._mover.wake_owner = wake
+
+    def state(self) -> dict[str, Any]:
+        """Counts of what is held and under way, for people and tests. All zero when idle."""
+        prefill, decode = self._mover.prefill, self._mover.decode
+        return {
+            "engine": self.engine_name,
+            "leases": len(prefill.leases),
+            "sendings": len(prefill.sendings),
+            "loads": len(decode.loads),
+            "peers": len(decode.peers),
+            "visitors": len(prefill.visitors),
+        }
+
+    def close(self) -> None:
+        """Stop the thread and release the engine. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._channel.wake()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                # Closing what a running thread uses would crash it; the process is ending anyway.
+                logger.error("the transfer thread did not stop within %s s", _CLOSE_TIMEOUT_S)
+                return
+        self._engine.close()
+        self._channel.close()
+
+    def _device_done(self) -> Callable[[], bool]:
+        """Whether the device has finished what was launched so far: engines do not follow its streams."""
+        if not self._on_cuda:
+            return _always
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.query
+
+    def _introduce(self) -> Introduction:
+        return Introduction(
+            engine_id=self._config.engine_id,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            meaning=self._meaning,
+            engine=self._engine.capabilities.name,
+            engine_card=self._engine.card(),
+            table=TableCard.of(self.table),
+        )
+
+
+def count_heads(cache_config: KVCacheConfig, world_size: int) -> int | None:
+    """KV heads of a model whose heads are spread evenly, or None if no layer can be divided by head."""
+    heads = {
+        spec.num_kv_heads
+        for group in cache_config.groups
+        for _, spec in group.layer_specs()
+        if isinstance(spec, FullAttentionSpec)
+    }
+    return max(heads) * world_size if heads else None
+
+
+def _always() -> bool:
+    return True

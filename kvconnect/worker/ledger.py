@@ -1,0 +1,217 @@
+"""Every request that a worker holds for others or fetches from others: one record each.
+
+Pure bookkeeping, with the time as an argument. A record changes only along its table of legal moves;
+an illegal event names state and event and changes nothing. Forgetting a request is one ``del``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.errors import LocalError
+from kvconnect.orders import Hold, Load
+from kvconnect.plan.transfer import Plan
+
+
+class LeaseState(enum.Enum):
+    """A request whose blocks P keeps for others."""
+
+    HELD = "held"
+    SENDING = "sending"
+    DONE = "done"
+
+
+class LeaseEvent(enum.Enum):
+    """What can happen to a lease."""
+
+    FETCH = "a fetch begins"
+    LAST_ENDED = "the last fetch under way ends"
+    SATISFIED = "every consumer was served or let go"
+    EXPIRED = "the lease expires"
+
+
+LEASE_MOVES: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+    (LeaseState.HELD, LeaseEvent.FETCH): LeaseState.SENDING,
+    (LeaseState.SENDING, LeaseEvent.FETCH): LeaseState.SENDING,
+    (LeaseState.SENDING, LeaseEvent.LAST_ENDED): LeaseState.HELD,
+    (LeaseState.HELD, LeaseEvent.SATISFIED): LeaseState.DONE,
+    (LeaseState.HELD, LeaseEvent.EXPIRED): LeaseState.DONE,
+}
+
+
+class LegState(enum.Enum):
+    """One rank's part of a request that D fetches."""
+
+    MEETING = "meeting the peer"
+    ASKED = "asked"
+    LANDED = "landed"
+    BUSY = "failed, memory may still be written"
+    FAILED = "failed, memory is quiet"
+
+
+class LegEvent(enum.Enum):
+    """What can happen to a leg."""
+
+    ASK = "the fetch is sent"
+    FORGET = "the peer had forgotten us, and does nothing"
+    LAND = "the peer says that all is written"
+    FAIL = "it failed, and nothing writes"
+    LOSE = "it failed, and writes may be under way"
+    SETTLE = "the peer says, or time proves, that nothing writes any more"
+
+
+LEG_MOVES: dict[tuple[LegState, LegEvent], LegState] = {
+    (LegState.MEETING, LegEvent.ASK): LegState.ASKED,
+    (LegState.MEETING, LegEvent.FAIL): LegState.FAILED,
+    (LegState.ASKED, LegEvent.LAND): LegState.LANDED,
+    (LegState.ASKED, LegEvent.FORGET): LegState.MEETING,
+    (LegState.ASKED, LegEvent.FAIL): LegState.FAILED,
+    (LegState.ASKED, LegEvent.LOSE): LegState.BUSY,
+    (LegState.BUSY, LegEvent.SETTLE): LegState.FAILED,
+}
+
+PeerKey = tuple[str, str, int]
+"""A remote engine as a request names it: engine id, host, port of rank 0."""
+
+Consumer = tuple[str, str, int]
+"""Who fetches: engine id, incarnation, rank."""
+
+TransferKey = tuple[str, int]
+"""A fetch as P knows it: the connection it came over, and D's number for it."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """P's record of one request.
+
+    ``ready`` says whether its KV is complete on the device. Until ``busy_until`` a library that could
+    not prove that it stopped may still read the blocks.
+    """
+
+    order: Hold
+    expires_at: float
+    ready: Callable[[], bool]
+    busy_until: float = 0.0
+    state: LeaseState = LeaseState.HELD
+    owner: tuple[str, str] | None = None
+    consumers: int | None = None
+    served: set[Consumer] = field(default_factory=set)
+    let_go: set[Consumer] = field(default_factory=set)
+    sending: set[TransferKey] = field(default_factory=set)
+
+    def move(self, event: LeaseEvent) -> None:
+        """Change state.
+
+        Raises:
+            LocalError: the event is not legal in this state.
+        """
+        after = LEASE_MOVES.get((self.state, event))
+        if after is None:
+            raise LocalError(f"lease of {self.order.request_id}: {self.state.value}, but {event.value}")
+        self.state = after
+
+    @property
+    def satisfied(self) -> bool:
+        """Everybody who would fetch did, or said that they will not."""
+        return self.consumers is not None and len(self.served | self.let_go) >= self.consumers
+
+
+@dataclass(eq=False)
+class Leg:
+    """One rank's part of a load. ``busy_until`` is when time alone proves that memory is quiet."""
+
+    rank: int
+    state: LegState = LegState.MEETING
+    transfer_id: int = -1
+    link: str = ""
+    busy_until: float = 0.0
+
+    def move(self, event: LegEvent) -> None:
+        """Change state.
+
+        Raises:
+            LocalError: the event is not legal in this state.
+        """
+        after = LEG_MOVES.get((self.state, event))
+        if after is None:
+            raise LocalError(
+                f"leg {self.transfer_id} of rank {self.rank}: {self.state.value}, but {event.value}"
+            )
+        self.state = after
+
+    @property
+    def over(self) -> bool:
+        """Nothing of this leg can touch memory any more."""
+        return self.state in (LegState.LANDED, LegState.FAILED)
+
+
+@dataclass(eq=False)
+class Loading:
+    """D's record of one request.
+
+    ``admitted`` once it is its turn; ``legs`` is empty until the peer said how many ranks it has;
+    ``met_again`` once a peer had forgotten us and was greeted anew.
+    """
+
+    order: Load
+    peer: PeerKey
+    ordered_at: float
+    deadline: float
+    ready: Callable[[], bool]
+    admitted: bool = False
+    met_again: bool = False
+    legs: dict[int, Leg] = field(default_factory=dict)
+    error: str = ""
+    total_bytes: int = 0
+    copies: int = 0
+    seconds: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Every leg is over, and there was one or there will be none."""
+        return all(leg.over for leg in self.legs.values()) and bool(self.legs or self.error)
+
+
+@dataclass(eq=False)
+class Sending:
+    """P's record of one fetch under way: a plan, and how much of it the engine has done."""
+
+    key: TransferKey
+    handle: str
+    consumer: Consumer
+    peer: str
+    plan: Plan
+    deadline: float
+    started_at: float
+    in_flight: dict[int, int] = field(default_factory=dict)
+    total_bytes: int = 0
+    last_ended_at: float = 0.0
+    exhausted: bool = False
+    error: str = ""
+    quiet: bool = True
+
+    @property
+    def over(self) -> bool:
+        """The engine owes nothing more for it."""
+        return not self.in_flight and (self.exhausted or bool(self.error))
+
+
+class Tombstones:
+    """Handles that were valid once, and why they are not any more. The oldest are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+
+    def bury(self, handle: str, reason: str) -> None:
+        """Remember why a handle ended."""
+        self._reasons[handle] = reason
+        while len(self._reasons) > self._capacity:
+            self._reasons.popitem(last=False)
+
+    def reason(self, handle: str) -> str | None:
+        """Why a handle ended, or None if it was never known or is forgotten."""
+        return self._reasons.get(handle)

@@ -1,0 +1,181 @@
+"""The one thread that owns the engine, the side channel and both ledgers of a worker.
+
+Others give it orders and take results; nothing else is shared. ``step`` does everything that can be
+done now and says how long to sleep; the thread around it only sleeps. While bytes are under way it
+polls, with a back-off; when nothing is, it sleeps until it is woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Engine
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Hold, LetGo, Load, RankAddress, Results
+from kvconnect.peer.channel import Channel, Frame, LinkLost
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.worker.decode_side import DecodeSide
+from kvconnect.worker.prefill_side import PrefillSide
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[float], None]
+
+_LONGEST_SLEEP_S = 5.0
+_ACTIVE_POLLS = 200
+"""Polls without a pause after the last progress: an engine that must be polled to advance needs them."""
+_SHORT_NAP_S = 50e-6
+_NAPS = 400
+_LONG_NAP_S = 1e-3
+
+
+class Mover:
+    """Both halves of a worker's transfers, driven by ``step``.
+
+    Args:
+        introduce: our introduction, as it is now.
+        wake_owner: called from the mover's thread when results are waiting.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        engine: Engine,
+        channel: Channel,
+        *,
+        rank: int,
+        meaning: CacheMeaning,
+        introduce: Callable[[], Introduction],
+        metrics: Metrics,
+        wake_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.wake_owner = wake_owner
+        self._engine = engine
+        self._channel = channel
+        self._commands: deque[Command] = deque()
+        self._results_lock = threading.Lock()
+        self._sent: list[str] = []
+        self._received: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._polls_without_progress = 0
+        self.prefill = PrefillSide(config, engine, introduce, channel.send, self._report_sent, metrics)
+        self.decode = DecodeSide(config, channel, rank, meaning, introduce, self._report_received, metrics)
+
+    # Called by the owner of the worker, from any thread
+
+    def order(
+        self,
+        holds: tuple[Hold, ...],
+        loads: tuple[Load, ...],
+        let_go: tuple[LetGo, ...],
+        aborted: tuple[str, ...],
+        directory: tuple[RankAddress, ...],
+        ready: Callable[[], bool],
+    ) -> None:
+        """Queue one step's orders. ``ready`` says when the device is done with what they name."""
+
+        def carry_out(now: float) -> None:
+            if directory:
+                self.prefill.directory = directory
+            for hold in holds:
+                self.prefill.hold(hold, ready, now)
+            for load in loads:
+                self.decode.load(load, ready, now)
+            for release in let_go:
+                self.decode.let_go(release, now)
+            for request_id in aborted:
+                self.decode.abort(request_id)
+
+        self.call(carry_out)
+
+    def call(self, command: Command) -> None:
+        """Run something on the mover's thread, soon."""
+        self._commands.append(command)
+        self._channel.wake()
+
+    def take_results(self) -> Results:
+        """What ended since the last call."""
+        with self._results_lock:
+            results = Results(tuple(self._sent), tuple(self._received), self._failed)
+            self._sent, self._received, self._failed = [], [], {}
+        return results
+
+    # The mover's own thread
+
+    def step(self, now: float) -> float:
+        """Do what can be done now. Returns how long in seconds it may sleep if nothing arrives."""
+        progress = False
+        while self._commands:
+            self._commands.popleft()(now)
+            progress = True
+        for arrival in self._channel.receive():
+            progress = True
+            match arrival:
+                case Frame(link=link, data=data) if link.startswith("in:"):
+                    self.prefill.receive(link, data, now)
+                case Frame(link=link, data=data):
+                    self.decode.receive(link, data, now)
+                case LinkLost(link=link, refused=refused):
+                    self.decode.lost(link, refused, now)
+        for completion in self._engine.poll():
+            progress = True
+            self.prefill.completed(completion, now)
+        self.decode.advance(now)
+        self.prefill.advance(now)
+        return self._sleep_s(progress, now)
+
+    def run(self, stopping: threading.Event, clock: Callable[[], float] = time.monotonic) -> None:
+        """The thread's body: step and sleep until told to stop. An error of ours does not end it."""
+        while not stopping.is_set():
+            try:
+                sleep_s = self.step(clock())
+            except Exception:
+                # A bug, since bad input never raises here. Requests that hang on it end by their
+                # deadlines; the others go on.
+                logger.exception("the transfer thread met an error of its own")
+                sleep_s = 0.1
+            if sleep_s >= _LONG_NAP_S:
+                self._channel.wait(sleep_s)
+            elif sleep_s > 0:
+                time.sleep(sleep_s)
+            else:
+                time.sleep(0)
+
+    def _sleep_s(self, progress: bool, now: float) -> float:
+        if not self._moving:
+            self._polls_without_progress = 0
+            deadlines = [
+                deadline
+                for deadline in (self.decode.next_deadline(), self.prefill.next_deadline(now))
+                if deadline is not None
+            ]
+            earliest = min(deadlines, default=now + _LONGEST_SLEEP_S)
+            return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
+        self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
+        if self._polls_without_progress < _ACTIVE_POLLS:
+            return 0.0
+        return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S
+
+    @property
+    def _moving(self) -> bool:
+        """Bytes may be under way that nobody will wake us for."""
+        if self.prefill.busy or self.decode.waiting_for_device:
+            return True
+        return self._engine.capabilities.target_must_poll and self.decode.waiting_for_writes
+
+    def _report_sent(self, request_id: str) -> None:
+        with self._results_lock:
+            self._sent.append(request_id)
+        self.wake_owner()
+
+    def _report_received(self, request_id: str, error: str) -> None:
+        with self._results_lock:
+            self._received.append(request_id)
+            if error:
+                self._failed[request_id] = error
+        self.wake_owner()
