@@ -1,0 +1,160 @@
+"""The node's KV cache: its configuration, its memory, and each layer's view of it.
+
+Owns the storages. The order of construction is fixed: backends per group, kernel block sizes, block
+tables, cache tensors; everything after the kernel sizes counts in kernel blocks. This file knows nothing
+of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.arithmetic import div_ceil, div_exact
+from kvconnect.cache.block_table import BlockTables
+from kvconnect.cache.kernel_blocks import prepare_kernel_block_sizes
+from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
+from kvconnect.errors import LayoutError
+from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PagedRows, StatePages
+from kvconnect.node.models.base import CachedLayer, CacheLayout
+
+
+def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
+    """The configuration of a model's cache with ``num_blocks`` logical blocks, the null block included."""
+    groups = []
+    for layers in layout.groups:
+        specs = {layer.name: layer.spec for layer in layers}
+        alike = len(set(specs.values())) == 1
+        groups.append(KVCacheGroup(tuple(specs), layers[0].spec if alike else UniformTypeSpec(specs)))
+    return KVCacheConfig(num_blocks, tuple(groups))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's pages start, in bytes from the start of one of the storages."""
+
+    storage: torch.Tensor
+    offset_bytes: int
+
+
+class NodeCache:
+    """The cache tensors of one node, and the block tables that point into them.
+
+    Attributes:
+        config: what the cache holds.
+        kernel_block_sizes: tokens per kernel block, by group.
+        tables: block tables with ``max_num_seqs`` rows.
+        tensors: every layer's tensor with its dimensions named, for registration.
+        pages: every layer's pages, for attention.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        num_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.device = torch.device(device)
+        self.config = build_cache_config(layout, num_blocks)
+        backends = [_distinct_backends(layers) for layers in layout.groups]
+        self.kernel_block_sizes = prepare_kernel_block_sizes(self.config, backends)
+        self.tables = BlockTables(
+            max_requests=max_num_seqs,
+            max_blocks={
+                index: 1 if group.is_state else div_ceil(max_model_len, group.block_size)
+                for index, group in enumerate(self.config.groups)
+            },
+            block_sizes={index: group.block_size for index, group in enumerate(self.config.groups)},
+            kernel_block_sizes=self.kernel_block_sizes,
+            device=self.device,
+        )
+        self.state_groups = frozenset(
+            index for index, group in enumerate(self.config.groups) if group.is_state
+        )
+        self.group_of = {
+            name: self.config.group_of(name) for g in self.config.groups for name in g.layer_names
+        }
+        self.tensors: dict[str, CacheTensor] = {}
+        self.pages: dict[str, LayerPages] = {}
+        places = self._allocate(layout)
+        for index, layers in enumerate(layout.groups):
+            for layer in layers:
+                tensor = self._layer_tensor(layer, index, places[layer.name])
+                self.tensors[layer.name] = CacheTensor(tensor, layer.axes)
+                self.pages[layer.name] = _pages(layer, tensor)
+
+    def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
+        """Zeroed storages; layers at the same place of different groups start at the same byte."""
+        depth = max(len(layers) for layers in layout.groups)
+        sizes = [
+            self.config.num_blocks
+            * max(layers[slot].spec.page_size_bytes for layers in layout.groups if slot < len(layers))
+            for slot in range(depth)
+        ]
+        if layout.single_storage:
+            whole = torch.zeros(sum(sizes), dtype=torch.int8, device=self.device)
+            slots = [Place(whole, sum(sizes[:slot])) for slot in range(depth)]
+        else:
+            slots = [Place(torch.zeros(size, dtype=torch.int8, device=self.device), 0) for size in sizes]
+        return {layer.name: slots[slot] for layers in layout.groups for slot, layer in enumerate(layers)}
+
+    def _layer_tensor(self, layer: CachedLayer, group: int, place: Place) -> torch.Tensor:
+        """A view of the storage with one dimension per name in the layer's axes."""
+        spec = layer.spec
+        if isinstance(spec, StateSpec):
+            pages = (self.config.num_blocks, spec.content_bytes)
+            return place.storage.as_strided(pages, (spec.page_size_bytes, 1), place.offset_bytes)
+        if spec.page_size_bytes != spec.content_bytes:
+            raise LayoutError(f"layer {layer.name!r} pads its attention pages; this cache pads states only")
+        ratio = div_exact(spec.block_size, self.kernel_block_sizes[group])
+        axes = layer.axes.split()
+        values_apart = "plane" in axes
+        width = spec.head_size
+        if isinstance(spec, FullAttentionSpec) and not values_apart:
+            width *= 2
+        extent = {
+            "plane": 2,
+            "block": self.config.num_blocks * ratio,
+            "head": spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 1,
+            "token": self.kernel_block_sizes[group],
+            "content": width,
+        }
+        size = tuple(extent[axis] for axis in axes)
+        strides = [1]
+        for length in reversed(size[1:]):
+            strides.insert(0, strides[0] * length)
+        storage = place.storage.view(spec.dtype)
+        offset = div_exact(place.offset_bytes, spec.dtype.itemsize)
+        return storage.as_strided(size, tuple(strides), offset)
+
+    def zero_blocks(self, group: int, block_ids: Sequence[int]) -> None:
+        """Zero the logical blocks of a state group, in every layer of the group."""
+        for name in self.config.groups[group].layer_names:
+            self.tensors[name].tensor[list(block_ids)] = 0
+
+
+def _distinct_backends(layers: Sequence[CachedLayer]) -> list[Backend]:
+    return list({layer.backend.name: layer.backend for layer in layers if layer.backend}.values())
+
+
+def _pages(layer: CachedLayer, tensor: torch.Tensor) -> LayerPages:
+    """The layer's tensor as attention or a recurrence uses it."""
+    spec, axes = layer.spec, layer.axes.split()
+    if isinstance(spec, StateSpec):
+        return StatePages(tensor, spec.shapes, spec.dtypes)
+    if "head" not in axes:
+        tensor, axes = tensor.unsqueeze(-2), [*axes[:-1], "head", axes[-1]]
+    order = ["block", "token", "head", "content"]
+    if "plane" in axes:
+        tensor = tensor.permute([axes.index(axis) for axis in ["plane", *order]])
+        return AttentionPages(PagedRows(tensor[0]), PagedRows(tensor[1]))
+    tensor = tensor.permute([axes.index(axis) for axis in order])
+    if not isinstance(spec, FullAttentionSpec):
+        return AttentionPages(PagedRows(tensor), None)
+    return AttentionPages(PagedRows(tensor[..., : spec.head_size]), PagedRows(tensor[..., spec.head_size :]))

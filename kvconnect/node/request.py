@@ -1,0 +1,98 @@
+"""A completion request as the node's engine sees it, and what it tells the client.
+
+Owns no blocks and no queues: a record that the scheduler changes. A request may carry a truncated prompt
+(see ``truncate``), which is what a prefill node of a recurrent model computes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.node.block_manager import RequestBlocks
+
+
+class RequestState(enum.Enum):
+    """Where a request is. FINISHED requests may still hold blocks that a peer reads or writes."""
+
+    WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request ended without its tokens. ``status`` is an HTTP status code."""
+
+    status: int
+    message: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """News of a request: new tokens, and its end if ``finish_reason`` or ``failure`` is set.
+
+    ``draft_token_ids`` are the draft model's proposals, None for a model without one.
+    ``kv_block_ids`` are the request's logical blocks by group when it ended.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    draft_token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    kv_block_ids: tuple[list[int], ...] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing follows."""
+        return self.finish_reason is not None or self.failure is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion. ``sink`` is called on the engine loop thread and must not block.
+
+    ``num_computed_tokens`` counts the tokens whose cache is valid, ``row`` is its place in the block
+    tables while it runs. ``loaded``: its blocks were filled by a transfer, until it begins anew.
+    ``preemptions`` counts how often it began anew.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    sink: Callable[[Output], None]
+    kv_transfer_params: Mapping[str, Any] | None = None
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    cached_tokens: int = 0
+    blocks: RequestBlocks | None = None
+    row: int | None = None
+    loaded: bool = False
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far: the prompt as far as it is used, and what was generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def truncate(self, num_prompt_tokens: int) -> None:
+        """Use only the first tokens of the prompt. Before anything was computed."""
+        self.num_prompt_tokens = min(num_prompt_tokens, self.num_prompt_tokens)
+        self.token_ids = self.prompt_token_ids[: self.num_prompt_tokens]

@@ -1,0 +1,295 @@
+"""Which requests run, wait or load, and what each step computes.
+
+Owns the queues, the rows of the block tables and every change of a request's state. Requests are served
+first come first served with a token budget per step; when blocks run out, the latest running request is
+preempted and recomputed later. It touches no tensor and no socket; all calls come from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from kvconnect.errors import KVConnectError, LocalError
+from kvconnect.node.block_manager import BlockManager, Hit
+from kvconnect.node.hooks import Transfers
+from kvconnect.node.limits import SchedulerLimits
+from kvconnect.node.request import Failure, Output, Request, RequestState
+from kvconnect.node.request_book import RequestBook
+from kvconnect.node.step import Chunk, Step
+from kvconnect.orders import Results
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Plans steps for ``manager``'s blocks. ``transfers`` is None for a node without a connector."""
+
+    def __init__(
+        self, limits: SchedulerLimits, manager: BlockManager, transfers: Transfers | None = None
+    ) -> None:
+        self.limits = limits
+        self.manager = manager
+        self.transfers = transfers
+        self.book = RequestBook(manager, transfers)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_rows = list(range(limits.max_num_seqs))[::-1]
+        self._released_rows: list[int] = []
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            LocalError: a request with this id is already here.
+        """
+        self.book.add(request)
+        if self.transfers is not None:
+            try:
+                request.truncate(self.transfers.hooks.prefill_tokens(request))
+            except KVConnectError as error:
+                self.book.fail(request, Failure(400, str(error), "invalid_request_error"))
+                return
+        self.book.counts.prompt_tokens += request.num_prompt_tokens
+        if request.num_prompt_tokens == 0:
+            # A one-token prompt of a recurrent model: the decode node computes all of it.
+            self.book.finish(request, Output(finish_reason="length"))
+            return
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an answer; one that already ended is left alone."""
+        request = self.book.find(request_id)
+        if request is not None:
+            self._leave_queues(request)
+            self.book.abort(request)
+
+    def fail_all(self, failure: Failure) -> None:
+        """End every request with the same error: the engine loop is over."""
+        self.book.fail_all(failure)
+        self.waiting.clear()
+        self.running.clear()
+
+    def _leave_queues(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self._release_row(request)
+        elif request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+
+    def _release_row(self, request: Request) -> None:
+        assert request.row is not None
+        self._free_rows.append(request.row)
+        self._released_rows.append(request.row)
+        request.row = None
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Decide what the next step computes, and give it blocks."""
+        step = Step()
+        budget = self.limits.max_num_batched_tokens
+        preempted = self.book.counts.preemptions
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            if not self._grow_running(request, count, step):
+                break
+            self._add_chunk(request, count, step)
+            budget -= count
+            index += 1
+        if self.book.counts.preemptions == preempted:
+            self._admit(budget, step)
+        step.released_rows, self._released_rows = self._released_rows, []
+        return step
+
+    def _add_chunk(self, request: Request, count: int, step: Step) -> None:
+        assert request.row is not None
+        start, end = request.num_computed_tokens, request.num_computed_tokens + count
+        step.chunks.append(
+            Chunk(
+                request.request_id,
+                request.row,
+                start,
+                request.token_ids[start:end],
+                end == request.num_tokens,
+            )
+        )
+
+    def _grow_running(self, request: Request, count: int, step: Step) -> bool:
+        """Blocks for the next tokens of a running request, at the cost of later ones. False: preempted."""
+        assert request.blocks is not None
+        assert request.row is not None
+        computed = request.num_computed_tokens
+        while (grown := self.manager.grow(request.blocks, None, computed, computed + count)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if any(grown.new_ids):
+            step.grown_rows.append((request.row, grown.new_ids))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.running.remove(request)
+        self._release_row(request)
+        self._begin_anew(request)
+        request.preemptions += 1
+        self.book.counts.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _begin_anew(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.manager.free(request.blocks)
+        request.num_computed_tokens = 0
+        request.loaded = False
+        request.state = RequestState.WAITING
+
+    def _admit(self, budget: int, step: Step) -> None:
+        """Start waiting requests in order.
+
+        When one does not fit, only those that hold loaded blocks may overtake it: they need nothing that
+        it waits for, and if they waited behind it, both could wait for ever.
+        """
+        blocked = False
+        for request in list(self.waiting):
+            if budget <= 0 or not self._free_rows:
+                return
+            if blocked and not request.loaded:
+                continue
+            taken = self._admit_one(request, budget, step)
+            if taken is None:
+                blocked = True
+            else:
+                budget -= taken
+
+    def _admit_one(self, request: Request, budget: int, step: Step) -> int | None:
+        """Start or load one request. Tokens it takes from the budget; None: it does not fit now."""
+        assert request.blocks is not None
+        hit, external = None, 0
+        computed = request.num_computed_tokens
+        if computed == 0 and not request.loaded:
+            hit = self.manager.find_hit(request.blocks, request.token_ids)
+            computed = hit.num_tokens
+            if self.transfers is not None:
+                answer = self._ask_connector(request, hit)
+                if answer is None:
+                    step.deferred = step.deferred or request.state is RequestState.WAITING
+                    return 0
+                external = answer
+        if external:
+            return self._start_load(request, hit, external, step)
+        count = min(request.num_tokens - computed, budget)
+        # Asking for room for all of it keeps a long prompt from starting when it would be preempted soon.
+        if hit is not None and not self.manager.fits_whole(request.blocks, hit, request.num_tokens):
+            return None
+        grown = self.manager.grow(request.blocks, hit, computed, computed + count)
+        if grown is None:
+            return None
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.state = RequestState.RUNNING
+        request.row = self._free_rows.pop()
+        request.num_computed_tokens = computed
+        if hit is not None and request.preemptions == 0:
+            self.book.count_cached(request, computed)
+        block_ids = request.blocks.snapshot()
+        step.new_rows.append((request.row, block_ids))
+        step.zero_blocks = _merged(step.zero_blocks, grown.zero_blocks)
+        if self.transfers is not None:
+            self.transfers.hooks.update_after_alloc(request, block_ids, 0)
+        self._add_chunk(request, count, step)
+        return count
+
+    def _ask_connector(self, request: Request, hit: Hit) -> int | None:
+        """Tokens that can be loaded beyond the hit. None: not known yet, or the request failed."""
+        assert self.transfers is not None
+        try:
+            external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
+        except KVConnectError as error:
+            self.waiting.remove(request)
+            self.book.fail(request, Failure(400, str(error), "invalid_request_error"))
+            return None
+        if external and not in_background:
+            raise LocalError(
+                f"the connector wants to load {external} tokens of {request.request_id!r} within the step; "
+                "this node loads between steps only"
+            )
+        return external
+
+    def _start_load(self, request: Request, hit: Hit | None, external: int, step: Step) -> int | None:
+        """Give a request blocks and let the connector fill them. None: they do not fit now."""
+        assert request.blocks is not None
+        assert self.transfers is not None
+        loaded = (hit.num_tokens if hit else 0) + external
+        if loaded > request.num_tokens:
+            raise LocalError(
+                f"the connector offers {loaded} tokens of request {request.request_id!r}, "
+                f"which has {request.num_tokens}"
+            )
+        # The last token is computed here, so a window must reach back from it. Room for all tokens, so
+        # that a loaded request never waits for a block.
+        computed = min(loaded, request.num_tokens - 1)
+        grown = self.manager.grow(request.blocks, hit, computed, request.num_tokens)
+        if grown is None:
+            return None
+        self.waiting.remove(request)
+        request.state = RequestState.WAITING_FOR_KV
+        request.num_computed_tokens = computed
+        self.book.count_cached(request, computed)
+        self.transfers.loading[request.request_id] = request
+        step.zero_blocks = _merged(step.zero_blocks, grown.zero_blocks)
+        self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
+        return 0
+
+    # --- what happened ----------------------------------------------------------------------------
+
+    def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
+        """The step was computed; ``sampled`` are the new token and draft token by request."""
+        for chunk in step.chunks:
+            request = self.book.find(chunk.request_id)
+            assert request is not None
+            assert request.blocks is not None
+            request.num_computed_tokens = chunk.start + len(chunk.token_ids)
+            self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
+            if not chunk.samples:
+                continue
+            token, draft = sampled[chunk.request_id]
+            request.token_ids.append(token)
+            self.book.counts.generated_tokens += 1
+            drafts = None if draft is None else (draft,)
+            if request.num_generated_tokens >= request.max_tokens:
+                self._leave_queues(request)
+                self.book.finish(request, Output((token,), drafts, finish_reason="length"))
+            else:
+                self.book.tell(request, Output((token,), drafts))
+
+    def update_results(self, results: Results) -> None:
+        """Transfers ended: free, resume or fail their requests."""
+        assert self.transfers is not None
+        freed, loaded, failed = self.transfers.settle(results)
+        for request in freed:
+            assert request.blocks is not None
+            self.manager.free(request.blocks)
+        for request in reversed(loaded):
+            assert request.blocks is not None
+            request.state = RequestState.WAITING
+            request.loaded = True
+            self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
+            self.waiting.appendleft(request)
+        for request, reason in failed:
+            self.book.count_cached(request, 0)
+            if self.transfers.recompute_failed_loads:
+                logger.warning("loading %s failed, it is computed here: %s", request.request_id, reason)
+                self._begin_anew(request)
+                self.waiting.appendleft(request)
+            else:
+                self.book.fail(request, Failure(502, reason, "kv_load_error"))
+
+
+def _merged(left: dict[int, list[int]], right: dict[int, list[int]]) -> dict[int, list[int]]:
+    return {group: left.get(group, []) + right.get(group, []) for group in {**left, **right}}

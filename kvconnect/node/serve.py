@@ -1,0 +1,177 @@
+"""Puts a node together and serves it until a signal ends it.
+
+The only file of the node that makes a connector: configuration in, two halves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.errors import ConfigError
+from kvconnect.node.block_manager import BlockManager
+from kvconnect.node.block_pool import BlockPool
+from kvconnect.node.cache import NodeCache
+from kvconnect.node.engine import Engine
+from kvconnect.node.hooks import SchedulerHooks, Transfers, WorkerHooks
+from kvconnect.node.limits import SchedulerLimits
+from kvconnect.node.models import build_model
+from kvconnect.node.models.base import CacheSizing, Model
+from kvconnect.node.runner import Runner
+from kvconnect.node.scheduler import Scheduler
+from kvconnect.node.server import NodeServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What an operator can say about a node. ``block_size`` None is the model's own.
+
+    ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
+    ``enable_prefix_caching`` False computes every prompt anew.
+    """
+
+    model: str = "gqa"
+    seed: int = 0
+    device: str = "cpu"
+    num_blocks: int = 1024
+    block_size: int | None = None
+    max_model_len: int = 4096
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 1024
+    reserved_blocks: int = 0
+    kv_transfer_config: str | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class Connector:
+    """Both halves, and what becomes of a request whose load failed."""
+
+    scheduler: SchedulerHooks
+    worker: WorkerHooks
+    recompute_failed_loads: bool = True
+
+
+def build_engine(options: NodeOptions, connector: Connector | None = None) -> Engine:
+    """A node's engine, not started. ``connector`` takes the place of the configured one.
+
+    Raises:
+        ConfigError: the options do not fit together.
+    """
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {options.device!r}, but torch finds no CUDA device")
+    limits = SchedulerLimits(options.max_model_len, options.max_num_seqs, options.max_num_batched_tokens)
+    pool = BlockPool(options.num_blocks, options.reserved_blocks)
+    model = build_model(options.model, seed=options.seed, device=device)
+    cache = NodeCache(
+        model.layout(CacheSizing(options.block_size, options.max_model_len)),
+        num_blocks=options.num_blocks,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        device=device,
+    )
+    if connector is None and options.kv_transfer_config is not None:
+        connector = _configured_connector(options, model, cache)
+    transfers = None
+    if connector is not None:
+        connector.worker.register_kv_caches(cache.tensors)
+        transfers = Transfers(connector.scheduler, recompute_failed_loads=connector.recompute_failed_loads)
+    manager = BlockManager(
+        cache.config,
+        pool,
+        options.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+    scheduler = Scheduler(limits, manager, transfers)
+    return Engine(scheduler, Runner(model, cache), connector.worker if connector else None)
+
+
+def fingerprint(options: NodeOptions, model: Model) -> str:
+    """What two nodes must have in common for one to continue with the other's cache."""
+    return f"{model.name}:seed={options.seed}:{model.describe()}:dtype=bfloat16"
+
+
+def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
+    from kvconnect.config import parse_kv_transfer_config
+    from kvconnect.scheduler.connector import SchedulerConnector
+    from kvconnect.worker.connector import WorkerConnector
+
+    assert options.kv_transfer_config is not None
+    config = parse_kv_transfer_config(options.kv_transfer_config)
+    worker = WorkerConnector(
+        config, cache.config, cache.kernel_block_sizes, model=fingerprint(options, model)
+    )
+    scheduler = SchedulerConnector(
+        config, cache.config, cache.kernel_block_sizes, directory=(worker.address(),)
+    )
+    return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute")
+
+
+async def _serve(options: NodeOptions, host: str, port: int) -> None:
+    engine = build_engine(options)
+    server = NodeServer(
+        engine, model=options.model, seed=options.seed, vocab_size=engine.runner.model.dims.vocab_size
+    )
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        bound = await server.start(host, port)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
+        await stopped.wait()
+        logger.info("stopping")
+    finally:
+        await server.stop()
+
+
+def serve(
+    *,
+    model: str = "gqa",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    kv_transfer_config: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    num_blocks: int = 1024,
+    block_size: int | None = None,
+    max_model_len: int = 4096,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 1024,
+    reserved_blocks: int = 0,
+    enable_prefix_caching: bool = True,
+    num_threads: int | None = None,
+) -> None:
+    """Serve a model over HTTP until SIGTERM or SIGINT. ``port`` 0 lets the system choose.
+
+    Prints one line with the address when the node takes requests. ``num_threads`` bounds torch's CPU
+    threads.
+
+    Raises:
+        ConfigError: the options do not fit together.
+        OSError: the port cannot be bound.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    options = NodeOptions(
+        model=model,
+        seed=seed,
+        device=device,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        reserved_blocks=reserved_blocks,
+        kv_transfer_config=kv_transfer_config,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    asyncio.run(_serve(options, host, port))

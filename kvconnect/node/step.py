@@ -1,0 +1,39 @@
+"""One step of the engine loop as a value: what the scheduler decided and the runner executes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one request to compute. ``samples``: they reach the end, so the next token is wanted."""
+
+    request_id: str
+    row: int
+    start: int
+    token_ids: Sequence[int]
+    samples: bool
+
+
+@dataclass
+class Step:
+    """Work of one step.
+
+    Attributes:
+        chunks: the tokens to compute.
+        zero_blocks: fresh blocks of state groups, by group; zeroed before anything else.
+        released_rows: block table rows that no request owns any more.
+        new_rows, grown_rows: logical block ids per group that start a row anew, or add to it.
+        deferred: a request waits for an answer of the connector, so the next step must come soon.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    zero_blocks: dict[int, list[int]] = field(default_factory=dict)
+    released_rows: list[int] = field(default_factory=list)
+    new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
+    grown_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
+    deferred: bool = False

@@ -1,0 +1,224 @@
+"""Engines without threads or sockets, and a connector that copies pages between two of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from kvconnect.cache.block_table import expand_block_ids
+from kvconnect.errors import PeerError
+from kvconnect.node.engine import Engine
+from kvconnect.node.request import Output, Request
+from kvconnect.node.serve import Connector, NodeOptions, build_engine
+from kvconnect.orders import LetGo, Orders, Results
+
+torch.set_num_threads(1)
+
+MODEL_NAMES = ("gqa", "mla", "mixed", "sliding", "hybrid")
+MAX_STEPS = 5000
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    rng = random.Random(seed)
+    return [rng.randrange(512) for _ in range(length)]
+
+
+@dataclass
+class Client:
+    """Submits requests to an engine and keeps what comes back."""
+
+    engine: Engine
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def submit(
+        self, name: str, prompt: list[int], max_tokens: int = 8, params: dict | None = None
+    ) -> Request:
+        self.outputs[name] = []
+        request = Request(name, list(prompt), max_tokens, self.outputs[name].append, params)
+        self.requests[name] = request
+        self.engine.submit(request)
+        return request
+
+    def run(self, *names: str) -> None:
+        """Steps until the named requests ended."""
+        for _ in range(MAX_STEPS):
+            self.engine.run_once()
+            self.engine.scheduler.manager.pool.check()
+            if all(self.last(name) is not None for name in names):
+                return
+        raise AssertionError(f"{names} did not end within {MAX_STEPS} steps")
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.run_once()
+            self.engine.scheduler.manager.pool.check()
+
+    def last(self, name: str) -> Output | None:
+        outputs = self.outputs[name]
+        return outputs[-1] if outputs and outputs[-1].is_last else None
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+    def drafts(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.draft_token_ids or ()]
+
+    def complete(self, prompt: list[int], max_tokens: int = 8, params: dict | None = None) -> list[int]:
+        """Tokens of one request, and the draft tokens after them."""
+        name = f"request-{len(self.outputs)}"
+        self.submit(name, prompt, max_tokens, params)
+        self.run(name)
+        last = self.last(name)
+        assert last is not None
+        assert last.failure is None, last.failure
+        return self.tokens(name) + self.drafts(name)
+
+    @property
+    def held(self) -> int:
+        return self.engine.scheduler.manager.pool.num_held
+
+
+def make_client(connector: Connector | None = None, **options: object) -> Client:
+    defaults = {"num_blocks": 256, "max_model_len": 1024, "max_num_batched_tokens": 1024}
+    return Client(build_engine(NodeOptions(**{**defaults, **options}), connector))  # type: ignore[arg-type]
+
+
+class CopyConnector:
+    """Both halves of one node's connector. Loads copy the pages of ``peer``, when ``release`` says so.
+
+    ``fail_with``: loads report this reason instead. ``defer``: how often to answer "ask again".
+    """
+
+    def __init__(self, peer: Client | None = None, *, hold_loads: bool = False) -> None:
+        self.peer = peer
+        self.hold_loads = hold_loads
+        self.fail_with: str | None = None
+        self.defer = 0
+        self.is_state = False
+        self.calls: list[tuple] = []
+        self.allocated: dict[str, tuple[tuple[list[int], ...], int]] = {}
+        self.loaded_once: set[str] = set()
+        self.tensors: dict = {}
+        self.client: Client | None = None
+        self.order_ids: list[str] = []
+        self.pending: list[str] = []
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.failed: dict[str, str] = {}
+        self.wake = lambda: None
+        self.closed = False
+
+    def attach(self, **options: object) -> Client:
+        """A node that uses this connector."""
+        recompute = options.pop("recompute", True)
+        self.client = make_client(Connector(self, self, bool(recompute)), **options)
+        self.is_state = not self.client.engine.scheduler.manager.reuses_prefixes
+        return self.client
+
+    # scheduler half
+    def prefill_tokens(self, request):
+        params = request.kv_transfer_params or {}
+        if params.get("bad"):
+            raise PeerError("kv_transfer_params.bad is not accepted")
+        return request.num_tokens - (1 if self.is_state and params.get("do_remote_decode") else 0)
+
+    def matched_tokens(self, request, num_computed_tokens):
+        self.calls.append(("matched", request.request_id, num_computed_tokens))
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill") or request.request_id in self.loaded_once:
+            return 0, False
+        if self.defer > 0:
+            self.defer -= 1
+            return None, False
+        wanted = request.num_tokens - (1 if self.is_state else 0)
+        return max(0, wanted - num_computed_tokens), True
+
+    def update_after_alloc(self, request, block_ids, num_external_tokens):
+        self.calls.append(("alloc", request.request_id, num_external_tokens))
+        if num_external_tokens:
+            self.loaded_once.add(request.request_id)
+            self.allocated[request.request_id] = (block_ids, num_external_tokens)
+            self.order_ids.append(request.request_id)
+
+    def build_orders(self):
+        ids, self.order_ids = self.order_ids, []
+        return Orders(let_go=tuple(LetGo(name, "", "", "", 0) for name in ids))
+
+    def request_finished(self, request, block_ids, *, delivered):
+        self.calls.append(("finished", request.request_id, delivered))
+        params = request.kv_transfer_params or {}
+        if delivered and params.get("do_remote_decode"):
+            return True, {"do_remote_prefill": True, "name": request.request_id, "blocks": block_ids}
+        return False, None
+
+    def update_results(self, results):
+        self.calls.append(("results", results.sent, results.received))
+
+    # worker half
+    def register_kv_caches(self, tensors):
+        self.tensors = dict(tensors)
+
+    def start(self, orders):
+        self.pending.extend(order.request_id for order in orders.let_go)
+        if not self.hold_loads:
+            self.release()
+
+    def on_results(self, wake):
+        self.wake = wake
+
+    def results(self):
+        results = Results(tuple(self.sent), tuple(self.received), dict(self.failed))
+        self.sent, self.received, self.failed = [], [], {}
+        return results
+
+    def close(self):
+        self.closed = True
+
+    def finished_calls(self, name: str) -> list[bool]:
+        return [call[2] for call in self.calls if call[0] == "finished" and call[1] == name]
+
+    def release(self) -> None:
+        """Carry out the loads that wait."""
+        pending, self.pending = self.pending, []
+        for name in pending:
+            self.received.append(name)
+            if self.fail_with is not None:
+                self.failed[name] = self.fail_with
+            elif self.peer is not None:
+                self._copy(name)
+        if pending:
+            self.wake()
+
+    def _copy(self, name: str) -> None:
+        assert self.client is not None
+        assert self.peer is not None
+        block_ids, external = self.allocated[name]
+        request = self.client.requests[name]
+        params = request.kv_transfer_params
+        assert params is not None
+        cache, peer_cache = self.client.engine.runner.cache, self.peer.engine.runner.cache
+        end = len(request.prompt_token_ids) - (1 if self.is_state else 0)
+        for index, group in enumerate(cache.config.groups):
+            first = 0 if group.is_state else (end - external) // group.block_size
+            count = 1 if group.is_state else -(-end // group.block_size)
+            for position in range(first, count):
+                target, source = block_ids[index][position], params["blocks"][index][position]
+                if target == 0:
+                    continue
+                assert source != 0, f"group {index} wants position {position}, the peer has freed it"
+                for layer in group.layer_names:
+                    self._copy_block(layer, index, source, target, cache, peer_cache)
+        connector = self.peer.engine.worker
+        connector.sent.append(params["name"])  # type: ignore[union-attr]
+
+    @staticmethod
+    def _copy_block(layer, group, source, target, cache, peer_cache) -> None:
+        ratio = cache.tables.blocks_per_kv_block[group]
+        dim = cache.tensors[layer].axes.split().index("block")
+        sources, targets = expand_block_ids([source], ratio), expand_block_ids([target], ratio)
+        moved = peer_cache.tensors[layer].tensor.index_select(dim, torch.from_numpy(sources).to(cache.device))
+        cache.tensors[layer].tensor.index_copy_(dim, torch.from_numpy(targets).to(cache.device), moved)

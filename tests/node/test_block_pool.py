@@ -1,0 +1,145 @@
+"""The pool and the manager: no id is lost, none is given twice, hits are valid for every group."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.errors import ConfigError, LocalError
+from kvconnect.node.block_manager import BlockManager
+from kvconnect.node.block_pool import BlockPool
+from kvconnect.node.cache import build_cache_config
+from kvconnect.node.models import build_model
+from kvconnect.node.models.base import CacheSizing
+from tests.node.node_harness import make_client, make_prompt
+
+CONFIGS = {
+    name: build_cache_config(build_model(name).layout(CacheSizing(None, 1024)), 64)
+    for name in ("gqa", "sliding", "hybrid")
+}
+
+
+def test_the_null_block_and_reserved_blocks_are_never_given_out():
+    pool = BlockPool(10, reserved=3)
+    assert pool.total == 6
+    assert sorted(pool.allocate(6)) == [4, 5, 6, 7, 8, 9]
+    with pytest.raises(LocalError, match="1 blocks wanted, 0 of 6"):
+        pool.allocate(1)
+
+
+def test_a_block_is_released_once():
+    pool = BlockPool(4)
+    taken = pool.allocate(1)
+    pool.release(taken)
+    with pytest.raises(LocalError, match="nobody holds it"):
+        pool.release(taken)
+
+
+def test_a_pool_needs_a_usable_block():
+    with pytest.raises(ConfigError, match="at least 1"):
+        BlockPool(1)
+
+
+def test_known_content_is_evicted_last_and_oldest_first():
+    pool = BlockPool(6)
+    first, second, plain = pool.allocate(3)
+    pool.remember((0, b"first"), first)
+    pool.remember((0, b"second"), second)
+    pool.release([first])
+    pool.release([second])
+    pool.release([plain])
+    assert pool.allocate(1) == [plain]
+    assert set(pool.allocate(2)).isdisjoint({first, second})
+    assert pool.allocate(1) == [first]
+    assert pool.find((0, b"first")) is None
+    assert pool.find((0, b"second")) == second
+    pool.check()
+
+
+# A token id of a tiny alphabet, so that prefixes are shared; lengths around several blocks.
+actions = st.lists(
+    st.tuples(st.sampled_from(["start", "grow", "free"]), st.integers(0, 7), st.integers(1, 400)), max_size=40
+)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@settings(max_examples=60, deadline=None)
+@given(actions=actions)
+def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
+    pool = BlockPool(64, reserved=2)
+    manager = BlockManager(CONFIGS[name], pool, max_step_tokens=64)
+    live = {}
+    for action, key, amount in actions:
+        if action == "start" and key not in live:
+            tokens = [key % 2] * 200 + [key] * 200
+            blocks = manager.new_request()
+            hit = manager.find_hit(blocks, tokens)
+            end = min(400, hit.num_tokens + amount)
+            fits = manager.fits(blocks, hit, hit.num_tokens, end)
+            grown = manager.grow(blocks, hit, hit.num_tokens, end)
+            assert fits == (grown is not None)
+            if grown is not None:
+                live[key] = (tokens, blocks, end, hit.num_tokens)
+                manager.remember(blocks, tokens, end)
+        elif action == "grow" and key in live:
+            tokens, blocks, computed, hit_tokens = live[key]
+            end = min(400, computed + min(amount, 64))
+            if manager.grow(blocks, None, computed, end) is not None:
+                live[key] = (tokens, blocks, end, hit_tokens)
+                manager.remember(blocks, tokens, end)
+        elif action == "free" and key in live:
+            manager.free(live.pop(key)[1])
+        pool.check()
+        in_use = {b for _, blocks, _, _ in live.values() for ids in blocks.ids for b in ids if b}
+        assert pool.num_held == len(in_use)
+        for _, blocks, computed, _ in live.values():
+            for ids, group in zip(blocks.ids, CONFIGS[name].groups, strict=True):
+                own = [b for b in ids if b]
+                assert len(own) == len(set(own))
+                if group.sliding_window is None and not group.is_state:
+                    assert len(own) == -(-computed // group.block_size)
+        for key, (tokens, blocks, _, _) in live.items():
+            for other, (tokens2, blocks2, _, _) in live.items():
+                if key >= other:
+                    continue
+                for index, (ids, ids2) in enumerate(zip(blocks.ids, blocks2.ids, strict=True)):
+                    size = CONFIGS[name].groups[index].block_size
+                    for block_id in (set(ids) & set(ids2)) - {0}:
+                        place = ids.index(block_id)
+                        assert place == ids2.index(block_id)
+                        assert tokens[: (place + 1) * size] == tokens2[: (place + 1) * size]
+    for _, blocks, _, _ in live.values():
+        manager.free(blocks)
+    pool.check()
+    assert pool.num_free == pool.total
+
+
+@pytest.mark.parametrize(
+    ("name", "hit"), [("gqa", 192), ("mla", 192), ("sliding", 192), ("mixed", 128), ("hybrid", 0)]
+)
+def test_a_repeated_prompt_reuses_full_blocks_and_gives_the_same_tokens(name, hit):
+    client = make_client(model=name, max_num_batched_tokens=64)
+    prompt = make_prompt(193)
+    expected = client.complete(prompt)
+    assert client.complete(prompt) == expected
+    assert client.last("request-1").cached_tokens == hit
+    other = [*prompt[:100], *make_prompt(50, seed=9)]
+    fresh = make_client(model=name).complete(other)
+    assert client.complete(other) == fresh
+    assert client.held == 0
+
+
+def test_a_window_hit_needs_only_its_tail():
+    manager = make_client(model="sliding", max_num_batched_tokens=32).engine.scheduler.manager
+    tokens = make_prompt(400)
+    blocks = manager.new_request()
+    for start in range(0, 400, 32):
+        assert manager.grow(blocks, None, start, min(400, start + 32)) is not None
+        manager.remember(blocks, tokens, min(400, start + 32))
+    assert blocks.ids[1][0] == 0
+    manager.free(blocks)
+    # Window blocks at the start of the sequence are given to somebody else.
+    gone = manager.find_hit(manager.new_request(), tokens)
+    assert gone.num_tokens == 384
+    assert gone.blocks[0][0] != 0
+    assert gone.blocks[1][:18] == (0,) * 18
+    assert all(gone.blocks[1][18:])

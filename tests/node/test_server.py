@@ -1,0 +1,327 @@
+"""The HTTP interface on a real port, and an engine thread that sleeps when it has nothing to do."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import aiohttp
+import pytest
+
+from kvconnect.errors import LocalError
+from kvconnect.node.serve import Connector, NodeOptions, build_engine
+from kvconnect.node.server import NodeServer
+from tests.node.node_harness import CopyConnector, make_client, make_prompt
+
+
+class Session:
+    """A node on a free port and a client of it, inside ``asyncio.run``."""
+
+    def __init__(self, connector=None, **options):
+        defaults = {"num_blocks": 64, "max_model_len": 400, "max_num_batched_tokens": 128}
+        self.options = NodeOptions(**{**defaults, **options})
+        self.engine = build_engine(self.options, connector)
+        self.server = NodeServer(self.engine, model=self.options.model, seed=0, vocab_size=512)
+
+    async def __aenter__(self):
+        port = await self.server.start("127.0.0.1", 0)
+        self.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.close()
+        await self.server.stop(drain_timeout_s=0.2)
+
+    async def post(self, body, headers=None, data=None):
+        async with self.http.post(
+            "/v1/completions", data=data or json.dumps(body), headers=headers
+        ) as response:
+            return response.status, await response.json(), response.headers
+
+    async def get(self, path):
+        async with self.http.get(path) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if "json" in response.content_type else text
+
+    async def idle(self, timeout_s=3.0):
+        """Wait until no block is held."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            state = (await self.get("/debug/state"))[1]
+            if state["blocks"]["held"] == 0:
+                return state
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"still busy: {state}")
+
+
+def run(test, connector=None, **options):
+    """Run ``test(session)`` against a fresh node."""
+
+    async def main():
+        async with Session(connector, **options) as session:
+            await test(session)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+PROMPT = make_prompt(50)
+
+
+def test_a_completion():
+    expected = make_client().complete(PROMPT)
+
+    async def test(session):
+        body = {"model": "gqa", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "n": 1}
+        status, answer, headers = await session.post(
+            {**body, "ignore_eos": True, "min_tokens": 1, "return_kv_block_ids": True},
+            {"X-Request-Id": "mine"},
+        )
+        assert status == 200
+        assert answer["choices"][0]["token_ids"] == expected
+        assert answer["choices"][0]["text"] == "".join(f" {token}" for token in expected)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"] == {
+            "prompt_tokens": 50,
+            "completion_tokens": 8,
+            "total_tokens": 58,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert answer["id"] == "cmpl-mine"
+        assert headers["X-Request-Id"] == "mine"
+        assert answer["kv_block_ids"] == [[1, 2, 3, 4]]
+        assert "draft_token_ids" not in answer
+        _, again, _ = await session.post({**body, "prompt": [PROMPT]})
+        assert again["choices"][0]["token_ids"] == expected
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+        assert "kv_block_ids" not in again
+
+    run(test)
+
+
+def test_a_text_prompt_is_its_bytes_and_drafts_are_returned():
+    async def test(session):
+        _, text, _ = await session.post({"prompt": "grün", "max_tokens": 4})
+        _, ids, _ = await session.post({"prompt": list("grün".encode()), "max_tokens": 4})
+        assert text["choices"] == ids["choices"]
+        assert text["usage"]["prompt_tokens"] == 5
+        assert len(text["draft_token_ids"]) == 4
+
+    run(test, model="mixed")
+
+
+def test_a_stream_gives_the_same_tokens():
+    expected = make_client().complete(PROMPT)
+
+    async def test(session):
+        body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+        async with session.http.post("/v1/completions", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == expected
+        assert len(chunks) == 8
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons == [None] * 7 + ["length"]
+        assert chunks[-1]["usage"]["completion_tokens"] == 8
+        assert "kv_transfer_params" in chunks[-1]
+
+    run(test)
+
+
+BAD_BODIES = [
+    ([], 400, "must be an object"),
+    ({}, 400, "prompt is missing"),
+    ({"prompt": []}, 400, "prompt is empty"),
+    ({"prompt": 5}, 400, "prompt is a JSON number"),
+    ({"prompt": [1, "2"]}, 400, "prompt[1] is a JSON string"),
+    ({"prompt": [1, True]}, 400, "prompt[1] is a JSON boolean"),
+    ({"prompt": [512]}, 400, "prompt[0] is 512"),
+    ({"prompt": [-1]}, 400, "prompt[0] is -1"),
+    ({"prompt": [[1], [2]]}, 400, "prompt[0] is a JSON array"),
+    ({"prompt": "\ud800"}, 400, "prompt is not valid Unicode"),
+    ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens is 0"),
+    ({"prompt": [1], "max_tokens": 1.5}, 400, "max_tokens is a JSON number"),
+    ({"prompt": [1], "n": 2}, 400, "n is 2"),
+    ({"prompt": [1], "temperature": 0.7}, 400, "greedily only"),
+    ({"prompt": [1], "stream": "yes"}, 400, "stream is a JSON string"),
+    ({"prompt": [1], "kv_transfer_params": 3}, 400, "kv_transfer_params is a JSON number"),
+    ({"prompt": [1], "echo": True}, 400, "echo is not supported"),
+    ({"prompt": [1], "model": "other"}, 404, "'other' is not served"),
+    ({"prompt": [1] * 390, "max_tokens": 11}, 400, "is 401 tokens, max_model_len is 400"),
+]
+
+
+def test_bad_requests_name_the_field_and_leave_the_node_alive():
+    async def test(session):
+        for body, expected, text in BAD_BODIES:
+            status, answer, _ = await session.post(body)
+            assert (status, answer["error"]["code"]) == (expected, expected), answer
+            assert text in answer["error"]["message"]
+            assert answer["error"]["type"]
+        for data in (b"{", b"\xff\xfe", b"[" * 100_000):
+            status, answer, _ = await session.post(None, data=data)
+            assert status == 400
+            assert "not valid JSON" in answer["error"]["message"]
+        status, answer, _ = await session.post({"prompt": [1]}, {"X-Request-Id": "x" * 200})
+        assert status == 400
+        assert "X-Request-Id" in answer["error"]["message"]
+        status, answer, _ = await session.post(None, data=b" " * (9 * 1024 * 1024))
+        assert status == answer["error"]["code"] == 413
+        assert (await session.get("/nope"))[1]["error"]["code"] == 404
+        assert (await session.get("/v1/completions"))[1]["error"]["code"] == 405
+        assert (await session.post({"prompt": [1]}))[0] == 200
+
+    run(test)
+
+
+def test_health_models_metrics_and_state():
+    async def test(session):
+        assert (await session.get("/health"))[0] == 200
+        _, models = await session.get("/v1/models")
+        assert models["data"][0]["id"] == "gqa"
+        await session.post({"prompt": PROMPT, "max_tokens": 3})
+        _, metrics = await session.get("/metrics")
+        for line in (
+            'kvconnect_node_requests_running{model="gqa"} 0.0',
+            'kvconnect_node_blocks_free{model="gqa"} 60.0',
+            'kvconnect_node_blocks_reserved{model="gqa"} 3.0',
+            'kvconnect_node_kv_cache_usage{model="gqa"} 0.0',
+            'kvconnect_node_generated_tokens_total{model="gqa"} 3.0',
+        ):
+            assert line in metrics
+        _, state = await session.get("/debug/state")
+        assert state["blocks"] == {"free": 60, "held": 0, "total": 60, "reserved": 3}
+        assert state["requests"]["running"] == 0
+        assert "connector" not in state
+
+    run(test, reserved_blocks=3)
+
+
+def test_concurrent_clients_get_what_they_would_get_alone():
+    prompts = [make_prompt(20 + 13 * index, seed=index) for index in range(8)]
+    alone = [make_client().complete(prompt, 12) for prompt in prompts]
+
+    async def test(session):
+        answers = await asyncio.gather(*(session.post({"prompt": p, "max_tokens": 12}) for p in prompts))
+        assert [answer["choices"][0]["token_ids"] for _, answer, _ in answers] == alone
+        await session.idle()
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(stream):
+    async def test(session):
+        body = {"prompt": [1], "max_tokens": 390, "stream": stream}
+        leaving = asyncio.create_task(session.http.post("/v1/completions", json=body))
+        await asyncio.sleep(0.1)
+        if stream:
+            (await leaving).close()
+        else:
+            leaving.cancel()
+        state = await session.idle()
+        assert state["counts"]["aborted"] == 1
+
+    run(test)
+
+
+def test_transfer_parameters_and_connector_state_are_shown():
+    connector = CopyConnector()
+    connector.state = lambda: {"peers": 0}
+
+    async def test(session):
+        body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        status, answer, _ = await session.post(body)
+        assert status == 200
+        assert answer["kv_transfer_params"]["do_remote_prefill"] is True
+        _, state = await session.get("/debug/state")
+        assert state["blocks"]["held"] == 4
+        assert state["connector"] == {"peers": 0}
+        connector.sent.append(answer["kv_transfer_params"]["name"])
+        connector.wake()
+        await session.idle(0.4)
+
+    run(test, Connector(connector, connector))
+    assert connector.closed
+
+
+def test_a_failed_load_is_a_bad_gateway():
+    connector = CopyConnector()
+    connector.fail_with = "the peer left"
+
+    async def test(session):
+        body = {"prompt": PROMPT, "kv_transfer_params": {"do_remote_prefill": True}}
+        status, answer, _ = await session.post(body)
+        assert status == 502
+        assert answer["error"]["message"] == "the peer left"
+        async with session.http.post("/v1/completions", json={**body, "stream": True}) as response:
+            assert response.status == 502
+
+    run(test, Connector(connector, connector, recompute_failed_loads=False))
+
+
+def test_a_broken_engine_answers_and_is_unhealthy():
+    async def test(session):
+        def fail(step):
+            raise RuntimeError("the device is gone")
+
+        session.engine.runner.execute = fail
+        status, answer, _ = await session.post({"prompt": PROMPT})
+        assert status == 500
+        assert "the device is gone" in answer["error"]["message"]
+        status, answer, _ = await session.post({"prompt": PROMPT})
+        assert status == 503
+        assert (await session.get("/health"))[0] == 503
+
+    run(test)
+
+
+def test_stopping_ends_what_runs():
+    async def main():
+        async with Session() as session:
+            running = asyncio.create_task(session.post({"prompt": [1], "max_tokens": 390}))
+            await asyncio.sleep(0.1)
+            await session.server.stop(drain_timeout_s=0.0)
+            with pytest.raises(LocalError, match="stopping"):
+                session.engine.submit(None)
+            assert not session.engine.alive
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize("outstanding", [False, True])
+def test_an_idle_node_uses_no_processor(outstanding):
+    connector = CopyConnector(hold_loads=True)
+    engine = build_engine(NodeOptions(num_blocks=64), Connector(connector, connector))
+    engine.start()
+    client_request = make_client().submit("r", PROMPT, 4, {"do_remote_prefill": True})
+    if outstanding:
+        engine.submit(client_request)
+    time.sleep(0.3)
+    before = time.process_time()
+    time.sleep(1.2)
+    used = time.process_time() - before
+    assert engine.snapshot.requests["waiting_for_kv"] == int(outstanding)
+    engine.stop()
+    assert used < 0.03
+
+
+def test_the_served_node_says_its_address_and_ends_on_a_signal(tmp_path):
+    code = "from kvconnect.node.serve import serve; serve(model='mla', num_blocks=32, num_threads=1)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("kvconnect node ready on http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
