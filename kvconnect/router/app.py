@@ -1,0 +1,255 @@
+"""The HTTP server around the flow: routes, admission, error answers, health checks and draining.
+
+Owns the process' life: what is logged per request, when the router is ready, and how it ends. Bodies,
+keys and answers are never logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from aiohttp import web
+
+from kvconnect.errors import ConfigError
+from kvconnect.router import bodies
+from kvconnect.router.bodies import BadBody
+from kvconnect.router.flow import Flow
+from kvconnect.router.legs import Clock, LegError, Legs
+from kvconnect.router.limits import RouterLimits, clean_url
+from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.pool import Pool, PoolPolicy
+
+logger = logging.getLogger("kvconnect.router")
+
+_Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
+
+
+class Router:
+    """One router: two pools, one flow, and the requests under way. One event loop owns it."""
+
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], limits: RouterLimits, clock: Clock
+    ) -> None:
+        policy = PoolPolicy(limits.failures_to_eject, limits.eject_s)
+        self.limits = limits
+        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], policy)
+        self.decode = Pool("decode", [clean_url(url) for url in decode], policy)
+        self.metrics = RouterMetrics(self.prefill, self.decode)
+        self.in_flight = 0
+        self.is_draining = False
+        self._clock = clock
+        self._flow: Flow | None = None
+        self._legs: Legs | None = None
+
+    async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
+        """Hold the client session and the health checks while the application runs."""
+        self._legs = Legs(self.limits, self.metrics, self._clock)
+        self._flow = Flow(self.prefill, self.decode, self._legs, self.limits, self.metrics, self._clock)
+        checks = [
+            asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
+            for pool in (self.prefill, self.decode)
+            for url in pool.urls
+        ]
+        try:
+            yield
+        finally:
+            for task in checks:
+                task.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
+            await self._legs.close()
+
+    async def _check_forever(self, pool: Pool, url: str) -> None:
+        assert self._legs is not None
+        while True:
+            try:
+                await self._legs.check(pool, url)
+            except Exception:
+                logger.exception("the health check of %s failed in a way that was not foreseen", url)
+            await asyncio.sleep(self.limits.check_interval_s)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/completions`` and ``/v1/chat/completions``."""
+        assert self._flow is not None
+        return await self._admitted(request, self._flow.run)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """``GET /v1/models``: what a decode node answers."""
+        assert self._flow is not None
+        return await self._admitted(request, self._flow.pass_to_decode)
+
+    async def _admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:
+        started = self._clock()
+        request_id = bodies.request_id_of(request.headers)
+        if self.is_draining:
+            response = error_response(503, "the router is shutting down", request_id, retry_after_s=5)
+            response.force_close()
+            return self._noted(request, request_id, started, response)
+        if self.in_flight >= self.limits.max_in_flight:
+            text = f"the router serves {self.limits.max_in_flight} requests already"
+            response = error_response(503, text, request_id, retry_after_s=1)
+            return self._noted(request, request_id, started, response)
+        self.in_flight += 1
+        self.metrics.in_flight.inc()
+        try:
+            answer = await self._answer(request, request_id, started, run)
+        except (asyncio.CancelledError, ConnectionError):
+            # The legs are closed by now, and their nodes see it.
+            self.metrics.clients_gone.inc()
+            logger.info("%s %s: the client left", request.path, request_id)
+            raise
+        finally:
+            self.in_flight -= 1
+            self.metrics.in_flight.dec()
+        return self._noted(request, request_id, started, answer)
+
+    async def _answer(
+        self, request: web.Request, request_id: str, started: float, run: _Run
+    ) -> web.StreamResponse:
+        try:
+            await asyncio.wait_for(request.read(), self.limits.body_timeout_s)
+        except asyncio.TimeoutError:
+            text = f"the request's body did not arrive within {self.limits.body_timeout_s:g} s"
+            return error_response(408, text, request_id)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"the request's body is larger than {self.limits.max_body_bytes} bytes"
+            return error_response(413, text, request_id)
+        try:
+            return await run(request, request_id, started)
+        except BadBody as error:
+            return error_response(400, str(error), request_id)
+        except LegError as error:
+            retry_after_s = 1 if error.status == 503 else None
+            return error_response(error.status, str(error), request_id, retry_after_s=retry_after_s)
+
+    def _noted(
+        self, request: web.Request, request_id: str, started: float, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        self.metrics.requests.labels(request.path, str(response.status)).inc()
+        took_s = self._clock() - started
+        logger.info("%s %s: %d in %.3f s", request.path, request_id, response.status, took_s)
+        return response
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """The process is alive."""
+        return web.json_response({"status": "alive"})
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """200 if a request could be served now: a healthy node of each role, and not draining."""
+        missing = [pool.role for pool in (self.prefill, self.decode) if not pool.is_ready()]
+        if self.is_draining:
+            return web.json_response({"status": "draining"}, status=503)
+        if missing:
+            return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
+        return web.json_response({"status": "ready"})
+
+    async def show_metrics(self, _request: web.Request) -> web.Response:
+        """Prometheus' text format."""
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def drain(self) -> bool:
+        """Take no new request and wait for those under way. False if some were still running."""
+        self.is_draining = True
+        deadline = self._clock() + self.limits.drain_timeout_s
+        while self.in_flight and self._clock() < deadline:
+            await asyncio.sleep(0.05)
+        return self.in_flight == 0
+
+
+ROUTER = web.AppKey("router", Router)
+
+
+def error_response(
+    status: int, message: str, request_id: str, *, retry_after_s: int | None = None
+) -> web.Response:
+    """An error in the shape that OpenAI-style clients read."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable"
+    headers = {bodies.REQUEST_ID: request_id}
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+def create_router_app(
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
+    *,
+    limits: RouterLimits | None = None,
+    clock: Clock = time.monotonic,
+) -> web.Application:
+    """The router as an aiohttp application. Serve it with ``router_runner``.
+
+    Raises:
+        ConfigError: a URL or a limit cannot be used.
+    """
+    limits = limits or RouterLimits()
+    router = Router(prefill_urls, decode_urls, limits, clock)
+    app = web.Application(client_max_size=limits.max_body_bytes)
+    app[ROUTER] = router
+    app.cleanup_ctx.append(router.lifetime)
+    app.router.add_post("/v1/completions", router.complete)
+    app.router.add_post("/v1/chat/completions", router.complete)
+    app.router.add_get("/v1/models", router.models)
+    app.router.add_get("/health", router.health)
+    app.router.add_get("/ready", router.ready)
+    app.router.add_get("/metrics", router.show_metrics)
+    return app
+
+
+def router_runner(app: web.Application) -> web.AppRunner:
+    """The runner that the application needs: a client that leaves cancels its handler."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+
+async def serve_router(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:
+    """Serve until ``stop`` is set, then drain. Port 0 takes a free one; the one taken is printed.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    router = app[ROUTER]
+    runner = router_runner(app)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        taken = runner.addresses[0][1]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"kvconnect router ready on http://{shown}:{taken}", flush=True)
+        await stop.wait()
+        logger.info("draining %d requests", router.in_flight)
+        if not await router.drain():
+            logger.warning("%d requests did not end in time and are cut off", router.in_flight)
+    finally:
+        await runner.cleanup()
+
+
+def run_router(
+    *,
+    host: str,
+    port: int,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    limits: RouterLimits | None = None,
+) -> None:
+    """Run a router in this process until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: a URL, a limit or the address cannot be used.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve_router(create_router_app(prefill, decode, limits=limits), host, port, stop)
+
+    asyncio.run(main())

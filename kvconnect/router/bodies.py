@@ -1,0 +1,159 @@
+"""What each leg of a request is sent: bodies and headers, as pure functions of the client's.
+
+Knows the conventions of OpenAI-style serving stacks and of ``kv_transfer_params``; knows no socket.
+Nothing here logs: bodies and credentials pass through and are never written down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REQUEST_ID = "X-Request-Id"
+PARAMS = "kv_transfer_params"
+
+# What asks a prefill node to keep the blocks of a request for somebody else.
+ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# Set anew for every leg, because the body that they describe is written anew.
+_OF_THE_BODY = frozenset(
+    {
+        "host",
+        "content-length",
+        "content-type",
+        "content-encoding",
+        "expect",
+        "x-request-id",
+    }
+)
+# Other routers' orders to a node about where to find its peer: a client must not choose one.
+_ROUTING = frozenset(
+    {
+        "x-prefiller-host-port",
+        "x-encoder-hosts-ports",
+        "x-data-parallel-host-port",
+        "x-kv-cache-source-host-port",
+    }
+)
+_REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class BadBody(Exception):
+    """The client's body is not what a completion request can be. The text says why."""
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The client's request as a dictionary, without any ``kv_transfer_params``.
+
+    A client does not get to name engines, addresses or blocks: only what a prefill node handed out
+    travels to a decode node.
+
+    Raises:
+        BadBody: not JSON, or not an object.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadBody(f"the request body is not JSON: {error or type(error).__name__}") from None
+    if not isinstance(body, dict):
+        raise BadBody(f"the request body must be a JSON object, not {type(body).__name__}")
+    body.pop(PARAMS, None)
+    return body
+
+
+def direct_reason(body: Mapping[str, Any]) -> str | None:
+    """Why a request cannot be split between two nodes, or None if it can.
+
+    One set of transfer parameters stands for one sequence, so several sequences go straight to decode.
+    So do requests for the log probabilities of the prompt: only the node that prefills can know them.
+    """
+    for key in ("n", "best_of"):
+        count = body.get(key)
+        if isinstance(count, int) and not isinstance(count, bool) and count > 1:
+            return key
+    if body.get("use_beam_search") is True:
+        return "beam_search"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):
+        return "batch"
+    if body.get("prompt_logprobs") is not None or (body.get("echo") is True and body.get("logprobs")):
+        return "prompt_logprobs"
+    return None
+
+
+def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The prefill leg: the same prompt, one token, no stream, and the request to keep the KV cache."""
+    leg = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options")}
+    leg["max_tokens"] = 1
+    if "max_completion_tokens" in leg:
+        leg["max_completion_tokens"] = 1
+    leg["stream"] = False
+    leg[PARAMS] = dict(ASK_FOR_REMOTE_DECODE)
+    return leg
+
+
+def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The decode leg: the client's own limits and streaming, with what the prefill node handed out."""
+    return dict(body) if params is None else {**body, PARAMS: params}
+
+
+def to_bytes(body: Mapping[str, Any]) -> bytes:
+    """A body as it goes over the wire."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's request id if it is short and printable, else a new one."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _REQUEST_ID_SHAPE.fullmatch(given) else uuid.uuid4().hex
+
+
+def leg_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
+    """The headers of a leg: the client's, less what belongs to one connection or to one body."""
+    kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
+    return [*kept, ("Content-Type", "application/json"), (REQUEST_ID, request_id)]
+
+
+def identity_encoding(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same headers, asking for an answer that can be read without unpacking it."""
+    return [(k, v) for k, v in headers if k.lower() != "accept-encoding"] + [("Accept-Encoding", "identity")]
+
+
+def answer_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
+    """The headers of an answer to the client: the node's, less what belongs to one connection."""
+    kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() != "x-request-id"]
+    return [*kept, (REQUEST_ID, request_id)]
+
+
+def _end_to_end(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    pairs = list(pairs)
+    named = {
+        name.strip().lower()
+        for key, value in pairs
+        if key.lower() == "connection"
+        for name in value.split(",")
+    }
+    return [(k, v) for k, v in pairs if k.lower() not in _HOP_BY_HOP | named]

@@ -1,0 +1,84 @@
+"""The router's numbers, in a registry of its own. Owns names and help texts, and no behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvconnect.router.pool import Pool, State
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RouterMetrics:
+    """Counters of one router. Several can live in one process."""
+
+    def __init__(self, *pools: Pool) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self.requests = Counter(
+            "kvconnect_router_requests", "Answered requests.", ["endpoint", "status"], registry=registry
+        )
+        self.in_flight = Gauge("kvconnect_router_in_flight", "Requests being served now.", registry=registry)
+        self.leg_seconds = Histogram(
+            "kvconnect_router_leg_seconds",
+            "Seconds from the start of a leg to the end of its answer.",
+            ["role"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_byte_seconds = Histogram(
+            "kvconnect_router_first_byte_seconds",
+            "Seconds from a request's arrival to the first byte of its answer.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.leg_failures = Counter(
+            "kvconnect_router_leg_failures",
+            "Legs that gave no whole answer, by what happened.",
+            ["role", "reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "kvconnect_router_retries", "Legs tried again on another node.", ["role"], registry=registry
+        )
+        self.fallbacks = Counter(
+            "kvconnect_router_fallbacks",
+            "Requests that the decode node served alone, by why.",
+            ["reason"],
+            registry=registry,
+        )
+        self.clients_gone = Counter(
+            "kvconnect_router_clients_gone", "Clients that left before their answer ended.", registry=registry
+        )
+        registry.register(_PoolCollector(pools))
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _PoolCollector(Collector):
+    """Reads the pools when asked, so that no second copy of their state exists."""
+
+    def __init__(self, pools: tuple[Pool, ...]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["role", "node"]
+        load = GaugeMetricFamily("kvconnect_router_node_in_flight", "Legs on a node now.", labels=labels)
+        healthy = GaugeMetricFamily(
+            "kvconnect_router_node_healthy", "1 if a node answered and is in rotation.", labels=labels
+        )
+        ejections = CounterMetricFamily(
+            "kvconnect_router_ejections", "Times that a node left rotation.", labels=labels
+        )
+        for pool in self._pools:
+            for node in pool.view():
+                load.add_metric([pool.role, node.url], node.in_flight)
+                healthy.add_metric([pool.role, node.url], float(node.state is State.HEALTHY))
+                ejections.add_metric([pool.role, node.url], node.ejections)
+        yield from (load, healthy, ejections)

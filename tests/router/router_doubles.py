@@ -1,0 +1,177 @@
+"""Scripted upstream nodes on loopback, and a router in front of them. Real sockets throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvconnect.router.app import ROUTER, Router, create_router_app, router_runner
+from kvconnect.router.limits import RouterLimits
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p-0",
+    "remote_block_ids": [[3, 1, 2], [9]],
+    "remote_host": "10.0.0.7",
+    "remote_port": 4711,
+    "remote_handle": "opaque ü ⟂",
+}
+
+Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Seen:
+    """One request as an upstream received it."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Any
+
+
+@dataclass
+class Node:
+    """An upstream whose answers are scripted. ``gone`` is set when a caller's connection closed early."""
+
+    script: Script | None = None
+    is_healthy: bool = True
+    seen: list[Seen] = field(default_factory=list)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self.seen.append(Seen(request.path_qs, request.headers, json.loads(raw) if raw else None))
+        try:
+            if self.script is not None:
+                return await self.script(request)
+            return web.json_response({"object": "text_completion", "kv_transfer_params": PARAMS})
+        except (asyncio.CancelledError, ConnectionError):
+            self.gone.set()
+            raise
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_healthy else 503)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[Node]:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_get("/health", self.health)
+        app.router.add_route("*", "/{tail:.*}", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+def answers(status: int = 200, body: Any = None, **headers: str) -> Script:
+    """A script that answers JSON."""
+
+    async def script(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({} if body is None else body, status=status, headers=headers)
+
+    return script
+
+
+async def never(_request: web.Request) -> web.StreamResponse:
+    """A script that does not answer."""
+    await asyncio.sleep(60)
+    raise AssertionError("the caller should have left")
+
+
+def streams(*chunks: bytes, pause_s: float = 0.0, end: str = "eof") -> Script:
+    """A script that streams; ``end`` is ``eof``, ``abort`` (connection cut) or ``hang``."""
+
+    async def script(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(pause_s)
+        if end == "abort":
+            assert request.transport is not None
+            request.transport.abort()
+        elif end == "hang":
+            await asyncio.sleep(60)
+        return response
+
+    return script
+
+
+def dead_url() -> str:
+    """A URL on which nothing listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@dataclass
+class Client:
+    """A client of the router under test."""
+
+    url: str
+    session: aiohttp.ClientSession
+    router: Router
+
+    async def post(
+        self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, response.headers, await response.read()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def metric(self, name: str) -> float:
+        """The value of a metric, labels included in its name, 0 if it is not there."""
+        _, text = await self.get("/metrics")
+        for line in text.splitlines():
+            if line.rpartition(" ")[0] == name:
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@contextlib.asynccontextmanager
+async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncIterator[Client]:
+    """A router in front of these URLs, and its client. Each node is checked once unless asked for more."""
+    limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, **limits}
+    app = create_router_app(prefill, decode, limits=RouterLimits(**limits))
+    runner = router_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            yield Client(url, session, app[ROUTER])
+    finally:
+        await runner.cleanup()
+    # Whatever a test did, a router at rest holds nothing.
+    assert app[ROUTER].in_flight == 0
+    for pool in (app[ROUTER].prefill, app[ROUTER].decode):
+        assert [node.in_flight for node in pool.view()] == [0] * len(pool.urls)
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    prefill: Script | None = None, decode: Script | None = None, **limits: Any
+) -> AsyncIterator[tuple[Client, Node, Node]]:
+    """A client, a prefill node and a decode node, with a router between them."""
+    one, two = Node(prefill), Node(decode)
+    async with one.serving(), two.serving(), routed([one.url], [two.url], **limits) as client:
+        yield client, one, two

@@ -1,0 +1,360 @@
+"""The router over real sockets: what each side sees, for every way a request can go."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+
+import aiohttp
+import pytest
+
+from tests.router.router_doubles import PARAMS, Node, answers, dead_url, never, pair, routed, streams
+
+ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "temperature": 0}
+
+
+def run(coroutine) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_two_legs_and_the_params_between_them(path: str) -> None:
+    async def main() -> None:
+        async with pair(decode=answers(body={"token_ids": [5, 6]})) as (client, prefill, decode):
+            status, headers, raw = await client.post(
+                {**ASK, "kv_transfer_params": {"remote_host": "evil"}},
+                path + "?q=1",
+                {"X-Request-Id": "id-1", "Authorization": "Bearer k", "Keep-Alive": "timeout=3"},
+            )
+            assert (status, json.loads(raw)) == (200, {"token_ids": [5, 6]})
+            assert headers["X-Request-Id"] == "id-1"
+            first, second = prefill.seen[0], decode.seen[0]
+            assert first.path == second.path == path + "?q=1"
+            assert first.body["max_tokens"] == 1
+            assert first.body["kv_transfer_params"]["do_remote_decode"] is True
+            assert first.body["kv_transfer_params"]["remote_host"] is None
+            assert second.body == {**ASK, "kv_transfer_params": PARAMS}
+            for leg in (first, second):
+                assert leg.headers["X-Request-Id"] == "id-1"
+                assert leg.headers["Authorization"] == "Bearer k"
+                assert "Keep-Alive" not in leg.headers
+            assert await client.metric('kvconnect_router_leg_seconds_count{role="prefill"}') == 1
+            assert await client.metric('kvconnect_router_leg_seconds_count{role="decode"}') == 1
+            assert client.router.in_flight == 0
+
+    run(main())
+
+
+def test_a_request_without_an_id_gets_one_for_both_legs_and_the_answer() -> None:
+    async def main() -> None:
+        async with pair() as (client, prefill, decode):
+            _, headers, _ = await client.post(ASK)
+            made = headers["X-Request-Id"]
+            assert len(made) == 32
+            assert prefill.seen[0].headers["X-Request-Id"] == decode.seen[0].headers["X-Request-Id"] == made
+
+    run(main())
+
+
+@pytest.mark.parametrize("empty", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
+def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(empty: dict, caplog) -> None:
+    async def main() -> None:
+        async with pair(prefill=answers(body=empty)) as (client, _, decode):
+            for _ in range(2):
+                assert (await client.post(ASK))[0] == 200
+            assert [seen.body for seen in decode.seen] == [ASK, ASK]
+            assert await client.metric('kvconnect_router_fallbacks_total{reason="empty_params"}') == 2
+
+    with caplog.at_level(logging.WARNING, logger="kvconnect.router"):
+        run(main())
+    assert sum("empty_params" in record.message for record in caplog.records) == 1
+
+
+def test_several_sequences_go_straight_to_decode() -> None:
+    async def main() -> None:
+        async with pair() as (client, prefill, decode):
+            assert (await client.post({**ASK, "n": 2}))[0] == 200
+            assert prefill.seen == []
+            assert decode.seen[0].body == {**ASK, "n": 2}
+            assert await client.metric('kvconnect_router_fallbacks_total{reason="n"}') == 1
+
+    run(main())
+
+
+def test_a_stream_passes_byte_for_byte_and_as_it_comes() -> None:
+    chunks = [b'data: {"x":1}\n\n', b"data: \xf0\x9f", b"\x99\x82\n\n", b"data: [DONE]\n\n"]
+
+    async def main() -> None:
+        async with pair(decode=streams(*chunks, pause_s=0.15)) as (client, _, decode):
+            body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
+            async with client.session.post(client.url + "/v1/completions", json=body) as response:
+                assert response.content_type == "text/event-stream"
+                got = [chunk async for chunk in response.content.iter_any()]
+            assert b"".join(got) == b"".join(chunks)
+            assert len(got) >= 3, "chunks must not be gathered up"
+            assert decode.seen[0].body["stream_options"] == {"include_usage": True}
+
+    run(main())
+
+
+def test_a_packed_answer_passes_as_it_is() -> None:
+    packed = gzip.compress(b'{"a": 1}')
+
+    async def script(_request):
+        return aiohttp.web.Response(body=packed, headers={"Content-Encoding": "gzip", "X-Other": "o"})
+
+    async def main() -> None:
+        async with pair(decode=script) as (client, prefill, decode):
+            status, headers, raw = await client.post(ASK, headers={"Accept-Encoding": "gzip"})
+            assert (status, raw, headers["Content-Encoding"], headers["X-Other"]) == (
+                200,
+                packed,
+                "gzip",
+                "o",
+            )
+            assert decode.seen[0].headers["Accept-Encoding"] == "gzip"
+            assert prefill.seen[0].headers["Accept-Encoding"] == "identity"
+
+    run(main())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+def test_a_legs_own_refusal_reaches_the_client_unchanged(leg: str, status: int) -> None:
+    refusal = answers(status, {"error": {"message": "prompt of 9 tokens, 8 fit"}}, **{"Retry-After": "3"})
+
+    async def main() -> None:
+        async with pair(**{leg: refusal}) as (client, prefill, decode):
+            got, headers, raw = await client.post(ASK, headers={"X-Request-Id": "r"})
+            assert got == status
+            assert json.loads(raw) == {"error": {"message": "prompt of 9 tokens, 8 fit"}}
+            assert headers["Retry-After"] == "3"
+            assert headers["X-Request-Id"] == "r"
+            assert headers["Content-Type"].startswith("application/json")
+            assert (len(prefill.seen), len(decode.seen)) == (1, 0 if leg == "prefill" else 1)
+
+    run(main())
+
+
+def test_timeouts_of_each_leg_are_504_within_their_bound() -> None:
+    async def timed(expected: str, **options) -> None:
+        async with pair(**options) as (client, prefill, decode):
+            begun = asyncio.get_running_loop().time()
+            status, _, raw = await client.post(ASK)
+            assert asyncio.get_running_loop().time() - begun < 2.0
+            assert status == 504
+            assert expected in json.loads(raw)["error"]["message"]
+            slow = prefill if options.get("prefill") else decode
+            await asyncio.wait_for(slow.gone.wait(), 2)
+            role = "prefill" if options.get("prefill") else "decode"
+            assert (
+                await client.metric(f'kvconnect_router_leg_failures_total{{reason="timeout",role="{role}"}}')
+                == 1
+            )
+
+    run(timed("the prefill node did not answer within 0.3 s", prefill=never, prefill_timeout_s=0.3))
+    run(timed("the decode node did not answer within 0.3 s", decode=never, decode_timeout_s=0.3))
+    # Headers alone are no answer: nothing is committed before the first byte.
+    run(timed("the decode node did not answer", decode=streams(end="hang"), decode_timeout_s=0.3))
+
+
+def test_a_slow_but_steady_stream_outlives_the_decode_timeout() -> None:
+    async def main() -> None:
+        steady = streams(*[b"x"] * 5, pause_s=0.2)
+        async with pair(decode=steady, decode_timeout_s=0.6) as (client, _, _):
+            assert (await client.post(ASK))[2] == b"xxxxx"
+
+    run(main())
+
+
+def test_a_connect_timeout_is_504() -> None:
+    async def main() -> None:
+        # A listener whose backlog is full drops further handshakes, as a dead host does.
+        server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0, backlog=1)
+        port = server.sockets[0].getsockname()[1]
+        server.close()  # the accepting loop stops; a raw listener takes its port
+        import socket
+
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            raw.bind(("127.0.0.1", port))
+            raw.listen(0)
+            fillers = []
+            for _ in range(4):
+                filler = socket.socket()
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", port))
+                fillers.append(filler)
+            await asyncio.sleep(0.1)
+            node = Node()
+            async with (
+                node.serving(),
+                routed([f"http://127.0.0.1:{port}"], [node.url], connect_timeout_s=0.3) as client,
+            ):
+                status, _, body = await client.post(ASK)
+                assert status == 504, body
+                assert "no connection to a prefill node within 0.3 s" in body.decode()
+            for filler in fillers:
+                filler.close()
+
+    run(main())
+
+
+def test_unreachable_prefill_is_tried_elsewhere_and_then_502() -> None:
+    async def main() -> None:
+        good = Node()
+        async with good.serving(), routed([dead_url(), dead_url(), good.url], [good.url]) as client:
+            for _ in range(3):
+                assert (await client.post(ASK))[0] == 200
+            assert await client.metric('kvconnect_router_retries_total{role="prefill"}') >= 2
+        async with good.serving(), routed([dead_url() for _ in range(5)], [good.url], retries=1) as client:
+            status, _, raw = await client.post(ASK)
+            assert status == 502
+            assert json.loads(raw)["error"]["message"] == "a prefill node cannot be reached"
+            assert await client.metric('kvconnect_router_retries_total{role="prefill"}') == 1, (
+                "retries are bounded"
+            )
+
+    run(main())
+
+
+def test_unreachable_decode_is_502_and_ejection_makes_it_503_at_once() -> None:
+    async def main() -> None:
+        good, dead = Node(), dead_url()
+        async with good.serving(), routed([good.url], [dead], failures_to_eject=3) as client:
+            await asyncio.sleep(0.1)  # the health check at the start is the first of the three failures
+            assert [(await client.post(ASK))[0] for _ in range(3)] == [502, 502, 503]
+            assert (await client.post(ASK))[1]["Retry-After"] == "1"
+            name = f'kvconnect_router_ejections_total{{node="{dead}",role="decode"}}'
+            assert await client.metric(name) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_node_that_breaks_off_before_the_first_byte_is_502(leg: str) -> None:
+    async def main() -> None:
+        async with pair(**{leg: streams(end="abort")}) as (client, _, _):
+            status, _, raw = await client.post(ASK)
+            assert status == 502
+            assert f"the {leg} node broke off" in raw.decode()
+
+    run(main())
+
+
+def test_an_empty_answer_or_a_senseless_one_is_502() -> None:
+    async def main() -> None:
+        async with pair(decode=streams()) as (client, _, _):
+            assert (await client.post(ASK))[0] == 502
+        async with pair(prefill=streams(b"not json")) as (client, _, decode):
+            assert (await client.post(ASK))[0] == 502
+            assert decode.seen == []
+        async with pair(prefill=answers(body={"kv_transfer_params": [1]})) as (client, _, decode):
+            assert (await client.post(ASK))[0] == 502
+            assert decode.seen == []
+        async with pair(prefill=answers(body={"x": "y" * 5000}), max_answer_bytes=1000) as (client, _, _):
+            status, _, raw = await client.post(ASK)
+            assert (status, b"longer than 1000 bytes" in raw) == (502, True)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("end", "timeout_s"), [("abort", 30.0), ("hang", 0.3)])
+def test_a_failure_after_the_first_byte_breaks_the_answer_off(end: str, timeout_s: float) -> None:
+    async def main() -> None:
+        script = streams(b"data: 1\n\n", end=end)
+        async with pair(decode=script, decode_timeout_s=timeout_s) as (client, _, _):
+            async with client.session.post(client.url + "/v1/completions", json=ASK) as response:
+                assert response.status == 200
+                assert await response.content.readany() == b"data: 1\n\n"
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.content.readany()
+            assert client.router.in_flight == 0
+
+    run(main())
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_is_seen_by_the_decode_node() -> None:
+    async def main() -> None:
+        async with pair(decode=streams(*[b"x"] * 500, pause_s=0.05)) as (client, _, decode):
+            response = await client.session.post(client.url + "/v1/completions", json=ASK)
+            assert await response.content.readany()
+            response.close()
+            await asyncio.wait_for(decode.gone.wait(), 2)
+            assert await client.metric("kvconnect_router_clients_gone_total") == 1
+            assert client.router.in_flight == 0
+            assert all(node.in_flight == 0 for node in client.router.decode.view())
+
+    run(main())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_client_that_leaves_before_any_answer_cancels_the_leg_under_way(leg: str) -> None:
+    async def main() -> None:
+        async with pair(**{leg: never}) as (client, prefill, decode):
+            node = prefill if leg == "prefill" else decode
+            task = asyncio.create_task(client.post(ASK))
+            while not node.seen:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait_for(node.gone.wait(), 2)
+            if leg == "prefill":
+                assert decode.seen == []
+            assert client.router.in_flight == 0
+
+    run(main())
+
+
+def test_bodies_are_bounded_and_must_be_objects() -> None:
+    async def main() -> None:
+        async with pair(max_body_bytes=1000, body_timeout_s=0.3) as (client, prefill, _):
+            status, headers, raw = await client.post({"prompt": "x" * 2000})
+            assert (status, json.loads(raw)["error"]["code"]) == (413, 413)
+            assert headers["X-Request-Id"]
+            assert (await client.post(b"[1, 2]"))[0] == 400
+            assert (await client.post(b"{"))[0] == 400
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            assert b" 408 " in await asyncio.wait_for(reader.readline(), 2)
+            writer.close()
+            assert prefill.seen == []
+
+    run(main())
+
+
+def test_more_than_max_in_flight_is_refused() -> None:
+    async def main() -> None:
+        async with pair(prefill=never, max_in_flight=1) as (client, prefill, _):
+            first = asyncio.create_task(client.post(ASK))
+            while not prefill.seen:
+                await asyncio.sleep(0.01)
+            status, headers, _ = await client.post(ASK)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            first.cancel()
+
+    run(main())
+
+
+def test_nothing_private_is_logged(caplog) -> None:
+    async def main() -> None:
+        async with pair() as (client, _, _):
+            await client.post({**ASK, "prompt": "hush-prompt"}, headers={"Authorization": "Bearer hush-key"})
+            await client.post(b'{"prompt": "hush-prompt"', headers={"Authorization": "Bearer hush-key"})
+        async with pair(prefill=answers(500, {"e": "hush-answer"})) as (client, _, _):
+            await client.post({**ASK, "prompt": "hush-prompt"})
+
+    with caplog.at_level(logging.DEBUG):
+        run(main())
+    assert "/v1/completions" in caplog.text
+    assert "hush" not in caplog.text
+
+
+def test_models_come_from_the_decode_node() -> None:
+    async def main() -> None:
+        async with pair(decode=answers(body={"data": [{"id": "gqa"}]})) as (client, prefill, _):
+            assert await client.get("/v1/models") == (200, '{"data": [{"id": "gqa"}]}')
+            assert prefill.seen == []
+
+    run(main())
