@@ -1,0 +1,222 @@
+"""The command line: options, help texts and exit codes, and nothing else.
+
+Everything heavy (torch, the HTTP servers) is imported inside the command that needs it, so that
+``--help`` and ``--version`` answer at once. Exit codes: 0 done, 1 the work was done and found wanting,
+2 the command or the configuration cannot be used; the reason is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from kvconnect import __version__
+from kvconnect.errors import ConfigError, KVConnectError
+
+app = typer.Typer(
+    name="kvconnect",
+    help="Moves the KV cache of a request between serving nodes, over Mooncake or NIXL.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure parts of kvconnect on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvconnect {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="gqa, mla, mixed, sliding or hybrid.")] = "gqa",
+    host: Annotated[str, typer.Option(help="Address to serve HTTP on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to serve HTTP on; 0 takes a free one.")] = 8000,
+    kv_transfer_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="What makes this node transfer KV caches: a JSON object, spelled as vLLM does. "
+            "Left out, the node serves alone.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the model's weights; a pair needs the same one.")] = 0,
+    num_blocks: Annotated[
+        int, typer.Option(help="Logical blocks of KV cache, the null block included.")
+    ] = 512,
+    block_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens per logical block; left out, the model's own."),
+    ] = None,
+    max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens.")] = 4096,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 1024,
+    reserved_blocks: Annotated[
+        int, typer.Option(help="Blocks never used, so that two nodes use different block ids (for tests).")
+    ] = 0,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Take the beginning of a prompt from blocks that hold it already.")
+    ] = True,
+    num_threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads for torch; left out, its own choice.")
+    ] = None,
+) -> None:
+    """Serve a small model over HTTP, alone or as one side of a pair."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device is {device!r}; accepted: cpu, cuda, cuda:N")
+    from kvconnect.node.serve import serve as serve_node
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        serve_node(
+            model=model,
+            host=host,
+            port=port,
+            kv_transfer_config=kv_transfer_config,
+            device=device,
+            seed=seed,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            reserved_blocks=reserved_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            num_threads=num_threads,
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot serve on {host}:{port}: {error}") from error
+
+
+@app.command()
+def router(
+    prefill: Annotated[list[str], typer.Option(help="URL of a prefill node; may be given several times.")],
+    decode: Annotated[list[str], typer.Option(help="URL of a decode node; may be given several times.")],
+    host: Annotated[str, typer.Option(help="Address to serve HTTP on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to serve HTTP on; 0 takes a free one.")] = 8080,
+    connect_timeout_s: Annotated[float, typer.Option(help="Seconds to reach a node.")] = 3.0,
+    prefill_timeout_s: Annotated[float, typer.Option(help="Seconds for a whole prefill leg.")] = 120.0,
+    decode_timeout_s: Annotated[
+        float, typer.Option(help="Seconds to a decode node's first byte, and between its bytes.")
+    ] = 120.0,
+    retries: Annotated[int, typer.Option(help="Further nodes tried when one cannot be reached.")] = 2,
+    max_in_flight: Annotated[int, typer.Option(help="Requests served at once; more get 503.")] = 1024,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = 16 << 20,
+    drain_timeout_s: Annotated[float, typer.Option(help="Seconds for requests to end after SIGTERM.")] = 30.0,
+) -> None:
+    """Route requests through pairs of prefill and decode nodes."""
+    from kvconnect.router.app import run_router
+    from kvconnect.router.limits import RouterLimits
+
+    limits = RouterLimits(
+        connect_timeout_s=connect_timeout_s,
+        prefill_timeout_s=prefill_timeout_s,
+        decode_timeout_s=decode_timeout_s,
+        retries=retries,
+        max_in_flight=max_in_flight,
+        max_body_bytes=max_body_bytes,
+        drain_timeout_s=drain_timeout_s,
+    )
+    run_router(host=host, port=port, prefill=prefill, decode=decode, limits=limits)
+
+
+@app.command()
+def demo(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Engine to run (several times for several); default: every one that works here."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model to run (several times for several); default: all."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts per engine and model.")] = 8,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="Exit 1 if this engine cannot run here; may be given several times."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the nodes compute: cpu, cuda, cuda:N.")] = "cpu",
+) -> None:
+    """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
+    from kvconnect.demo.runner import run_demo
+
+    code = run_demo(
+        engines=engine or [],
+        models=model or [],
+        requests=requests,
+        json_output=json_output,
+        require=require or [],
+        device=device,
+    )
+    raise typer.Exit(code)
+
+
+@bench_app.command("plan")
+def bench_plan_command(
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Time the planning of large transfers, on one core and without a network."""
+    from kvconnect.bench import bench_plan
+
+    bench_plan(json_output)
+
+
+@bench_app.command("soak")
+def bench_soak_command(
+    engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",
+    model: Annotated[str, typer.Option(help="Model of the pair.")] = "gqa",
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 2000,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    compare: Annotated[bool, typer.Option(help="Compare every token with a single node's.")] = True,
+) -> None:
+    """Send many prompts through a pair, then see that every block is free and nothing is remembered."""
+    from kvconnect.demo.measure import bench_soak
+
+    code = bench_soak(
+        engine=engine, model=model, prompts=prompts, concurrency=concurrency, seed=seed, compare=compare
+    )
+    raise typer.Exit(code)
+
+
+@bench_app.command("idle")
+def bench_idle_command(
+    engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",
+    model: Annotated[str, typer.Option(help="Model of the pair.")] = "gqa",
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch.")] = 30.0,
+) -> None:
+    """Measure what a pair that has met costs while nobody asks it anything."""
+    from kvconnect.demo.measure import bench_idle
+
+    raise typer.Exit(bench_idle(engine=engine, model=model, seconds=seconds))
+
+
+def main() -> None:
+    """Entry point of ``kvconnect``: run a command; an error of ours is one line and exit code 2."""
+    try:
+        app()
+    except KVConnectError as error:
+        typer.echo(f"kvconnect: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

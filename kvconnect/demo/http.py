@@ -1,0 +1,80 @@
+"""Plain HTTP to the demo's children, with deadlines. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from kvconnect.errors import KVConnectError
+
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+# The children are on this machine: a proxy that the environment names is not for them.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class BadAnswer(KVConnectError):
+    """A child answered with an error, or not at all."""
+
+
+def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+    """GET ``url``, or POST ``body`` to it as JSON.
+
+    Raises:
+        BadAnswer: no answer, or a status other than 200; the text holds its body's beginning.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    try:
+        with _opener.open(request, timeout=timeout_s) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        text = error.read(500).decode(errors="replace")
+        raise BadAnswer(f"{url} answered {error.code}: {text}") from error
+    except OSError as error:
+        raise BadAnswer(f"{url} gave no answer: {error}") from error
+
+
+def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
+    """The same, with the answer as what its JSON stands for.
+
+    Raises:
+        BadAnswer: no answer, an error, or no JSON.
+    """
+    raw = fetch(url, body, timeout_s)
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise BadAnswer(f"{url} answered something that is not JSON: {raw[:200]!r}") from error
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def parse_metrics(text: str) -> Samples:
+    """Prometheus' text format as name and sorted labels to value."""
+    samples: Samples = {}
+    for line in text.splitlines():
+        found = _SAMPLE.match(line)
+        if found:
+            samples[found[1], tuple(sorted(_LABEL.findall(found[2] or "")))] = float(found[3])
+    return samples
+
+
+def read_metrics(url: str) -> Samples:
+    """The metrics of a child."""
+    return parse_metrics(fetch(url + "/metrics").decode())
+
+
+def growth(before: Samples, after: Samples, name: str, **labels: str) -> float:
+    """By how much a counter grew, summed over all samples that carry ``labels``."""
+    total = 0.0
+    for (sample, pairs), value in after.items():
+        if sample == name and labels.items() <= dict(pairs).items():
+            total += value - before.get((sample, pairs), 0.0)
+    return total

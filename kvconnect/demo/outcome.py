@@ -1,0 +1,140 @@
+"""What the demo found, and the rules by which it is right or wrong. Pure: no process, no socket."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.demo.http import BadAnswer, Samples, growth
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What was generated for one prompt; ``draft`` is None for a model without a draft."""
+
+    token_ids: list[int]
+    draft: list[int] | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One line of the report. ``problems`` is empty exactly if everything was as it must be."""
+
+    engine: str
+    model: str
+    requests: int
+    token_exact: int = 0
+    kv_bytes: int = 0
+    transfer_s: float = 0.0
+    path: str = ""
+    block_ids_differ: bool = False
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Received bytes by the seconds of their transfers, 0 if nothing moved."""
+        return self.kv_bytes / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+
+    def to_json(self) -> str:
+        """The outcome as one JSON object."""
+        return json.dumps(
+            {
+                "engine": self.engine,
+                "model": self.model,
+                "requests": self.requests,
+                "token_exact": self.token_exact,
+                "kv_bytes": self.kv_bytes,
+                "transfer_s": round(self.transfer_s, 6),
+                "gb_per_s": round(self.gb_per_s, 6),
+                "path": self.path,
+                "block_ids_differ": self.block_ids_differ,
+                "seconds": round(self.seconds, 2),
+                "problems": self.problems,
+            }
+        )
+
+
+def tokens_of(answer: Any) -> Tokens:
+    """The generated tokens in an answer.
+
+    Raises:
+        BadAnswer: it holds none.
+    """
+    try:
+        drafts = answer.get("draft_token_ids")
+        return Tokens(list(answer["choices"][0]["token_ids"]), None if drafts is None else list(drafts))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise BadAnswer(f"an answer without token ids: {str(answer)[:200]}") from error
+
+
+def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
+    """How the pair's tokens differ from the single node's; empty if they are the same."""
+    for name, answer in (("single node", single), ("pair", pair)):
+        if isinstance(answer, BadAnswer):
+            return f"the {name} failed: {answer}"
+        if not answer.token_ids:
+            return f"the {name} generated nothing"
+    assert isinstance(pair, Tokens)
+    assert isinstance(single, Tokens)
+    if pair.token_ids != single.token_ids:
+        return f"tokens {_first_difference(pair.token_ids, single.token_ids)}"
+    if pair.draft != single.draft:
+        return f"draft tokens {_first_difference(pair.draft or [], single.draft or [])}"
+    return ""
+
+
+def _first_difference(pair: Sequence[int], single: Sequence[int]) -> str:
+    missing = "nothing"
+    both = itertools.zip_longest(pair, single, fillvalue=missing)
+    place, (mine, theirs) = next((i, ab) for i, ab in enumerate(both) if ab[0] != ab[1])
+    return f"differ at place {place}: {mine} from the pair, {theirs} from the single node"
+
+
+def judge_transfer(
+    outcome: Outcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
+) -> None:
+    """A pair that computes everything twice is exact too: only the counters tell."""
+    received = {"direction": "received"}
+    outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
+    outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)
+    paths = {
+        dict(labels)["path"]
+        for (name, labels), value in after.items()
+        if name == "kvconnect_transfer_bytes_total"
+        and dict(labels).get("direction") == "received"
+        and value > before.get((name, labels), 0.0)
+    }
+    outcome.path = "+".join(sorted(paths))
+    count = growth(before, after, "kvconnect_transfers_total", outcome="ok", **received)
+    wrong = growth(before, after, "kvconnect_transfers_total", **received) - count
+    # What one token leaves behind may be cheaper to compute than to fetch.
+    needed = sum(len(prompt) > 1 for prompt in prompts)
+    if count < needed:
+        outcome.problems.append(
+            f"{needed} prompts need KV of the prefill node, but {count:.0f} received some"
+        )
+    if wrong:
+        outcome.problems.append(f"{wrong:.0f} transfers failed")
+    if needed and not (outcome.kv_bytes > 0 and outcome.transfer_s > 0):
+        outcome.problems.append(f"{outcome.kv_bytes} bytes in {outcome.transfer_s} s were received")
+
+
+def all_differ(prefill: Any, decode: Any) -> bool:
+    """In every cache group that holds blocks on both sides the ids differ, and there is such a group."""
+    if not isinstance(prefill, list) or not isinstance(decode, list) or len(prefill) != len(decode):
+        return False
+    held = []
+    for theirs, mine in zip(prefill, decode, strict=True):
+        count = min(len(theirs), len(mine))
+        if any(theirs[:count]) and any(mine[:count]):
+            held.append(theirs[:count] != mine[:count])
+    return bool(held) and all(held)
+
+
+def is_idle(state: Any) -> bool:
+    """All blocks of a node are free again."""
+    return bool(state["blocks"]["free"] == state["blocks"]["total"])

@@ -1,0 +1,194 @@
+"""One engine with one model: start the processes, ask them, and judge the answers.
+
+Judges from outside, over HTTP: the tokens of the pair against those of a single node, what the decode
+node says it received, the block ids of both sides, and that both sides are empty again at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.demo.children import Child, Children
+from kvconnect.demo.http import BadAnswer, Samples, fetch_json, growth, read_metrics
+from kvconnect.demo.outcome import (
+    Outcome,
+    Tokens,
+    all_differ,
+    difference,
+    is_idle,
+    judge_transfer,
+    tokens_of,
+)
+
+MAX_TOKENS = 12
+CONCURRENCY = 4
+START_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 90.0
+IDLE_TIMEOUT_S = 45.0
+READY_TIMEOUT_S = 15.0
+
+# The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
+RESERVED_BLOCKS = 61
+
+_ASK_FOR_KV = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The three processes of one combination."""
+
+    prefill: Child
+    decode: Child
+    router: Child
+
+
+def start_reference(children: Children, model: str, *more: str) -> Child:
+    """Start a single node: the same model, no connector, ``more`` options. Returns before it is ready."""
+    return children.start(f"single-{model}", "serve", "--model", model, "--port", "0", *more)
+
+
+def start_nodes(children: Children, engine: str, model: str, *options: str) -> tuple[Child, Child]:
+    """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""
+    made = []
+    for side, role, more in (
+        ("prefill", "kv_producer", ()),
+        ("decode", "kv_consumer", ("--reserved-blocks", str(RESERVED_BLOCKS))),
+    ):
+        name = f"{side}-{engine}-{model}"
+        config = {
+            "kv_connector": "KVConnect",
+            "kv_connector_module_path": "kvconnect.vllm",
+            "kv_role": role,
+            "engine_id": name,
+            "kv_connector_extra_config": {"engine": engine, "host": "127.0.0.1", "port": 0},
+        }
+        connected = ("--kv-transfer-config", json.dumps(config))
+        made.append(
+            children.start(name, "serve", "--model", model, "--port", "0", *connected, *more, *options)
+        )
+    return made[0], made[1]
+
+
+def start_router(children: Children, engine: str, model: str, nodes: tuple[Child, Child]) -> Pair:
+    """Wait for both nodes, then put a router before them and wait until it is ready to route.
+
+    Raises:
+        ChildFailed: one of them ended or was too slow.
+        BadAnswer: the router did not find both nodes healthy.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    prefill, decode = nodes
+    urls = prefill.wait_ready(deadline), decode.wait_ready(deadline)
+    options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1])
+    router = children.start(f"router-{engine}-{model}", "router", *options)
+    base = router.wait_ready(deadline)
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        try:
+            fetch_json(base + "/ready", timeout_s=5.0)
+            return Pair(prefill, decode, router)
+        except BadAnswer:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
+    """One completion, as the whole answer.
+
+    Raises:
+        BadAnswer: an error, or no answer.
+    """
+    body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_TOKENS, "temperature": 0, **more}
+    return fetch_json(url + "/v1/completions", body, REQUEST_TIMEOUT_S)
+
+
+def ask_all(url: str, model: str, prompts: Sequence[Sequence[int]]) -> list[Tokens | BadAnswer]:
+    """All prompts, several at a time. A failed one is its error, in its place."""
+
+    def one(prompt: Sequence[int]) -> Tokens | BadAnswer:
+        try:
+            return tokens_of(ask(url, model, prompt))
+        except BadAnswer as error:
+            return error
+
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(one, prompts))
+
+
+def judge(
+    outcome: Outcome,
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Tokens | BadAnswer],
+    by_hand: tuple[Sequence[int], Tokens | BadAnswer],
+) -> None:
+    """Send everything through a pair and write down what was found.
+
+    ``by_hand`` is one more prompt with its expected tokens: its two legs are sent without the router,
+    to see the block ids of both sides.
+    """
+    before = read_metrics(pair.decode.url)
+    got = ask_all(pair.router.url, outcome.model, prompts)
+    after = read_metrics(pair.decode.url)
+    for index, (prompt, mine, single) in enumerate(zip(prompts, got, expected, strict=True)):
+        problem = difference(mine, single)
+        if problem:
+            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
+        else:
+            outcome.token_exact += 1
+    judge_transfer(outcome, before, after, prompts)
+    _judge_router(outcome, read_metrics(pair.router.url), prompts)
+    _judge_block_ids(outcome, pair, *by_hand)
+    _judge_idle(outcome, pair)
+
+
+def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]]) -> None:
+    alone = growth({}, metrics, "kvconnect_router_fallbacks_total")
+    if alone > sum(len(prompt) == 1 for prompt in prompts):
+        outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
+
+
+def _judge_block_ids(
+    outcome: Outcome, pair: Pair, prompt: Sequence[int], expected: Tokens | BadAnswer
+) -> None:
+    model = outcome.model
+    try:
+        first = ask(pair.prefill.url, model, prompt, max_tokens=1, kv_transfer_params=_ASK_FOR_KV)
+        params = first.get("kv_transfer_params") or {}
+        second = ask(pair.decode.url, model, prompt, kv_transfer_params=params, return_kv_block_ids=True)
+        problem = difference(tokens_of(second), expected)
+    except BadAnswer as error:
+        outcome.problems.append(f"two legs by hand: {error}")
+        return
+    if problem:
+        outcome.problems.append(f"two legs by hand: {problem}")
+    theirs, mine = params.get("remote_block_ids"), second.get("kv_block_ids")
+    outcome.block_ids_differ = all_differ(theirs, mine)
+    if not outcome.block_ids_differ:
+        outcome.problems.append(f"block ids do not differ: {theirs} on prefill, {mine} on decode")
+
+
+def _judge_idle(outcome: Outcome, pair: Pair) -> None:
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    for side, child in (("prefill", pair.prefill), ("decode", pair.decode)):
+        while True:
+            state = fetch_json(child.url + "/debug/state")
+            if is_idle(state):
+                break
+            if time.monotonic() > deadline:
+                outcome.problems.append(f"the {side} node did not come to rest: {state}")
+                break
+            time.sleep(0.1)

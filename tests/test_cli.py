@@ -1,0 +1,300 @@
+"""The command line from outside, the demo's judgement, and one whole run of the demo each way."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import kvconnect
+from kvconnect import cli
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo import children, http, outcome, prompts, runner
+from kvconnect.demo.outcome import Outcome, Tokens
+
+ROOT = Path(__file__).parents[1]
+
+
+def kvconnect_command(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvconnect", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_the_version_is_the_packages() -> None:
+    done = kvconnect_command("--version")
+    assert (done.returncode, done.stdout) == (0, f"kvconnect {kvconnect.__version__}\n")
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "aiohttp", "zmq")
+    code = f"import sys, kvconnect.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("serve", "--kv-transfer-config", "{"), "kv_transfer_config is not JSON"),
+        (
+            ("serve", "--kv-transfer-config", '{"kv_role": "kv_producer", "kv_rol": 1}'),
+            "did you mean 'kv_role'",
+        ),
+        (("serve", "--model", "nope"), "'nope'"),
+        (("serve", "--device", "tpu"), "device is 'tpu'"),
+        (("router", "--prefill", "http://a", "--decode", "b"), "'b' is not the URL of a node"),
+        (
+            ("router", "--prefill", "http://a", "--decode", "http://b", "--prefill-timeout-s", "0"),
+            "prefill_timeout_s",
+        ),
+        (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl, memory"),
+        (("demo", "--model", "nope"), "model 'nope' is unknown"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments: tuple[str, ...], names: str) -> None:
+    done = kvconnect_command(*arguments)
+    assert done.returncode == 2
+    assert names in done.stderr
+    assert "Traceback" not in done.stderr
+    assert re.fullmatch(r"kvconnect: .*\n", done.stderr)
+
+
+def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
+    import kvconnect.node.serve as node
+
+    seen: dict[str, object] = {}
+    parameters = set(inspect.signature(node.serve).parameters)
+    monkeypatch.setattr(node, "serve", lambda **arguments: seen.update(arguments))
+    options = ["--port", "0", "--kv-transfer-config", "{}", "--block-size", "32", "--reserved-blocks", "5"]
+    assert CliRunner().invoke(cli.app, ["serve", *options, "--no-enable-prefix-caching"]).exit_code == 0
+    assert set(seen) == parameters
+    assert (seen["port"], seen["kv_transfer_config"], seen["block_size"]) == (0, "{}", 32)
+    assert (seen["reserved_blocks"], seen["enable_prefix_caching"]) == (5, False)
+
+
+def test_an_address_that_cannot_be_served_on_is_a_configuration_error(monkeypatch) -> None:
+    import kvconnect.node.serve as node
+
+    def refuses(**_arguments: object) -> None:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(node, "serve", refuses)
+    result = CliRunner().invoke(cli.app, ["serve", "--port", "1"])
+    assert "cannot serve on 127.0.0.1:1" in str(result.exception)
+
+
+def test_bench_plan_is_wired(monkeypatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setitem(sys.modules, "kvconnect.bench", types.SimpleNamespace(bench_plan=seen.append))
+    for arguments in ([], ["--json"]):
+        assert CliRunner().invoke(cli.app, ["bench", "plan", *arguments]).exit_code == 0
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.json")), ids=lambda path: path.name)
+def test_the_example_configurations_are_valid(path: Path) -> None:
+    config = parse_kv_transfer_config(path.read_text())
+    assert config.is_producer is ("prefill" in path.name)
+    assert config.is_consumer is ("decode" in path.name)
+    assert config.kv_connector_module_path == "kvconnect.vllm"
+
+
+# --- what the demo asks and how it judges ---------------------------------------------------------
+
+
+def test_prompts_are_seeded_and_none_continues_into_another() -> None:
+    made = prompts.make_prompts(16, 7)
+    assert made == prompts.make_prompts(16, 7)
+    assert made != prompts.make_prompts(16, 8)
+    lengths = {len(prompt) for prompt in made}
+    assert {1, 128} <= lengths
+    assert any(1 < length < 16 for length in lengths)
+    assert max(lengths) > 300
+    assert all(0 <= token < prompts.VOCAB for prompt in made for token in prompt)
+    for one in made:
+        for other in made:
+            assert one is other or len(one) == 1 or other[: len(one)] != one
+    shared = [prompt for prompt in made if prompt[:128] == made[3][:128]]
+    assert len(shared) >= 2
+
+
+def test_a_difference_is_named_and_a_failure_is_never_equality() -> None:
+    same = Tokens([1, 2], [3])
+    assert outcome.difference(same, Tokens([1, 2], [3])) == ""
+    assert "place 1: 2 from the pair, 9 from" in outcome.difference(same, Tokens([1, 9], [3]))
+    assert "place 1: nothing from the pair" in outcome.difference(Tokens([1], [3]), same)
+    assert "draft tokens differ" in outcome.difference(Tokens([1, 2], [4]), same)
+    assert "draft tokens differ" in outcome.difference(Tokens([1, 2], None), same)
+    failed = http.BadAnswer("gone")
+    assert outcome.difference(failed, failed) == "the single node failed: gone"
+    assert outcome.difference(failed, same) == "the pair failed: gone"
+    assert outcome.difference(Tokens([], None), Tokens([], None)) != ""
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "differ"),
+    [
+        ([[1, 2], [3]], [[62, 63], [64]], True),
+        ([[1, 2], [3]], [[62, 63], [3]], False),
+        ([[1, 2]], [[1, 2, 3]], False),
+        ([[0, 0, 5]], [[0, 0, 66]], True),
+        ([[0, 0]], [[0, 0]], False),
+        ([], [], False),
+        ([[1]], None, False),
+        ([[1]], [[2], [3]], False),
+    ],
+)
+def test_block_ids_differ_in_every_group(prefill: object, decode: object, differ: bool) -> None:
+    assert outcome.all_differ(prefill, decode) is differ
+
+
+METRICS = """# HELP kvconnect_transfers_total x
+kvconnect_transfers_total{direction="received",outcome="ok"} %s
+kvconnect_transfers_total{direction="received",outcome="failed"} %s
+kvconnect_transfers_total{direction="sent",outcome="ok"} 99.0
+kvconnect_transfer_bytes_total{direction="received",path="direct"} %s
+kvconnect_transfer_bytes_total{direction="received",path="packed"} 5.0
+kvconnect_transfer_seconds_total{direction="received"} %s
+"""
+
+
+def judged(ok: float, failed: float, moved: float, seconds: float) -> Outcome:
+    made = Outcome("memory", "gqa", 3)
+    before = http.parse_metrics(METRICS % (1, 0, 1e9, 1))
+    after = http.parse_metrics(METRICS % (1 + ok, failed, 1e9 + moved, 1 + seconds))
+    outcome.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
+    return made
+
+
+def test_only_the_growth_of_the_counters_counts() -> None:
+    good = judged(2, 0, 2e9, 0.5)
+    assert good.problems == []
+    assert (good.kv_bytes, good.transfer_s, good.gb_per_s, good.path) == (2_000_000_000, 0.5, 4.0, "direct")
+    assert judged(1, 0, 2e9, 0.5).problems == ["2 prompts need KV of the prefill node, but 1 received some"]
+    assert judged(2, 1, 2e9, 0.5).problems == ["1 transfers failed"]
+    assert "0 bytes" in judged(2, 0, 0, 0.5).problems[0]
+
+
+def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(monkeypatch, capsys) -> None:
+    reasons = {"mooncake": "apt-get install libibverbs1", "nixl": "", "memory": ""}
+    monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "_run_all", lambda engines, *_: ran.extend(engines) or [])
+    everything = {"engines": [], "models": [], "requests": 1, "json_output": True}
+    assert runner.run_demo(**everything) == 0
+    assert ran == ["nixl", "memory"]
+    assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
+    assert runner.run_demo(**everything, require=["nixl", "mooncake"]) == 1
+    assert "mooncake is required and cannot run" in capsys.readouterr().err
+    assert ran == ["nixl", "memory"]
+    with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
+        runner.run_demo(**{**everything, "engines": ["mooncake"]})
+
+
+# --- the demo, whole ------------------------------------------------------------------------------
+
+
+def test_the_demo_is_exact_and_says_so_in_json() -> None:
+    done = kvconnect_command(
+        "demo", "--engine", "memory", "--model", "gqa", "--requests", "5", "--json", timeout_s=110
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["engine"], found["model"], found["requests"], found["token_exact"]) == (
+        "memory",
+        "gqa",
+        5,
+        5,
+    )
+    assert found["kv_bytes"] > 0
+    assert found["transfer_s"] > 0
+    assert found["gb_per_s"] > 0
+    assert found["path"]
+    assert found["block_ids_differ"] is True
+
+
+FLIPPER = """
+import json, sys
+from kvconnect.engine.memory import MemoryEngine
+
+submit, flipped = MemoryEngine.submit, []
+
+def submit_flipped(self, batch):
+    # A page of a long prompt: of a short one, what lies behind its last token is never read, and the
+    # last token itself is computed anew.
+    if not flipped and batch.total_bytes > 200_000:
+        flipped.append(True)
+        self.corrupt_next(1)
+    submit(self, batch)
+
+MemoryEngine.submit = submit_flipped
+from kvconnect.cli import main
+main()
+"""
+
+
+def test_one_flipped_byte_of_one_landed_page_fails_the_demo(tmp_path, monkeypatch, capfd) -> None:
+    script = tmp_path / "flipper.py"
+    script.write_text(FLIPPER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = runner.run_demo(engines=["memory"], models=["gqa"], requests=4, json_output=True)
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert code == 1
+    assert found["token_exact"] == 3
+    assert len(found["problems"]) == 1
+    assert "tokens differ at place" in err
+
+
+def children_of(pid: int) -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path) -> None:
+    command = [sys.executable, "-m", "kvconnect", "demo", "--engine", "memory", "--model", "gqa"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    demo = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(started := children_of(demo.pid)) < 3:
+            assert time.monotonic() < deadline, "the demo started no nodes"
+            time.sleep(0.05)
+        time.sleep(0.5)  # let them become what they are to be
+        demo.send_signal(number)
+        assert demo.wait(30) != 0
+        while any(Path(f"/proc/{pid}").exists() for pid in started):
+            assert time.monotonic() < deadline + 30, "a child outlives the demo"
+            time.sleep(0.05)
+        if number is not signal.SIGKILL:
+            assert list(tmp_path.glob("kvconnect-demo-*")) == [], "its logs are left behind"
+    finally:
+        demo.kill()
+        demo.wait(5)

@@ -1,0 +1,83 @@
+"""The tree is the map: who may import whom, and how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "kvconnect"
+BASE = {"arithmetic", "errors", "config", "metrics", "orders"}
+ORDER = ["cache", "plan", "pack", "engine", "peer", "scheduler", "worker", "offload", "vllm", "testing"]
+FILES = sorted(ROOT.rglob("*.py"))
+
+NATIVE = {
+    "mooncake": "engine",
+    "nixl": "engine",
+    "vllm": "vllm",
+    "zmq": "peer",
+    "aiohttp": ("node", "router", "demo"),
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folder(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_imports_only_from_those_above_it(path):
+    ours = folder(path)
+    theirs = {name.split(".")[1] for name in imports(path) if name.startswith("kvconnect.")}
+    if ours in BASE:
+        allowed = BASE
+    elif ours in ORDER:
+        allowed = {*BASE, *ORDER[: ORDER.index(ours) + 1]}
+    elif ours == "router":
+        # A router knows no tensors, engines or blocks.
+        allowed = {*BASE, "router"}
+    elif ours == "node":
+        allowed = {*BASE, *ORDER, "node"}
+    else:
+        return
+    known = {p.name if p.is_dir() else p.stem for p in ROOT.iterdir()}
+    assert theirs & known <= allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_libraries_stay_behind_their_seam(path):
+    for name in {imported.split(".")[0] for imported in imports(path)}:
+        home = NATIVE.get(name)
+        if home is not None:
+            assert folder(path) in ((home,) if isinstance(home, str) else home), f"{name} in {path}"
+
+
+def test_orders_and_plan_know_no_socket_thread_or_clock():
+    for path in FILES:
+        if folder(path) in ("plan", "scheduler") or path.name in ("session.py", "ledger.py", "orders.py"):
+            assert not imports(path) & {"threading", "socket", "time", "zmq", "asyncio"}, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= 500
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 75, f"{node.name} in {path}"
+
+
+def test_the_package_itself_imports_nothing_heavy():
+    assert imports(ROOT / "__init__.py") == set()

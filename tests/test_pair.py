@@ -1,0 +1,221 @@
+"""A real pair behind a real router, each in its own process, and everything a client may get wrong.
+
+After each wrong request the nodes must still serve right ones, and nothing may be left over.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvconnect.demo.children import Children
+from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
+from kvconnect.demo.pair import ask
+
+PROMPT = list(range(1, 201))
+DEADLINE_S = 6
+EXTRA = {"early_fetch_s": 1, "handshake_timeout_s": 2, "lease_s": 4, "peer_timeout_s": 4}
+ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def node_options(name, role, **config):
+    transfer = {
+        "kv_connector": "KVConnect",
+        "kv_role": role,
+        "engine_id": name,
+        "kv_connector_extra_config": {"engine": "memory", **EXTRA},
+        **config,
+    }
+    return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """P, D, D that recomputes, a P with other weights, a node alone, and a router before P and D."""
+    with Children(tmp_path_factory.mktemp("pair")) as children:
+        made = {
+            "prefill": children.start("prefill", *node_options("prefill", "kv_producer")),
+            "decode": children.start(
+                "decode", *node_options("decode", "kv_consumer"), "--reserved-blocks", "61"
+            ),
+            "recomputing": children.start(
+                "recomputing",
+                *node_options("recomputing", "kv_consumer", kv_load_failure_policy="recompute"),
+            ),
+            "other": children.start("other", *node_options("other", "kv_producer"), "--seed", "1"),
+            "alone": children.start("alone", "serve", "--model", "gqa", "--port", "0"),
+        }
+        deadline = time.monotonic() + 60
+        urls = {name: child.wait_ready(deadline) for name, child in made.items()}
+        router = children.start(
+            "router", "router", "--port", "0", "--prefill", urls["prefill"], "--decode", urls["decode"]
+        )
+        urls["router"] = router.wait_ready(deadline)
+        until_ready(urls["router"])
+        yield urls
+
+
+def until_ready(url):
+    for _ in range(100):
+        try:
+            return fetch_json(url + "/ready")
+        except BadAnswer:
+            time.sleep(0.1)
+    raise AssertionError("the router found no nodes")
+
+
+@pytest.fixture(scope="module")
+def expected(nodes):
+    return ask(nodes["alone"], "gqa", PROMPT)["choices"][0]["token_ids"]
+
+
+@pytest.fixture(autouse=True)
+def still_serving(nodes, expected):
+    yield
+    assert ask(nodes["router"], "gqa", PROMPT)["choices"][0]["token_ids"] == expected
+    for name in ("prefill", "decode", "recomputing", "other"):
+        assert_at_rest(nodes[name])
+
+
+def assert_at_rest(url, timeout_s=15):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        state = fetch_json(url + "/debug/state")
+        left = {key: state["connector"][key] for key in ("leases", "sendings", "loads")}
+        if state["blocks"]["held"] == 0 and not any(left.values()):
+            return
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+
+
+def prefilled(url, prompt=PROMPT):
+    answer = ask(url, "gqa", prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+    return answer["kv_transfer_params"]
+
+
+def refused(url, params, prompt=PROMPT):
+    """The error that D's client gets, which must come in time."""
+    started = time.monotonic()
+    with pytest.raises(BadAnswer) as error:
+        ask(url, "gqa", prompt, kv_transfer_params=params)
+    assert time.monotonic() - started < DEADLINE_S
+    return str(error.value)
+
+
+def test_both_legs_by_hand_are_exact_and_nothing_is_computed_twice(nodes, expected):
+    # A prompt that no other test uses: D must not have it in its prefix cache.
+    prompt = [7, *PROMPT]
+    alone = ask(nodes["alone"], "gqa", prompt)["choices"][0]["token_ids"]
+    before = read_metrics(nodes["decode"])
+    answer = ask(nodes["decode"], "gqa", prompt, kv_transfer_params=prefilled(nodes["prefill"], prompt))
+    assert answer["choices"][0]["token_ids"] == alone
+    after = read_metrics(nodes["decode"])
+    assert growth(before, after, "kvconnect_transfers_total", direction="received", outcome="ok") == 1
+    assert growth(before, after, "kvconnect_transfer_bytes_total", direction="received") > 0
+
+
+def test_streams_end_to_end(nodes, expected):
+    parts = urlsplit(nodes["router"])
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    body = {"model": "gqa", "prompt": PROMPT, "max_tokens": 12, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    events = [
+        line.removeprefix("data: ")
+        for line in response.read().decode().splitlines()
+        if line.startswith("data: ")
+    ]
+    assert events[-1] == "[DONE]"
+    tokens = [
+        token
+        for event in events[:-1]
+        for choice in json.loads(event)["choices"]
+        for token in choice.get("token_ids") or []
+    ]
+    assert tokens == expected
+    connection.close()
+
+
+def test_a_client_that_leaves_frees_both_sides(nodes):
+    parts = urlsplit(nodes["router"])
+    for wait_s in (0.0, 0.02, 0.1, 0.3):
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+        body = {"model": "gqa", "prompt": [9, *PROMPT, 9], "max_tokens": 500, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(wait_s)
+        connection.close()
+
+
+def test_an_unknown_handle(nodes):
+    params = prefilled(nodes["prefill"])
+    said = refused(nodes["decode"], {**params, "kvconnect_handle": "made-up"}, [3, *PROMPT[1:]])
+    assert "no request is held under this handle" in said
+
+
+def test_a_handle_that_was_used_already(nodes):
+    prompt = [11, *PROMPT]
+    params = prefilled(nodes["prefill"], prompt)
+    ask(nodes["decode"], "gqa", prompt, kv_transfer_params=params)
+    # Another prompt of that length, or D would take it from its prefix cache.
+    assert "no longer held" in refused(nodes["decode"], params, [12, *PROMPT])
+
+
+def test_parameters_of_no_use(nodes):
+    params = prefilled(nodes["prefill"])
+    said = refused(nodes["decode"], {**params, "remote_port": "5600"}, [4, *PROMPT[1:]])
+    assert "kv_transfer_params.remote_port is '5600'" in said
+
+
+def test_the_kv_of_another_prompt(nodes):
+    params = prefilled(nodes["prefill"], PROMPT[:50])
+    said = refused(nodes["decode"], params, [5, *PROMPT])
+    assert "remote_num_tokens is 50, this prompt needs 201" in said
+
+
+def test_a_prefill_node_that_is_not_there(nodes):
+    params = prefilled(nodes["prefill"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = refused(nodes["decode"], {**params, "remote_port": port}, [6, *PROMPT[1:]])
+    assert f"nothing listens at 127.0.0.1:{port}" in said
+
+
+def test_a_prefill_node_that_accepts_and_stays_silent(nodes):
+    params = prefilled(nodes["prefill"])
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        said = refused(nodes["decode"], {**params, "remote_port": port}, [8, *PROMPT[1:]])
+    assert "did not answer the greeting within 2.0 s" in said
+
+
+def test_two_nodes_with_different_models(nodes):
+    params = prefilled(nodes["other"])
+    said = refused(nodes["decode"], params, [13, *PROMPT[1:]])
+    assert "model differ" in said
+    assert "seed=0" in said
+    assert "seed=1" in said
+
+
+def test_recompute_serves_what_could_not_be_loaded(nodes):
+    prompt = [14, *PROMPT]
+    alone = ask(nodes["alone"], "gqa", prompt)["choices"][0]["token_ids"]
+    params = {**prefilled(nodes["prefill"], prompt), "kvconnect_handle": "made-up"}
+    answer = ask(nodes["recomputing"], "gqa", prompt, kv_transfer_params=params)
+    assert answer["choices"][0]["token_ids"] == alone
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_a_prompt_longer_than_the_cache(nodes, role):
+    with pytest.raises(BadAnswer, match="answered 400") as error:
+        ask(nodes[role], "gqa", [1] * 5000)
+    assert "5000" in str(error.value)
+    assert "4096" in str(error.value)
