@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Makes .venv with kvconnect and everything it needs, and says what it does, one line per step.
+# Quick when nothing changed. Settings, all from the environment:
+#   PYTHON    the interpreter that .venv is made with        (default: python3)
+#   TORCH     what is installed as torch, before all else    (default: torch==2.13.0)
+#   MOONCAKE  mooncake-cpu, or mooncake for the CUDA build   (default: by whether an NVIDIA driver is here)
+#   EXTRAS    the remaining extras of pyproject.toml         (default: nixl,node,dev)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3}
+TORCH=${TORCH:-torch==2.13.0}
+EXTRAS=${EXTRAS:-nixl,node,dev}
+if [ -z "${MOONCAKE:-}" ]; then
+  if [ -e /proc/driver/nvidia/version ]; then MOONCAKE=mooncake; else MOONCAKE=mooncake-cpu; fi
+fi
+case $MOONCAKE in
+  mooncake) other=mooncake-transfer-engine-non-cuda ;;
+  mooncake-cpu) other=mooncake-transfer-engine ;;
+  *) echo "setup: MOONCAKE is '$MOONCAKE'; accepted: mooncake, mooncake-cpu" >&2; exit 2 ;;
+esac
+
+say() { echo "setup: $*"; }
+
+# --- what is already done -------------------------------------------------------------------------
+command -v "$PYTHON" >/dev/null || { say "no $PYTHON here; install Python 3.10 or newer, or set PYTHON" >&2; exit 2; }
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  { say "$("$PYTHON" --version) is too old; set PYTHON to 3.10 or newer" >&2; exit 2; }
+stamp=.venv/.kvconnect-setup
+wanted=$({ echo "$TORCH $MOONCAKE $EXTRAS $PWD"; cat pyproject.toml deploy/setup.sh; } | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && .venv/bin/python -c '' 2>/dev/null; then
+  exit 0
+fi
+
+# --- system packages: the libraries that the transfer engines link to -----------------------------
+# library:package, as Debian and Ubuntu name them
+libraries="libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4 libstdc++.so.6:libstdc++6"
+missing=()
+for pair in $libraries; do
+  "$PYTHON" -c "import ctypes; ctypes.CDLL('${pair%%:*}')" 2>/dev/null || missing+=("${pair##*:}")
+done
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+# Which RDMA cards libibverbs can drive; nothing links to it.
+if [ -e /sys/class/infiniband ] && [ ! -e /etc/libibverbs.d ]; then missing+=(ibverbs-providers); fi
+if [ ${#missing[@]} -eq 0 ]; then
+  say "system packages: all there"
+elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  say "system packages: installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+else
+  say "system packages: ${missing[*]} missing, and only root with apt-get can install them here;" \
+    "run: sudo apt-get update && sudo apt-get install ${missing[*]}   (going on without)" >&2
+fi
+
+# --- the virtual environment ----------------------------------------------------------------------
+if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+  say "making .venv with $("$PYTHON" --version)"
+  rm -rf .venv
+  "$PYTHON" -m venv .venv
+fi
+rm -f "$stamp"
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+
+if .venv/bin/python -m pip show -q "$other" 2>/dev/null; then
+  say "removing $other: it and the other build of Mooncake overwrite each other's files"
+  pip uninstall -qq -y "$other"
+fi
+# torch comes first and pinned: a range would let a later step replace a CPU build by one with the
+# whole CUDA stack.
+say "installing $TORCH (the largest part, a minute or more)"
+pip install -qq "$TORCH"
+say "installing kvconnect with [$MOONCAKE,$EXTRAS]"
+pip install -qq -e ".[$MOONCAKE,$EXTRAS]" "$TORCH"
+
+# --- proof ----------------------------------------------------------------------------------------
+.venv/bin/python - <<'END'
+from kvconnect.engine.registry import available_engines
+
+for name, problem in available_engines().items():
+    print(f"setup: engine {name}: {problem or 'works here'}")
+END
+echo "$wanted" >"$stamp"
+say "done: $(.venv/bin/kvconnect --version) in .venv/bin/kvconnect"
