@@ -33,8 +33,11 @@ def run_demo(
     json_output: bool,
     require: Sequence[str] = (),
     device: str = "cpu",
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Run the demo, with the nodes on ``device``; no engine or no model named means all of them.
+
+    ``kv_cache_dtype`` is what every node's cache keeps.
 
     Returns the exit code: 1 if anything was not as it must be, or a required engine cannot run here.
     Outcomes go to stdout, everything else to stderr.
@@ -56,7 +59,8 @@ def run_demo(
         if not usable:
             says.print("no engine can run here")
         return 1
-    outcomes = _run_all(usable, chosen_models, requests, json_output, device, says)
+    node_options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
+    outcomes = _run_all(usable, chosen_models, requests, json_output, node_options, says)
     if not json_output:
         _print_table(outcomes)
     failed = [outcome for outcome in outcomes if outcome.problems]
@@ -93,7 +97,7 @@ def _run_all(
     models: Sequence[str],
     requests: int,
     json_output: bool,
-    device: str,
+    node_options: Sequence[str],
     says: Console,
 ) -> list[Outcome]:
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
@@ -101,7 +105,7 @@ def _run_all(
     before = signal.signal(signal.SIGTERM, _raise_exit)
     try:
         for model in models:
-            for outcome in _run_model(engines, model, requests, device, folder, says):
+            for outcome in _run_model(engines, model, requests, node_options, folder, says):
                 outcomes.append(outcome)
                 if json_output:
                     print(outcome.to_json(), flush=True)
@@ -115,7 +119,12 @@ def _run_all(
 
 
 def _run_model(
-    engines: Sequence[str], model: str, requests: int, device: str, folder: Path, says: Console
+    engines: Sequence[str],
+    model: str,
+    requests: int,
+    node_options: Sequence[str],
+    folder: Path,
+    says: Console,
 ) -> list[Outcome]:
     """One model with every engine. The single node is asked once, while the first pair starts."""
     prompts = make_prompts(requests, PROMPT_SEED)
@@ -123,14 +132,14 @@ def _run_model(
     outcomes = []
     expected: list[Tokens | BadAnswer] = []
     with Children(folder) as single:
-        reference: Child | None = pair.start_reference(single, model, "--device", device)
+        reference: Child | None = pair.start_reference(single, model, *node_options)
         for engine in engines:
             outcome = Outcome(engine, model, requests)
             outcomes.append(outcome)
             started = time.monotonic()
             with Children(folder) as children:
                 try:
-                    nodes = pair.start_nodes(children, engine, model, "--device", device)
+                    nodes = pair.start_nodes(children, engine, model, *node_options)
                     if reference is not None:
                         url = reference.wait_ready(time.monotonic() + pair.START_TIMEOUT_S)
                         expected = pair.ask_all(url, model, [*prompts, extra])

@@ -2,17 +2,20 @@
 
 All cache reads and writes go through kernel block ids, taken from the block tables. Rows are written to
 the cache first and read back from it, so what a query sees was always rounded to the cache's dtype,
-however the tokens were cut into steps. This file knows nothing of models, scheduling or transfers.
+however the tokens were cut into steps. Pages are read whole, as kernels do: the rows that no token was
+written to are multiplied by a weight of zero, which hides any finite value and no NaN. This file knows
+nothing of models, scheduling or transfers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.attention_groups import GraphSupport
 from kvconnect.cache.block_table import BlockTables
 from kvconnect.cache.kernel_blocks import MultipleOf
 
@@ -28,6 +31,24 @@ class Backend:
 
     name: str
     kernel_block_sizes: Sequence[int | MultipleOf]
+    graph_support: GraphSupport = GraphSupport.UNIFORM_DECODE
+
+    def make_metadata_builder(self, kernel_block_size: int) -> PageSpan:
+        """What says which pages of ``kernel_block_size`` tokens a segment reads."""
+        return PageSpan(kernel_block_size)
+
+
+@dataclass(frozen=True)
+class PageSpan:
+    """Which pages of a request's row attention reads."""
+
+    kernel_block_size: int
+
+    def of(self, segment: Segment, window: int | None) -> range:
+        """Positions in the row, from the page where the window begins to that of the last token."""
+        first = 0 if window is None else max(0, segment.start - window + 1)
+        last = segment.start + segment.length - 1
+        return range(first // self.kernel_block_size, last // self.kernel_block_size + 1)
 
 
 @dataclass(frozen=True)
@@ -36,21 +57,60 @@ class PagedRows:
 
     pages: torch.Tensor
 
-    def write(self, kernel_ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store ``rows`` of shape ``(n, heads, width)`` at ``offsets`` of the pages ``kernel_ids``."""
-        self.pages[kernel_ids, offsets] = rows.to(self.pages.dtype)
+    def write(
+        self,
+        kernel_ids: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: torch.Tensor,
+        used: torch.Tensor | None = None,
+    ) -> None:
+        """Store ``rows`` of shape ``(n, heads, width)`` at ``offsets`` of the pages ``kernel_ids``.
 
-    def gather(self, kernel_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """The first ``num_rows`` rows of the pages in order, ``(num_rows, heads, width)``, in float64."""
-        return self.pages[kernel_ids].flatten(0, 1)[:num_rows].to(COMPUTE_DTYPE)
+        Where ``used`` of shape ``(n,)`` is False the page keeps what it has.
+        """
+        bits = self._as_bits()
+        new = rows.to(self.pages.dtype).view(bits.dtype)
+        if used is not None:
+            new = torch.where(used[:, None, None], new, bits[kernel_ids, offsets])
+        bits[kernel_ids, offsets] = new
+
+    def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
+        """All rows of the pages in order, in float64, whatever the rows without a token hold.
+
+        Ids of shape ``(.., n)`` give ``(.., n * tokens, heads, width)``.
+        """
+        rows = self._as_bits()[kernel_ids].view(self.pages.dtype).to(COMPUTE_DTYPE)
+        return rows.flatten(kernel_ids.dim() - 1, kernel_ids.dim())
+
+    def _as_bits(self) -> torch.Tensor:
+        """The pages; bytes in place of float8, which not every torch version can index."""
+        return self.pages.view(torch.int8) if self.pages.dtype.itemsize == 1 else self.pages
+
+
+class BatchAttention(Protocol):
+    """Attention that takes all requests of a step in one call, in place of ``_attend`` for each."""
+
+    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
+        """A step begins: its tokens in batch order, and the block table of this cache group."""
+        ...
+
+    def attend(
+        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+    ) -> torch.Tensor:
+        """As ``StepContext.attend``, with the batch's keys and values stored already."""
+        ...
 
 
 @dataclass(frozen=True)
 class AttentionPages:
-    """The cache of one attention layer. ``values`` is None where keys and values are one row (MLA)."""
+    """The cache of one attention layer. ``values`` is None where keys and values are one row (MLA).
+
+    ``batched`` attends over it, or None: each request on its own, as in this file.
+    """
 
     keys: PagedRows
     values: PagedRows | None
+    batched: BatchAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +135,37 @@ class StatePages:
         """Store the states, in the order and with the dtypes of the spec."""
         parts = [state.to(dtype) for state, dtype in zip(states, self.dtypes, strict=True)]
         self.pages[block_id] = torch.cat([part.contiguous().view(-1).view(torch.int8) for part in parts])
+
+
+@dataclass(frozen=True)
+class BatchedState:
+    """The states of a batch's requests: blocks ``block_ids`` of ``pages``, both ``(n,)``.
+
+    Where ``used`` is False nothing is stored.
+    """
+
+    pages: StatePages
+    block_ids: torch.Tensor
+    used: torch.Tensor
+
+    def read(self) -> list[torch.Tensor]:
+        """Copies of the states, each of shape ``(n, *shape)``."""
+        held = self.pages.pages[self.block_ids]
+        states, start = [], 0
+        for shape, dtype in zip(self.pages.shapes, self.pages.dtypes, strict=True):
+            end = start + torch.Size(shape).numel() * dtype.itemsize
+            states.append(held[:, start:end].contiguous().view(dtype).view(-1, *shape))
+            start = end
+        return states
+
+    def write(self, states: Sequence[torch.Tensor]) -> None:
+        """Store the states, in the order and with the dtypes of the spec."""
+        parts = [
+            state.to(dtype).flatten(1).contiguous().view(torch.int8)
+            for state, dtype in zip(states, self.pages.dtypes, strict=True)
+        ]
+        held = self.pages.pages[self.block_ids]
+        self.pages.pages[self.block_ids] = torch.where(self.used[:, None], torch.cat(parts, 1), held)
 
 
 LayerPages = AttentionPages | StatePages
@@ -120,20 +211,28 @@ class StepContext:
         group_of: Mapping[str, int],
         device: torch.device,
     ) -> None:
-        self.segments = segments
+        self.segments: Sequence[Segment] = segments
         self._tables = tables
         self._sizes = kernel_block_sizes
         self._layers = layers
         self._group_of = group_of
         positions = [torch.arange(s.start, s.start + s.length) for s in segments]
         self.positions = torch.cat(positions).to(device)
-        lengths = torch.tensor([s.length for s in segments])
-        rows = torch.tensor([s.row for s in segments]).repeat_interleave(lengths).to(device)
+        count = len(self.positions)
+        starts = [segment.offset for segment in segments]
+        tables.compute_slots([s.row for s in segments], [*starts, count], self.positions, count)
         self._slots = {
-            group: (tables.table(group)[rows, self.positions // size].long(), self.positions % size)
+            group: (tables.slots(group)[:count] // size, tables.slots(group)[:count] % size)
             for group, size in kernel_block_sizes.items()
             if group not in state_groups
         }
+        for layer, pages in layers.items():
+            if isinstance(pages, AttentionPages) and pages.batched is not None:
+                pages.batched.begin(segments, tables.table(group_of[layer]))
+
+    def batched_state(self, layer: str) -> BatchedState | None:
+        """A recurrent layer's states if every request of the step computes one token, else None."""
+        return None
 
     def state(self, layer: str, segment: Segment) -> tuple[StatePages, torch.Tensor]:
         """A recurrent layer's pages and the block id of the segment's request."""
@@ -166,20 +265,17 @@ class StepContext:
         pages.keys.write(kernel_ids, offsets, keys)
         if pages.values is not None and values is not None:
             pages.values.write(kernel_ids, offsets, values)
-        size = self._sizes[group]
+        if pages.batched is not None:
+            return pages.batched.attend(pages, query, window=window, value_width=value_width)
+        span = PageSpan(self._sizes[group])
         outputs = []
         for segment in self.segments:
-            end = segment.start + segment.length
-            first = 0 if window is None else max(0, segment.start - window + 1) // size
-            ids = self._tables.table(group)[segment.row, first : div_ceil(end, size)].long()
-            seen = pages.keys.gather(ids, end - first * size)
-            if pages.values is None:
-                seen_values = seen[..., :value_width]
-            else:
-                seen_values = pages.values.gather(ids, end - first * size)
-            outputs.append(
-                _attend(query[segment.span], seen, seen_values, segment.start, first * size, window)
-            )
+            read = span.of(segment, window)
+            ids = self._tables.table(group)[segment.row, read.start : read.stop].long()
+            seen = pages.keys.gather(ids)
+            seen_values = seen[..., :value_width] if pages.values is None else pages.values.gather(ids)
+            first = read.start * span.kernel_block_size
+            outputs.append(_attend(query[segment.span], seen, seen_values, segment.start, first, window))
         return torch.cat(outputs)
 
 

@@ -46,10 +46,14 @@ class RequestBlocks:
 
 @dataclass(frozen=True)
 class Grown:
-    """What an allocation added: ids by group, and those of them that are fresh state blocks."""
+    """What an allocation added: ids by group, and those of them that must be zeroed.
+
+    ``zero_blocks`` are fresh state blocks by group, ``new_block_ids_to_zero`` fresh attention blocks.
+    """
 
     new_ids: tuple[list[int], ...]
     zero_blocks: dict[int, list[int]]
+    new_block_ids_to_zero: list[int]
 
 
 class BlockManager:
@@ -59,6 +63,7 @@ class BlockManager:
         config: the cache; a state group in it turns prefix reuse off, because a state block holds the
             state after one certain token only.
         max_step_tokens: most tokens that one step computes, which bounds what a window needs.
+        zeroes_new_blocks: report fresh attention blocks for zeroing.
     """
 
     def __init__(
@@ -68,10 +73,12 @@ class BlockManager:
         max_step_tokens: int,
         *,
         enable_prefix_caching: bool = True,
+        zeroes_new_blocks: bool = False,
     ) -> None:
         self.pool = pool
         self._groups = config.groups
         self._max_step_tokens = max_step_tokens
+        self._zeroes_new_blocks = zeroes_new_blocks
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
     def new_request(self) -> RequestBlocks:
@@ -160,12 +167,19 @@ class BlockManager:
         return missing
 
     def grow(
-        self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int
+        self,
+        blocks: RequestBlocks,
+        hit: Hit | None,
+        num_computed: int,
+        num_tokens: int,
+        *,
+        num_loaded: int = 0,
     ) -> Grown | None:
         """Give the request room for ``num_tokens``, of which ``num_computed`` need no computing.
 
-        ``hit`` is a prefix to reuse, for a request that has no blocks yet. Blocks that no later token
-        reads are freed first. Returns None, and changes nothing, if there are not enough free blocks.
+        ``hit`` is a prefix to reuse, for a request that has no blocks yet. The first ``num_loaded``
+        tokens are reused or will be written by a load. Blocks that no later token reads are freed first.
+        Returns None, and changes nothing, if there are not enough free blocks.
         """
         if not self.fits(blocks, hit, num_computed, num_tokens):
             return None
@@ -178,17 +192,22 @@ class BlockManager:
                 keep = position >= kept
                 blocks.ids[index].append(block_id if keep else NULL_BLOCK)
                 self.pool.hold([block_id] if keep else [])
-        added, zero_blocks = [], {}
+        added, zero_blocks, to_zero = [], {}, []
         for index, group in enumerate(self._groups):
             ids = blocks.ids[index]
             wanted = 1 if group.is_state else div_ceil(num_tokens, group.block_size)
             skipped = max(0, min(wanted, self._first_kept(index, num_computed)) - len(ids))
             fresh = self.pool.allocate(max(0, wanted - len(ids) - skipped))
+            first = len(ids) + skipped
             added.append([NULL_BLOCK] * skipped + fresh)
             ids.extend(added[-1])
             if group.is_state and fresh:
                 zero_blocks[index] = fresh
-        return Grown(tuple(added), zero_blocks)
+            elif self._zeroes_new_blocks:
+                # A load writes every byte of the blocks that it fills whole, and no more of the last one
+                # than it needs.
+                to_zero.extend(fresh[max(0, num_loaded // group.block_size - first) :])
+        return Grown(tuple(added), zero_blocks, to_zero)
 
     def _leave_window(self, index: int, blocks: RequestBlocks, num_computed: int) -> None:
         ids, left = blocks.ids[index], blocks.left[index]

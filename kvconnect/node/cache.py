@@ -1,25 +1,77 @@
 """The node's KV cache: its configuration, its memory, and each layer's view of it.
 
-Owns the storages. The order of construction is fixed: backends per group, kernel block sizes, block
-tables, cache tensors; everything after the kernel sizes counts in kernel blocks. This file knows nothing
-of requests.
+Owns the storages. The order of construction is fixed: backends per group, kernel block sizes, metadata
+builders, block tables, cache tensors; everything after the kernel sizes counts in kernel blocks. This file
+knows nothing of requests, and nothing of connectors: what it makes is the same with and without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvconnect.arithmetic import div_ceil, div_exact
+from kvconnect.cache.attention_groups import init_attention
 from kvconnect.cache.block_table import BlockTables
-from kvconnect.cache.kernel_blocks import prepare_kernel_block_sizes
-from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.kernel_blocks import select_common_block_size
+from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
-from kvconnect.errors import LayoutError
+from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PagedRows, StatePages
-from kvconnect.node.models.base import CachedLayer, CacheLayout
+from kvconnect.node.flex_attention import attach_flex
+from kvconnect.node.models.base import CACHE_DTYPE, CachedLayer, CacheLayout
+
+CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def parse_cache_dtype(name: str) -> torch.dtype:
+    """The dtype of attention caches that an operator named.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[name]
+
+
+def restrict_kernel_block_sizes(layout: CacheLayout, sizes: Sequence[int]) -> CacheLayout:
+    """The layout with every attention backend taking kernel blocks of these sizes in tokens only.
+
+    Raises:
+        ConfigError: a backend does not take one of them.
+    """
+    restricted: dict[int, Backend] = {}
+
+    def restrict(layer: CachedLayer) -> CachedLayer:
+        if layer.backend is None:
+            return layer
+        for size in sizes:
+            # Its largest own size that divides this one is this one, or it does not take it.
+            if size < 1 or select_common_block_size(size, [layer.backend]) != size:
+                raise ConfigError(
+                    f"kernel_block_sizes has {size}, which backend {layer.backend.name} does not take"
+                )
+        # Layers that shared a backend still do: they share its metadata builder.
+        backend = restricted.setdefault(
+            id(layer.backend), replace(layer.backend, kernel_block_sizes=tuple(sizes))
+        )
+        return replace(layer, backend=backend)
+
+    groups = tuple(tuple(restrict(layer) for layer in layers) for layers in layout.groups)
+    return replace(layout, groups=groups)
+
+
+def needs_zeroing(config: KVCacheConfig) -> bool:
+    """Whether bytes that a block's last owner left could be NaN to its next one.
+
+    Any byte pattern occurs where state shares blocks with attention; in 8 bits, one value in 128 is NaN.
+    """
+    specs = [spec for group in config.groups for _, spec in group.layer_specs()]
+    attention = [spec for spec in specs if not isinstance(spec, StateSpec)]
+    return len(attention) < len(specs) or any(spec.dtype.itemsize == 1 for spec in attention)
 
 
 def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
@@ -45,8 +97,10 @@ class NodeCache:
 
     Attributes:
         config: what the cache holds.
+        attention: the backends by group, their kernel block sizes and metadata builders.
         kernel_block_sizes: tokens per kernel block, by group.
-        tables: block tables with ``max_num_seqs`` rows.
+        tables: block tables with ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens``
+            (None: as many as ``max_model_len``).
         tensors: every layer's tensor with its dimensions named, for registration.
         pages: every layer's pages, for attention.
     """
@@ -58,12 +112,14 @@ class NodeCache:
         num_blocks: int,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
         self.config = build_cache_config(layout, num_blocks)
-        backends = [_distinct_backends(layers) for layers in layout.groups]
-        self.kernel_block_sizes = prepare_kernel_block_sizes(self.config, backends)
+        backends = {layer.name: layer.backend for g in layout.groups for layer in g if layer.backend}
+        self.attention = init_attention(self.config, backends)
+        self.kernel_block_sizes = self.attention.kernel_block_sizes
         self.tables = BlockTables(
             max_requests=max_num_seqs,
             max_blocks={
@@ -72,6 +128,7 @@ class NodeCache:
             },
             block_sizes={index: group.block_size for index, group in enumerate(self.config.groups)},
             kernel_block_sizes=self.kernel_block_sizes,
+            max_tokens=max_num_batched_tokens or max_model_len,
             device=self.device,
         )
         self.state_groups = frozenset(
@@ -88,6 +145,7 @@ class NodeCache:
                 tensor = self._layer_tensor(layer, index, places[layer.name])
                 self.tensors[layer.name] = CacheTensor(tensor, layer.axes)
                 self.pages[layer.name] = _pages(layer, tensor)
+        attach_flex(self.pages, self.attention)
 
     def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
         """Zeroed storages; layers at the same place of different groups start at the same byte."""
@@ -133,14 +191,14 @@ class NodeCache:
         offset = div_exact(place.offset_bytes, spec.dtype.itemsize)
         return storage.as_strided(size, tuple(strides), offset)
 
+    def region_table(self) -> RegionTable:
+        """Every page of the cache, as transfers and the zeroer know it."""
+        return RegionTable.build(self.config, self.kernel_block_sizes, self.tensors)
+
     def zero_blocks(self, group: int, block_ids: Sequence[int]) -> None:
         """Zero the logical blocks of a state group, in every layer of the group."""
         for name in self.config.groups[group].layer_names:
             self.tensors[name].tensor[list(block_ids)] = 0
-
-
-def _distinct_backends(layers: Sequence[CachedLayer]) -> list[Backend]:
-    return list({layer.backend.name: layer.backend for layer in layers if layer.backend}.values())
 
 
 def _pages(layer: CachedLayer, tensor: torch.Tensor) -> LayerPages:

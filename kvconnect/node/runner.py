@@ -1,4 +1,4 @@
-"""Runs one scheduled step on the model: zero, fill block tables, forward, sample.
+"""Runs one scheduled step on the model: fill block tables, zero, forward, sample.
 
 Owns the model, the cache and the device. It is called from the engine loop thread only and knows nothing
 of queues, HTTP or connectors.
@@ -6,27 +6,49 @@ of queues, HTTP or connectors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from kvconnect.cache.zeroing import KVBlockZeroer
+from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, StepContext
 from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import Model
+from kvconnect.node.decode import Decoder
+from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
 
 
 class Runner:
-    """Executes steps. Blocks are addressed through ``cache.tables`` alone."""
+    """Executes steps. Blocks are addressed through ``cache.tables`` alone.
 
-    def __init__(self, model: Model, cache: NodeCache) -> None:
+    ``zeroer`` is None until somebody built it; a step that has attention blocks to zero needs it.
+    ``decoder`` runs the steps that it takes, all others run as they are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: NodeCache,
+        zeroer: KVBlockZeroer | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.zeroer = zeroer
+        self.decoder = decoder
 
     def prepare(self, step: Step) -> None:
-        """Zero fresh state blocks and bring the block tables up to date. Needed by loads as well."""
-        # The block tables are copied from pinned memory in the background; they must not change under it.
-        self.synchronize()
-        for group, fresh in step.zero_blocks.items():
-            self.cache.zero_blocks(group, fresh)
+        """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well.
+
+        Raises:
+            LocalError: attention blocks are to be zeroed, and there is no zeroer.
+        """
+        if step.new_block_ids_to_zero and self.zeroer is None:
+            raise LocalError(
+                f"{len(step.new_block_ids_to_zero)} fresh blocks are to be zeroed, but the runner has no "
+                "zeroer; it must be built once the cache exists"
+            )
         for row in step.released_rows:
             self.cache.tables.clear_row(row)
         for row, block_ids in step.new_rows:
@@ -34,10 +56,16 @@ class Runner:
         for row, block_ids in step.grown_rows:
             self.cache.tables.append_block_ids(row, block_ids)
         self.cache.tables.apply()
+        for group, fresh in step.zero_blocks.items():
+            self.cache.zero_blocks(group, fresh)
+        if step.new_block_ids_to_zero and self.zeroer is not None:
+            self.zeroer.zero_block_ids(step.new_block_ids_to_zero)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:
         """Run the step's chunks. Returns token and draft token of each request that reached its end."""
+        if self.decoder is not None and self.decoder.takes(step):
+            return _by_request([chunk.request_id for chunk in step.chunks], self.decoder.run(step))
         segments: list[Segment] = []
         token_ids: list[int] = []
         sampled: list[int] = []
@@ -64,10 +92,16 @@ class Runner:
             context,
             torch.tensor(sampled, dtype=torch.long, device=self.cache.device),
         )
-        drafts = output.draft_tokens or [None] * len(names)
-        return {name: (token, draft) for name, token, draft in zip(names, output.tokens, drafts, strict=True)}
+        return _by_request(names, output)
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done, so that others may read the cache."""
         if self.cache.device.type == "cuda":
             torch.cuda.current_stream(self.cache.device).synchronize()
+
+
+def _by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int, int | None]]:
+    """Tokens and draft tokens by request. Waits for the device."""
+    tokens = output.tokens.tolist()
+    drafts = [None] * len(tokens) if output.draft_tokens is None else output.draft_tokens.tolist()
+    return {name: (token, draft) for name, token, draft in zip(names, tokens, drafts, strict=True)}

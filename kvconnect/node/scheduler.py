@@ -131,6 +131,7 @@ class Scheduler:
                 return False
         if any(grown.new_ids):
             step.grown_rows.append((request.row, grown.new_ids))
+        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -199,7 +200,7 @@ class Scheduler:
             self.book.count_cached(request, computed)
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
-        step.zero_blocks = _merged(step.zero_blocks, grown.zero_blocks)
+        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         if self.transfers is not None:
             self.transfers.hooks.update_after_alloc(request, block_ids, 0)
         self._add_chunk(request, count, step)
@@ -234,7 +235,7 @@ class Scheduler:
         # The last token is computed here, so a window must reach back from it. Room for all tokens, so
         # that a loaded request never waits for a block.
         computed = min(loaded, request.num_tokens - 1)
-        grown = self.manager.grow(request.blocks, hit, computed, request.num_tokens)
+        grown = self.manager.grow(request.blocks, hit, computed, request.num_tokens, num_loaded=loaded)
         if grown is None:
             return None
         self.waiting.remove(request)
@@ -242,7 +243,7 @@ class Scheduler:
         request.num_computed_tokens = computed
         self.book.count_cached(request, computed)
         self.transfers.loading[request.request_id] = request
-        step.zero_blocks = _merged(step.zero_blocks, grown.zero_blocks)
+        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
         return 0
 
@@ -289,7 +290,3 @@ class Scheduler:
                 self.waiting.appendleft(request)
             else:
                 self.book.fail(request, Failure(502, reason, "kv_load_error"))
-
-
-def _merged(left: dict[int, list[int]], right: dict[int, list[int]]) -> dict[int, list[int]]:
-    return {group: left.get(group, []) + right.get(group, []) for group in {**left, **right}}

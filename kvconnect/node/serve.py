@@ -8,15 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from kvconnect.cache.attention_groups import GraphSupport
+from kvconnect.cache.zeroing import KVBlockZeroer
 from kvconnect.errors import ConfigError
 from kvconnect.node.block_manager import BlockManager
 from kvconnect.node.block_pool import BlockPool
-from kvconnect.node.cache import NodeCache
+from kvconnect.node.cache import (
+    NodeCache,
+    needs_zeroing,
+    parse_cache_dtype,
+    restrict_kernel_block_sizes,
+)
+from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
+from kvconnect.node.flex_attention import flex_layout
 from kvconnect.node.hooks import SchedulerHooks, Transfers, WorkerHooks
 from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.models import build_model
@@ -27,13 +37,18 @@ from kvconnect.node.server import NodeServer
 
 logger = logging.getLogger(__name__)
 
+ATTENTION_BACKENDS = ("sdpa", "flex")
+
 
 @dataclass(frozen=True)
 class NodeOptions:
     """What an operator can say about a node. ``block_size`` None is the model's own.
 
     ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
-    ``enable_prefix_caching`` False computes every prompt anew.
+    ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
+    fp8_e4m3. ``kernel_block_sizes`` are the only sizes in tokens that the attention kernels may take;
+    empty: all that they can. ``enable_graphs`` None captures decode steps in CUDA graphs where the
+    device and every backend allow it; True demands it. ``attention_backend`` is sdpa or flex.
     """
 
     model: str = "gqa"
@@ -47,6 +62,10 @@ class NodeOptions:
     reserved_blocks: int = 0
     kv_transfer_config: str | None = None
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    kernel_block_sizes: tuple[int, ...] = ()
+    enable_graphs: bool | None = None
+    attention_backend: str = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -67,16 +86,34 @@ def build_engine(options: NodeOptions, connector: Connector | None = None) -> En
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {options.device!r}, but torch finds no CUDA device")
+    if options.attention_backend not in ATTENTION_BACKENDS:
+        raise ConfigError(
+            f"attention_backend is {options.attention_backend!r}; accepted: {', '.join(ATTENTION_BACKENDS)}"
+        )
     limits = SchedulerLimits(options.max_model_len, options.max_num_seqs, options.max_num_batched_tokens)
     pool = BlockPool(options.num_blocks, options.reserved_blocks)
     model = build_model(options.model, seed=options.seed, device=device)
+    dtype = parse_cache_dtype(options.kv_cache_dtype)
+    layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
+    if options.attention_backend == "flex":
+        layout = flex_layout(
+            layout,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            device=device,
+        )
+    if options.kernel_block_sizes:
+        layout = restrict_kernel_block_sizes(layout, options.kernel_block_sizes)
     cache = NodeCache(
-        model.layout(CacheSizing(options.block_size, options.max_model_len)),
+        layout,
         num_blocks=options.num_blocks,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         device=device,
     )
+    zeroer = KVBlockZeroer(cache.region_table(), device=device)
+    runner = Runner(model, cache, zeroer, _make_decoder(options, model, cache))
     if connector is None and options.kv_transfer_config is not None:
         connector = _configured_connector(options, model, cache)
     transfers = None
@@ -88,14 +125,36 @@ def build_engine(options: NodeOptions, connector: Connector | None = None) -> En
         pool,
         options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
+        zeroes_new_blocks=needs_zeroing(cache.config),
     )
     scheduler = Scheduler(limits, manager, transfers)
-    return Engine(scheduler, Runner(model, cache), connector.worker if connector else None)
+    return Engine(scheduler, runner, connector.worker if connector else None)
+
+
+def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decoder | None:
+    """Captured decode steps, or None where they are not wanted.
+
+    Raises:
+        ConfigError: they are demanded, and the device or an attention backend cannot do it.
+    """
+    support = cache.attention.graph_support
+    refusal = None
+    if cache.device.type != "cuda":
+        refusal = f"device {options.device!r} has none"
+    elif support < GraphSupport.UNIFORM_DECODE:
+        weakest = min((group.backend for group in cache.attention.groups), key=lambda b: b.graph_support)
+        refusal = f"attention backend {weakest.name} cannot be captured"
+    if options.enable_graphs and refusal is not None:
+        raise ConfigError(f"enable_graphs asks for CUDA graphs, but {refusal}")
+    if options.enable_graphs is False or refusal is not None:
+        return None
+    return Decoder(model, cache, sizes=padded_sizes(options.max_num_seqs), captured=True)
 
 
 def fingerprint(options: NodeOptions, model: Model) -> str:
     """What two nodes must have in common for one to continue with the other's cache."""
-    return f"{model.name}:seed={options.seed}:{model.describe()}:dtype=bfloat16"
+    dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
+    return f"{model.name}:seed={options.seed}:{model.describe()}:dtype={dtype}"
 
 
 def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
@@ -148,6 +207,10 @@ def serve(
     max_num_batched_tokens: int = 1024,
     reserved_blocks: int = 0,
     enable_prefix_caching: bool = True,
+    kv_cache_dtype: str = "auto",
+    kernel_block_sizes: Sequence[int] = (),
+    enable_graphs: bool | None = None,
+    attention_backend: str = "sdpa",
     num_threads: int | None = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT. ``port`` 0 lets the system choose.
@@ -173,5 +236,9 @@ def serve(
         reserved_blocks=reserved_blocks,
         kv_transfer_config=kv_transfer_config,
         enable_prefix_caching=enable_prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
+        kernel_block_sizes=tuple(kernel_block_sizes),
+        enable_graphs=enable_graphs,
+        attention_backend=attention_backend,
     )
     asyncio.run(_serve(options, host, port))

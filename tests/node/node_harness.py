@@ -210,15 +210,22 @@ class CopyConnector:
                 if target == 0:
                     continue
                 assert source != 0, f"group {index} wants position {position}, the peer has freed it"
+                # As a transfer does: only the kernel blocks that hold tokens.
+                ratio = cache.tables.blocks_per_kv_block[index]
+                held = ratio if group.is_state else -(-end // cache.kernel_block_sizes[index])
+                pages = slice(0, min(ratio, held - position * ratio))
                 for layer in group.layer_names:
-                    self._copy_block(layer, index, source, target, cache, peer_cache)
+                    self._copy_block(layer, ratio, pages, source, target, cache, peer_cache)
         connector = self.peer.engine.worker
         connector.sent.append(params["name"])  # type: ignore[union-attr]
 
     @staticmethod
-    def _copy_block(layer, group, source, target, cache, peer_cache) -> None:
-        ratio = cache.tables.blocks_per_kv_block[group]
+    def _copy_block(layer, ratio, pages, source, target, cache, peer_cache) -> None:
         dim = cache.tensors[layer].axes.split().index("block")
-        sources, targets = expand_block_ids([source], ratio), expand_block_ids([target], ratio)
-        moved = peer_cache.tensors[layer].tensor.index_select(dim, torch.from_numpy(sources).to(cache.device))
-        cache.tensors[layer].tensor.index_copy_(dim, torch.from_numpy(targets).to(cache.device), moved)
+        sources, targets = (
+            torch.from_numpy(expand_block_ids([block], ratio)[pages]).to(cache.device)
+            for block in (source, target)
+        )
+        width = {1: torch.int8, 2: torch.int16}[cache.tensors[layer].tensor.dtype.itemsize]
+        moved = peer_cache.tensors[layer].tensor.view(width).index_select(dim, sources)
+        cache.tensors[layer].tensor.view(width).index_copy_(dim, targets, moved)

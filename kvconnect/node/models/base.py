@@ -21,10 +21,11 @@ CACHE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class CacheSizing:
-    """The block size that the operator asked for (None: the model's own), and the longest sequence."""
+    """What the operator asked for: block size (None: the model's own), longest sequence, cache dtype."""
 
     block_size: int | None
     max_model_len: int
+    cache_dtype: torch.dtype = CACHE_DTYPE
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ class Dims:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Greedy tokens at the sampled places, and the draft model's proposals if there is one."""
+    """Greedy tokens at the sampled places, and the draft model's proposals if there is one.
 
-    tokens: list[int]
-    draft_tokens: Sequence[int | None] | None = None
+    Both of shape ``(sampled,)`` and on the model's device: reading them there would wait for it.
+    """
+
+    tokens: torch.Tensor
+    draft_tokens: torch.Tensor | None = None
 
 
 class Model(Protocol):

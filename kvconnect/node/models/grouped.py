@@ -10,7 +10,6 @@ from kvconnect.cache.kernel_blocks import MultipleOf
 from kvconnect.cache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.models.base import (
-    CACHE_DTYPE,
     CachedLayer,
     CacheLayout,
     CacheSizing,
@@ -55,14 +54,12 @@ class GroupedAttention:
         mixed = step.attend(self.name, query, keys, values, window=self.window)
         return mixed.flatten(1) @ self._output
 
-    def cached(self, block_size: int, axes: str) -> CachedLayer:
+    def cached(self, block_size: int, axes: str, dtype: torch.dtype) -> CachedLayer:
         """The layer's cache with pages of ``block_size`` tokens in the order of ``axes``."""
         if self.window is None:
-            full = FullAttentionSpec(block_size, self.kv_heads, self.head_size, CACHE_DTYPE)
+            full = FullAttentionSpec(block_size, self.kv_heads, self.head_size, dtype)
             return CachedLayer(self.name, full, axes, GROUPED_BACKEND)
-        spec = SlidingWindowSpec(
-            block_size, self.kv_heads, self.head_size, CACHE_DTYPE, sliding_window=self.window
-        )
+        spec = SlidingWindowSpec(block_size, self.kv_heads, self.head_size, dtype, sliding_window=self.window)
         return CachedLayer(self.name, spec, axes, SLIDING_BACKEND)
 
     def describe(self) -> str:
@@ -87,13 +84,15 @@ class GroupedModel:
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """One group of all layers."""
         size = sizing.block_size or self.default_block_size
-        layers = tuple(mixer.cached(size, "block head token content") for mixer in self._mixers)
+        layers = tuple(
+            mixer.cached(size, "block head token content", sizing.cache_dtype) for mixer in self._mixers
+        )
         return CacheLayout((layers,), single_storage=True)
 
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
         """See ``Model``."""
         hidden = self._trunk.hidden_states(token_ids, step)
-        return ModelOutput(self._trunk.head(hidden[sampled]).tolist())
+        return ModelOutput(self._trunk.head(hidden[sampled]))
 
     def describe(self) -> str:
         """See ``Model``."""
@@ -123,7 +122,9 @@ class SlidingModel(GroupedModel):
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """The full layers, then the windowed ones in groups of as many layers."""
         size = sizing.block_size or self.default_block_size
-        cached = [mixer.cached(size, "block token head content") for mixer in self._mixers]
+        cached = [
+            mixer.cached(size, "block token head content", sizing.cache_dtype) for mixer in self._mixers
+        ]
         return CacheLayout(
             ((cached[2], cached[5]), (cached[0], cached[3]), (cached[1], cached[4])), single_storage=False
         )

@@ -11,7 +11,7 @@ import torch
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import FullAttentionSpec, StateSpec
 from kvconnect.errors import ConfigError
-from kvconnect.node.attention import COMPUTE_DTYPE, Segment, StepContext
+from kvconnect.node.attention import COMPUTE_DTYPE, BatchedState, Segment, StepContext
 from kvconnect.node.models.base import (
     CACHE_DTYPE,
     CachedLayer,
@@ -57,8 +57,26 @@ class GatedLinearAttention:
         # Decays of 0.9 to 0.998 on a grid, so that rounding noise cannot move them.
         gates = 0.9 + 0.098 * torch.sigmoid(x @ self._gate)
         gates = ((gates * GATE_STEPS).round() / GATE_STEPS).to(STATE_DTYPE)
+        batch = step.batched_state(self.name)
+        if batch is not None:
+            return rms_norm(self._advance(mixed, gates, batch)).flatten(1) @ self._output
         outputs = [self._scan(mixed[part.span], gates[part.span], step, part) for part in step.segments]
         return rms_norm(torch.cat(outputs)).flatten(1) @ self._output
+
+    def _advance(self, mixed: torch.Tensor, gates: torch.Tensor, batch: BatchedState) -> torch.Tensor:
+        """One token of every request, by the same operations as ``_scan``, so with the same bits."""
+        window, state = batch.read()
+        padded = torch.cat((window, mixed[:, None]), dim=1).to(COMPUTE_DTYPE)
+        convolved = padded[:, 0] * self._taps[0]
+        for tap in range(1, self.TAPS):
+            convolved = convolved + padded[:, tap] * self._taps[tap]
+        convolved = (convolved / (1 + convolved.abs())).to(STATE_DTYPE)
+        parts = convolved.view(-1, 3, self._heads, self._size)
+        query, keys, values = parts[:, 0].to(COMPUTE_DTYPE), parts[:, 1], parts[:, 2]
+        after = keys[..., :, None] * values[..., None, :] + torch.mul(state, gates[..., None, None])
+        seen = after.to(COMPUTE_DTYPE) + torch.sin(state.to(COMPUTE_DTYPE) * FINE_PHASE)
+        batch.write((padded[:, 1:], after))
+        return torch.einsum("thk,thkv->thv", query, seen)
 
     def _scan(
         self, mixed: torch.Tensor, gates: torch.Tensor, step: StepContext, segment: Segment
@@ -119,8 +137,10 @@ class HybridModel:
         Raises:
             ConfigError: a state does not fit into the attention page that it shares.
         """
-        size = sizing.block_size or self.default_block_size
-        attention = self._attention.cached(size, "block plane token head content")
+        # A state does not shrink with the cache's dtype, so the page that it shares must keep its bytes.
+        own = self.default_block_size * CACHE_DTYPE.itemsize // sizing.cache_dtype.itemsize
+        size = sizing.block_size or own
+        attention = self._attention.cached(size, "block plane token head content", sizing.cache_dtype)
         assert isinstance(attention.spec, FullAttentionSpec)
         page, state = attention.spec.page_size_bytes, self._recurrent[0].spec(1).content_bytes
         if state > page:
@@ -138,7 +158,7 @@ class HybridModel:
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
         """See ``Model``."""
         hidden = self._trunk.hidden_states(token_ids, step)
-        return ModelOutput(self._trunk.head(hidden[sampled]).tolist())
+        return ModelOutput(self._trunk.head(hidden[sampled]))
 
     def describe(self) -> str:
         """See ``Model``."""

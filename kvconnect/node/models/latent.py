@@ -8,7 +8,6 @@ from kvconnect.cache.kernel_blocks import MultipleOf
 from kvconnect.cache.specs import MLASpec
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.models.base import (
-    CACHE_DTYPE,
     CachedLayer,
     CacheLayout,
     CacheSizing,
@@ -57,9 +56,9 @@ class LatentAttention:
         mixed = step.attend(self.name, query, keys, None, value_width=self._latent)
         return torch.einsum("thl,hlv->thv", mixed, self._up_values).flatten(1) @ self._output
 
-    def cached(self, block_size: int, backend: Backend) -> CachedLayer:
+    def cached(self, block_size: int, backend: Backend, dtype: torch.dtype) -> CachedLayer:
         """The layer's cache with pages of ``block_size`` tokens."""
-        spec = MLASpec(block_size, self._latent + self._rotary, CACHE_DTYPE)
+        spec = MLASpec(block_size, self._latent + self._rotary, dtype)
         return CachedLayer(self.name, spec, "block token content", backend)
 
     def describe(self) -> str:
@@ -85,12 +84,13 @@ class LatentModel:
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """One group of all layers."""
         size = sizing.block_size or self.default_block_size
-        return CacheLayout((tuple(mixer.cached(size, self.backend) for mixer in self._mixers),))
+        layers = tuple(mixer.cached(size, self.backend, sizing.cache_dtype) for mixer in self._mixers)
+        return CacheLayout((layers,))
 
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
         """See ``Model``."""
         hidden = self._trunk.hidden_states(token_ids, step)
-        return ModelOutput(self._trunk.head(hidden[sampled]).tolist())
+        return ModelOutput(self._trunk.head(hidden[sampled]))
 
     def describe(self) -> str:
         """See ``Model``."""
@@ -119,19 +119,21 @@ class MixedModel(LatentModel):
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """One group: the main layers, then the draft layer, keys and values in planes of their own."""
         main = super().layout(sizing).groups[0]
-        draft = self._draft_mixer.cached(main[0].spec.block_size, "plane block token head content")
+        draft = self._draft_mixer.cached(
+            main[0].spec.block_size, "plane block token head content", sizing.cache_dtype
+        )
         return CacheLayout(((*main, draft),))
 
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
         """See ``Model``."""
         hidden = self._trunk.hidden_states(token_ids, step)
-        tokens = self._trunk.head(hidden[sampled]).tolist()
+        tokens = self._trunk.head(hidden[sampled])
         both = torch.cat((rms_norm(hidden), rms_norm(self._trunk.embedding[token_ids])), dim=-1)
         x = both @ self._draft_input
         x = x + self._draft_mixer(rms_norm(x), step)
         x = x[sampled]
         x = x + self._draft_mlp(rms_norm(x))
-        return ModelOutput(tokens, self._draft_head(x).tolist())
+        return ModelOutput(tokens, self._draft_head(x))
 
     def describe(self) -> str:
         """See ``Model``."""

@@ -1,0 +1,205 @@
+"""Decode steps in shapes that depend on the batch size alone, so that a CUDA graph can hold them.
+
+Every request computes one token. Batches are padded to a few sizes; where the tokens, pages and states lie
+comes from tensors that never move. A padded row reads the null block and writes back what it finds there.
+This file knows nothing of queues or zeroing: block tables are applied and fresh blocks zeroed before it
+runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvconnect.cache.block_table import BlockTables
+from kvconnect.node.attention import AttentionPages, BatchedState, PagedRows, StatePages, StepContext
+from kvconnect.node.cache import NodeCache
+from kvconnect.node.models.base import Model, ModelOutput
+from kvconnect.node.step import Step
+
+# Runs before a capture, so that libraries have made their plans and workspaces.
+WARM_UP_RUNS = 2
+
+
+def padded_sizes(max_num_seqs: int) -> list[int]:
+    """Powers of two up to the most requests that run at once, which is the last size."""
+    sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
+    return [*sizes, max_num_seqs]
+
+
+class DecodeContext(StepContext):
+    """A step of one token for each row of ``cache.tables``' batch tables.
+
+    ``positions`` of shape ``(rows,)`` are -1 in padded rows. Batch tables and slots are those of the step.
+    """
+
+    def __init__(self, cache: NodeCache, positions: torch.Tensor) -> None:
+        self.segments = ()
+        self._tables: BlockTables = cache.tables
+        self._sizes = cache.kernel_block_sizes
+        self._layers = cache.pages
+        self._group_of = cache.group_of
+        self.used = positions >= 0
+        self.positions = positions.clamp(min=0)
+
+    def batched_state(self, layer: str) -> BatchedState | None:
+        """See ``StepContext``."""
+        pages = self._layers[layer]
+        if not isinstance(pages, StatePages):
+            raise TypeError(f"layer {layer!r} keeps no recurrent state")
+        table = self._tables.batch_table(self._group_of[layer])
+        return BatchedState(pages, table[: len(self.positions), 0].long(), self.used)
+
+    def attend(
+        self,
+        layer: str,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        window: int | None = None,
+        value_width: int | None = None,
+    ) -> torch.Tensor:
+        """See ``StepContext``."""
+        pages = self._layers[layer]
+        if not isinstance(pages, AttentionPages):
+            raise TypeError(f"layer {layer!r} is no attention layer")
+        rows, group = len(self.positions), self._group_of[layer]
+        size = self._sizes[group]
+        slots = self._tables.slots(group)[:rows].clamp(min=0)
+        self._write(pages.keys, slots, size, keys)
+        if pages.values is not None and values is not None:
+            self._write(pages.values, slots, size, values)
+        table = self._tables.batch_table(group)[:rows].long()
+        key_positions = torch.arange(table.shape[1] * size, device=table.device)
+        first = self.positions.new_zeros(rows, 1)
+        if window is not None:
+            first = (self.positions[:, None] - window + 1).clamp(min=0)
+        hidden = (key_positions > self.positions[:, None]) | (key_positions < first)
+        # Pages of which nothing is visible are not read by a kernel; the rest are read whole.
+        page = key_positions // size
+        unread = (page > self.positions[:, None] // size) | (page < first // size)
+        seen = pages.keys.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        if pages.values is None:
+            seen_values = seen[..., :value_width]
+        else:
+            seen_values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        return _attend_batch(query, seen, seen_values, hidden)
+
+    def _write(self, rows: PagedRows, slots: torch.Tensor, size: int, new: torch.Tensor) -> None:
+        rows.write(slots // size, slots % size, new, used=self.used)
+
+
+def _attend_batch(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """One query per row: ``(rows, heads, width)`` over ``(rows, positions, kv heads, ..)``."""
+    rows, heads, width = query.shape
+    kv_heads = keys.shape[2]
+    grouped = query.view(rows, kv_heads, heads // kv_heads, width)
+    scores = (grouped @ keys.permute(0, 2, 3, 1)) * width**-0.5
+    weights = scores.masked_fill(hidden[:, None, None, :], float("-inf")).softmax(-1)
+    mixed: torch.Tensor = weights @ values.permute(0, 2, 1, 3)
+    return mixed.reshape(rows, heads, -1)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and not inside: a graph that is destroyed during a capture makes it fail."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Decoder:
+    """Runs decode steps padded to one of ``sizes`` rows; from CUDA graphs if ``captured``.
+
+    Everything that a graph holds stays where it is: the cache, the tables, the inputs and the outputs.
+    ``num_runs`` counts the steps.
+    """
+
+    def __init__(self, model: Model, cache: NodeCache, *, sizes: Sequence[int], captured: bool) -> None:
+        self.model = model
+        self.cache = cache
+        self.sizes = sorted(sizes)
+        self.num_runs = 0
+        most, device = self.sizes[-1], cache.device
+        # Token, position and block table row of every request: one copy to the device per step.
+        self._staged = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._staged[1] = -1
+        self._inputs = self._staged.to(device)
+        self._starts = torch.arange(most + 1, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        if captured:
+            with _no_garbage_collection():
+                self._capture_all()
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The batch sizes that there is a graph for."""
+        return sorted(self._graphs)
+
+    def takes(self, step: Step) -> bool:
+        """Whether the step is one of decoding only, and fits."""
+        chunks = step.chunks
+        return len(chunks) <= self.sizes[-1] and all(
+            len(chunk.token_ids) == 1 and chunk.samples for chunk in chunks
+        )
+
+    def run(self, step: Step) -> ModelOutput:
+        """The next token of every request of the step, in order."""
+        chunks = step.chunks
+        count = len(chunks)
+        size = next(size for size in self.sizes if size >= count)
+        staged = torch.tensor(
+            [[c.token_ids[0] for c in chunks], [c.start for c in chunks], [c.row for c in chunks]]
+        )
+        # The last step has ended: its tokens were read.
+        self._staged[:, :count] = staged
+        self._staged[1, count:] = -1
+        self._inputs.copy_(self._staged, non_blocking=True)
+        self._find_places(count, size)
+        if size in self._graphs:
+            graph, output = self._graphs[size]
+            graph.replay()
+        else:
+            output = self._forward(size)
+        self.num_runs += 1
+        drafts = None if output.draft_tokens is None else output.draft_tokens[:count]
+        return ModelOutput(output.tokens[:count], drafts)
+
+    def _find_places(self, count: int, size: int) -> None:
+        """Batch tables and slots of the requests that are staged."""
+        tables, rows = self.cache.tables, self._inputs[2, :count]
+        tables.gather(rows, size)
+        tables.compute_slots(rows, self._starts[: count + 1], self._inputs[1, :count], size)
+
+    def _forward(self, size: int) -> ModelOutput:
+        context = DecodeContext(self.cache, self._inputs[1, :size])
+        return self.model.forward(self._inputs[0, :size], context, self._starts[:size])
+
+    @torch.inference_mode()
+    def _capture_all(self) -> None:
+        """One graph per size, the largest first: the others fit into its memory. All rows are padded."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self._find_places(0, size)
+            stream = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.cache.device))
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_RUNS):
+                    self._forward(size)
+            torch.cuda.current_stream(self.cache.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = self._forward(size)
+            self._graphs[size] = (graph, output)

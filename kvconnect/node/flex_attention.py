@@ -1,0 +1,263 @@
+"""A whole batch attends at once with torch's flex_attention, over the pages that persistent buffers name.
+
+The batch is cut into query groups. The buffers of ``cache/flex_capacity.py`` say which kernel pages each
+group may read: nothing else is gathered, and a wrong entry gives wrong tokens. Within those pages the mask
+decides by request and position. This file knows nothing of models' weights, scheduling or transfers.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.attention_groups import AttentionSetup, GraphSupport
+from kvconnect.cache.flex_capacity import NULL_PAGE, FlexBlocks, FlexBuffers, FlexCapacity
+from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PageSpan, Segment
+from kvconnect.node.models.base import CacheLayout
+
+# Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
+MAX_QUERY_BLOCK = 64
+# Query-key pairs per head in one call: bounds the score matrix, which exists in full.
+PAIRS_PER_CALL = 1 << 19
+
+# The compiler's stance belongs to the process: two nodes in one process take turns.
+_stance_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlexBackend(Backend):
+    """flex_attention for layers of one kind, and the limits that its buffers are allocated for.
+
+    It chooses shapes by the batch, so a CUDA graph cannot hold it.
+    """
+
+    max_num_batched_tokens: int
+    max_model_len: int
+    device: torch.device
+    graph_support: GraphSupport = GraphSupport.NEVER
+
+    def make_metadata_builder(self, kernel_block_size: int) -> FlexAttention:  # type: ignore[override]
+        """The persistent buffers for pages of ``kernel_block_size`` tokens, and attention over them."""
+        capacity = FlexCapacity(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            q_block_size=min(kernel_block_size, MAX_QUERY_BLOCK),
+            page_tokens=kernel_block_size,
+        )
+        return FlexAttention(FlexBuffers(capacity, self.device))
+
+
+def flex_layout(
+    layout: CacheLayout, *, max_num_batched_tokens: int, max_model_len: int, device: torch.device
+) -> CacheLayout:
+    """The layout with a flex backend in place of every attention backend, for the same block sizes."""
+    made: dict[str, FlexBackend] = {}
+
+    def counterpart(backend: Backend | None) -> FlexBackend | None:
+        if backend is None:
+            return None
+        if backend.name not in made:
+            made[backend.name] = FlexBackend(
+                name=backend.name.replace("TORCH", "FLEX"),
+                kernel_block_sizes=backend.kernel_block_sizes,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                device=device,
+            )
+        return made[backend.name]
+
+    groups = tuple(
+        tuple(replace(layer, backend=counterpart(layer.backend)) for layer in layers)
+        for layers in layout.groups
+    )
+    return replace(layout, groups=groups)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some of a batch's query groups: their pages, and what each of their tokens sees of them.
+
+    Attributes:
+        span: the query groups.
+        pages: page ids, int64 of shape ``(groups, width)``; null pages fill up.
+        num_pages: how many of them count, int32 of shape ``(groups,)``.
+        visible: bool of shape ``(groups, q_block_size, width * page_tokens)``.
+    """
+
+    span: slice
+    pages: torch.Tensor
+    num_pages: torch.Tensor
+    visible: torch.Tensor
+
+
+class FlexAttention:
+    """Attention over the pages in ``buffers``, for the layers of one cache group and backend."""
+
+    def __init__(self, buffers: FlexBuffers) -> None:
+        self.buffers = buffers
+        self._segments: Sequence[Segment] = ()
+        self._table = torch.empty(0)
+        self._parts: list[_Part] = []
+        self._filled_for: tuple[int | None, int] | None = None
+
+    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
+        """A step begins: its tokens in batch order, and the block table of this cache group."""
+        self._segments, self._table, self._filled_for = segments, table, None
+
+    def attend(
+        self,
+        pages: AttentionPages,
+        query: torch.Tensor,
+        *,
+        window: int | None,
+        value_width: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of the step's tokens, ``(tokens, query heads, width)``, over the cache.
+
+        The tokens' own rows are in the cache already. Returns ``(tokens, query heads, value width)``.
+        """
+        # All layers of a step read the same pages, so the buffers are filled for the first of them.
+        wanted = (window, pages.keys.pages.shape[0])
+        if self._filled_for != wanted:
+            self._parts = list(self._fill(*wanted))
+            self._filled_for = wanted
+        tokens, heads, width = query.shape
+        block = self.buffers.capacity.q_block_size
+        padded = query.new_zeros((div_ceil(tokens, block) * block, heads, width))
+        padded[:tokens] = query
+        grouped = padded.view(-1, block, heads, width).transpose(1, 2)
+        outputs = [self._attend_part(part, grouped[part.span], pages, value_width) for part in self._parts]
+        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[:tokens]
+
+    def _fill(self, window: int | None, num_pages: int) -> Iterator[_Part]:
+        device, limits = self._table.device, self.buffers.capacity
+        segments = self._segments
+        rows = torch.tensor([s.row for s in segments], device=device)
+        tables = self._table[rows]
+        blocks = self.buffers.fill(
+            query_lens=[s.length for s in segments],
+            seq_lens=[s.start + s.length for s in segments],
+            block_tables=tables,
+            sliding_window=window,
+        )
+        logical = _logical_pages(segments, tables, num_pages, limits.page_tokens, window)
+        used = len(blocks.kv_num_blocks)
+        # A padded token belongs to the first request and stands before its start, so it sees nothing.
+        request = torch.zeros(used * limits.q_block_size, dtype=torch.int64)
+        position = torch.full_like(request, -1)
+        for index, segment in enumerate(segments):
+            request[segment.span] = index
+            position[segment.span] = torch.arange(segment.start, segment.start + segment.length)
+        shape = (used, limits.q_block_size)
+        request, position = request.view(shape).to(device), position.view(shape).to(device)
+        for span, width in _spans(blocks, limits):
+            ids, num = blocks.kv_indices[span, :width].long(), blocks.kv_num_blocks[span]
+            place = logical[request[span][:, :, None], ids[:, None, :]]
+            beyond = torch.arange(width, device=device) >= num[:, None]
+            place.masked_fill_(beyond[:, None, :], -1)
+            visible = _visible(place, position[span], limits.page_tokens, window)
+            yield _Part(span, ids, num, visible)
+
+    def _attend_part(
+        self, part: _Part, query: torch.Tensor, pages: AttentionPages, value_width: int | None
+    ) -> torch.Tensor:
+        """``(groups, heads, q_block_size, width)`` to the same with the values' width."""
+        keys = self._gather(part, pages.keys.gather(part.pages))
+        if pages.values is None:
+            values = keys[..., :value_width]
+        else:
+            values = self._gather(part, pages.values.gather(part.pages))
+        groups, width = part.pages.shape
+        limits = self.buffers.capacity
+        # The pages were gathered in the order of their indices, so the mask's blocks are 0, 1, ..
+        order = torch.arange(width, dtype=torch.int32, device=query.device).expand(groups, 1, 1, width)
+        block_mask = BlockMask.from_kv_blocks(
+            part.num_pages.view(groups, 1, 1),
+            order,
+            BLOCK_SIZE=(limits.q_block_size, limits.page_tokens),
+            mask_mod=lambda batch, _head, row, column: part.visible[batch, row, column],
+            seq_lengths=(limits.q_block_size, width * limits.page_tokens),
+            compute_q_blocks=False,
+        )
+        return _flex_attention(query, keys, values, block_mask)
+
+    def _gather(self, part: _Part, rows: torch.Tensor) -> torch.Tensor:
+        """``(groups, rows, heads, width)`` to ``(groups, heads, rows, width)``, as a kernel would see it.
+
+        It does not visit the pages after the last that counts. Here they are in the product, where only
+        a zero leaves no trace whatever the page holds.
+        """
+        count = part.num_pages.long()[:, None] * self.buffers.capacity.page_tokens
+        beyond = torch.arange(rows.shape[1], device=rows.device) >= count
+        return rows.masked_fill_(beyond[:, :, None, None], 0).transpose(1, 2)
+
+
+def _spans(blocks: FlexBlocks, limits: FlexCapacity) -> Iterator[tuple[slice, int]]:
+    """Query groups that fit one call, and how many pages the widest of them has."""
+    most = blocks.most_kv_blocks.tolist()
+    start = 0
+    while start < len(most):
+        end, width = start, 0
+        while end < len(most):
+            wider = max(width, most[end])
+            pairs = (end + 1 - start) * limits.q_block_size * wider * limits.page_tokens
+            if end > start and pairs > PAIRS_PER_CALL:
+                break
+            end, width = end + 1, wider
+        yield slice(start, end), width
+        start = end
+
+
+def _logical_pages(
+    segments: Sequence[Segment], tables: torch.Tensor, num_pages: int, page_tokens: int, window: int | None
+) -> torch.Tensor:
+    """Where in each request's sequence each page of the cache is, ``(requests, num_pages)``; -1: nowhere."""
+    spans = [PageSpan(page_tokens).of(segment, window) for segment in segments]
+    first, end = torch.tensor([(span.start, span.stop) for span in spans], device=tables.device).T[..., None]
+    column = torch.arange(tables.shape[1], device=tables.device).expand_as(tables)
+    # A row still names pages that left the window, and by now they can be pages of the window again.
+    pages = torch.where((column >= first) & (column < end), tables.long(), NULL_PAGE)
+    logical = torch.full((len(segments), num_pages), -1, dtype=torch.int64, device=tables.device)
+    logical.scatter_(1, pages, column)
+    logical[:, NULL_PAGE] = -1
+    return logical
+
+
+def _visible(
+    place: torch.Tensor, position: torch.Tensor, page_tokens: int, window: int | None
+) -> torch.Tensor:
+    """Which rows a token sees, from each page's place in its request (-1: not its) and its position."""
+    key = place[..., None] * page_tokens + torch.arange(page_tokens, device=place.device)
+    query = position[..., None, None]
+    seen = (place[..., None] >= 0) & (key <= query)
+    if window is not None:
+        seen &= key > query - window
+    return seen.flatten(2)
+
+
+def _flex_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_mask: BlockMask
+) -> torch.Tensor:
+    # Not compiled: the fused kernel has no float64. The stance keeps torch from compiling the call on its
+    # own, which it would do for every new shape.
+    with _stance_lock, torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out = flex_attention(query, keys, values, block_mask=block_mask, enable_gqa=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def attach_flex(pages: dict[str, LayerPages], setup: AttentionSetup) -> None:
+    """Let the layers whose metadata builder is a ``FlexAttention`` attend with it."""
+    for group in setup.groups:
+        if isinstance(group.metadata_builder, FlexAttention):
+            for name in group.layer_names:
+                layer = pages[name]
+                assert isinstance(layer, AttentionPages)
+                pages[name] = replace(layer, batched=group.metadata_builder)
