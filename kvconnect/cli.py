@@ -62,8 +62,7 @@ def serve(
         int, typer.Option(help="Logical blocks of KV cache, the null block included.")
     ] = 512,
     block_size: Annotated[
-        int | None,
-        typer.Option(help="Tokens per logical block; left out, the model's own."),
+        int | None, typer.Option(help="Tokens per logical block; left out, the model's own.")
     ] = None,
     max_model_len: Annotated[int, typer.Option(help="Longest sequence, in tokens.")] = 4096,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = 16,
@@ -74,6 +73,17 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Take the beginning of a prompt from blocks that hold it already.")
     ] = True,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the cache keeps: auto (the model's own), bf16 or fp8_e4m3.")
+    ] = "auto",
+    kernel_block_size: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens per attention kernel block (several times for several); left out, any."),
+    ] = None,
+    enable_graphs: Annotated[
+        bool | None, typer.Option(help="Replay decode steps as CUDA graphs; left out, where possible.")
+    ] = None,
+    attention_backend: Annotated[str, typer.Option(help="sdpa, or flex for flex_attention.")] = "sdpa",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for torch; left out, its own choice.")
     ] = None,
@@ -99,6 +109,10 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             reserved_blocks=reserved_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            kv_cache_dtype=kv_cache_dtype,
+            kernel_block_sizes=kernel_block_size or (),
+            enable_graphs=enable_graphs,
+            attention_backend=attention_backend,
             num_threads=num_threads,
         )
     except (OSError, OverflowError) as error:
@@ -154,6 +168,9 @@ def demo(
         typer.Option(help="Exit 1 if this engine cannot run here; may be given several times."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where the nodes compute: cpu, cuda, cuda:N.")] = "cpu",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the nodes' caches keep: auto, bf16 or fp8_e4m3.")
+    ] = "auto",
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
     from kvconnect.demo.runner import run_demo
@@ -165,6 +182,7 @@ def demo(
         json_output=json_output,
         require=require or [],
         device=device,
+        kv_cache_dtype=kv_cache_dtype,
     )
     raise typer.Exit(code)
 
@@ -177,6 +195,29 @@ def bench_plan_command(
     from kvconnect.bench import bench_plan
 
     bench_plan(json_output)
+
+
+@bench_app.command("zero")
+def bench_zero_command(
+    page_bytes: Annotated[int, typer.Option(min=64, help="Bytes of a page.")] = 16 << 10,
+    regions: Annotated[int, typer.Option(min=1, help="Layers, each in its own allocation.")] = 64,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks to zero.")] = 256,
+) -> None:
+    """Time the zeroing of fresh blocks beside a memset of as many bytes, on the GPU if there is one."""
+    from kvconnect.bench_kit import bench_zero
+
+    bench_zero(page_bytes=page_bytes, regions=regions, blocks=blocks)
+
+
+@bench_app.command("tables")
+def bench_tables_command(
+    requests: Annotated[int, typer.Option(min=1, help="Requests that grow in the step.")] = 256,
+    groups: Annotated[int, typer.Option(min=1, help="Cache groups.")] = 4,
+) -> None:
+    """Time the update of block tables, on the GPU if there is one."""
+    from kvconnect.bench_kit import bench_tables
+
+    bench_tables(requests=requests, groups=groups)
 
 
 @bench_app.command("soak")
