@@ -8,11 +8,11 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?= --require mooncake --require nixl
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test check bench
+.PHONY: help setup demo test test-vllm check bench
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: ## make .venv with everything; then .venv/bin/kvconnect works
 	@deploy/setup.sh
@@ -24,6 +24,11 @@ demo: setup ## prove it: every engine with every model, token-exact against a si
 test: setup ## all tests
 	@echo "test: pytest over tests/"
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-vllm: setup ## a prefill and a decode server of real vLLM (CPU build), in an environment of its own
+	@deploy/setup-vllm.sh
+	@echo "test-vllm: pytest over tests/vllm/, with real servers"
+	@.venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 check: setup ## lint, format, types
 	@echo "check: ruff check"

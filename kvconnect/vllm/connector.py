@@ -1,0 +1,292 @@
+"""``KVConnect``, the class that vLLM loads: thin, over the scheduler and worker halves.
+
+vLLM makes one object in its scheduler process and one in each worker. Every hook translates and
+delegates; none waits for a transfer. Hooks that a prefill/decode connector has no use for answer what
+means "nothing to do".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvconnect.config import TransferConfig, parse_kv_transfer_config
+from kvconnect.errors import ConfigError
+from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.vllm.geometry import scheduler_config, transferred_groups, worker_cache
+from kvconnect.worker.connector import WorkerConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_OURS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "engine_id",
+    "kv_load_failure_policy",
+    "kv_connector_extra_config",
+)
+_DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+@dataclass
+class OrdersMetadata(KVConnectorMetadata):
+    """One step's orders, on their way from the scheduler to the workers."""
+
+    orders: Orders
+
+
+@dataclass
+class AddressMetadata(KVConnectorHandshakeMetadata):
+    """Where a worker listens, on its way from the worker to the scheduler."""
+
+    address: RankAddress
+
+
+class KVConnect(KVConnectorBase_V1, SupportsHMA):
+    """Hands KV caches over between vLLM servers. See vLLM's base class for the hooks.
+
+    Raises:
+        ConfigError: the configuration is wrong, or names something that this version refuses.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
+        self._vllm = vllm_config
+        self._cache = kv_cache_config
+        self._config = _read_config(vllm_config)
+        _refuse_unsupported(vllm_config)
+        self._moved = transferred_groups(kv_cache_config)
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        self._addresses: dict[int, RankAddress] = {}
+
+    # What vLLM asks the class
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No layer hook is used, so full CUDA graphs stay."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Registered memory must stay where it is."""
+        return False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A prefill node's KV is wanted by others."""
+        return self._config.is_producer
+
+    # The scheduler's half
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """The workers' addresses, by tensor-parallel rank."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """The workers' addresses. May be told again; another connector's metadata is not for us."""
+        for meta in metadata.values():
+            if isinstance(meta, AddressMetadata):
+                self._addresses[meta.address.rank] = meta.address
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be fetched beyond those computed here, asynchronously."""
+        return self._half.matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load fills every group that is transferred; vLLM must neither zero nor replay it."""
+        return self._moved
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """A request got blocks."""
+        self._half.update_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's orders for the workers."""
+        return OrdersMetadata(self._half.build_orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What all workers have reported."""
+        self._half.update_results(
+            Results(
+                sent=tuple(connector_output.finished_sending or ()),
+                received=tuple(connector_output.finished_recving or ()),
+            )
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See ``request_finished_all_groups``."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether its blocks must be kept, and the parameters for D."""
+        delivered = request.status.name in _DELIVERED
+        return self._half.request_finished(request, block_ids, delivered=delivered)
+
+    # The workers' half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe and register this worker's caches, and begin to serve peers."""
+        rank, world_size = _tensor_rank(), self._vllm.parallel_config.tensor_parallel_size
+        model = self._vllm.model_config
+        num_heads = None if model.use_mla else model.get_total_num_kv_heads()
+        cache = worker_cache(self._cache, kv_caches, rank=rank, world_size=world_size, num_heads=num_heads)
+        self._worker = WorkerConnector(
+            self._config,
+            cache.config,
+            cache.kernel_block_sizes,
+            model=_fingerprint(self._vllm),
+            rank=rank,
+            world_size=world_size,
+            num_heads=num_heads,
+        )
+        self._worker.register_kv_caches(cache.tensors, cache.heads)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where this worker listens."""
+        return None if self._worker is None else AddressMetadata(self._worker.address())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hand this step's orders to the worker half. Never waits."""
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, OrdersMetadata):
+            self._worker.start(metadata.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only once all of it has arrived."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Pages are written from where they lie, after the prefill."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved within a step."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests sent and received since the last call, for vLLM before 0.30."""
+        results = self._results()
+        return set(results.sent) or None, set(results.received) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests sent, received and failed since the last call."""
+        results = self._results()
+        return base.KVConnectorTransferResults(
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Failures are told by request, never by block: with several groups blocks would end vLLM."""
+        return set()
+
+    def shutdown(self) -> None:
+        """Stop serving peers. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # Helpers
+
+    @property
+    def _half(self) -> SchedulerConnector:
+        """The scheduler half, made at the first hook: by then the workers have told where they listen."""
+        if self._scheduler is None:
+            self._scheduler = SchedulerConnector(
+                self._config,
+                scheduler_config(self._cache),
+                {},
+                directory=tuple(self._addresses.values()),
+            )
+        return self._scheduler
+
+    def _results(self) -> Results:
+        if self._worker is None:
+            return Results()
+        results = self._worker.results()
+        for request_id, reason in results.failed.items():
+            logger.warning("the KV of request %s could not be loaded: %s", request_id, reason)
+        return results
+
+
+def _log_like_vllm() -> None:
+    """vLLM gives handlers to its own loggers only: what we say would be lost."""
+    ours, theirs = logging.getLogger("kvconnect"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+def _read_config(vllm_config: VllmConfig) -> TransferConfig:
+    given = vllm_config.kv_transfer_config
+    values = {name: getattr(given, name) for name in _OURS}
+    extra = dict(values["kv_connector_extra_config"] or {})
+    if extra.get("port"):
+        # Every data-parallel engine of a host needs ports of its own.
+        parallel = vllm_config.parallel_config
+        extra["port"] += parallel.data_parallel_index * parallel.tensor_parallel_size
+    return parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Settings under which KV would be lost or wrong are refused at start, by name."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name, value in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
+        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if value > 1:
+            raise ConfigError(f"{name} is {value}, this version of kvconnect accepts 1")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config is set, but this version of kvconnect does not wait for a draft model's KV; "
+            "leave it out"
+        )
+    if getattr(model, "enable_sleep_mode", False):
+        raise ConfigError(
+            "enable_sleep_mode is on, but registered KV memory must stay where it is; turn it off"
+        )
+
+
+def _tensor_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def _fingerprint(vllm_config: VllmConfig) -> str:
+    """What two servers must have in common. Paths differ between hosts: only a model's last part counts."""
+    model = vllm_config.model_config
+    name = str(model.model).rstrip("/").rpartition("/")[2]
+    text = model.hf_text_config
+    dims = f"{text.num_hidden_layers}x{text.hidden_size}"
+    dtype = vllm_config.cache_config.cache_dtype
+    return f"{name}@{model.revision or 'main'}:{text.model_type}:{dims}:{model.dtype}:{dtype}"
