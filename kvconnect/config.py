@@ -36,7 +36,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
-        quarantine_s: how long blocks stay unused after a failure that may have left writes under way.
+        quarantine_s: how long blocks stay unused after the last moment at which a peer may have begun to
+            write to them: when it said that it stopped, or when the time it was given is over.
         early_fetch_s: how long a fetch waits for a prefill that this worker has not heard of yet.
         max_message_bytes: largest side-channel message that is accepted.
         max_leases: most requests that wait to be fetched at one time.
@@ -200,7 +201,7 @@ def _check_combination(config: TransferConfig) -> None:
     if extra.quarantine_s < extra.transfer_timeout_s:
         raise ConfigError(
             f"{where}.quarantine_s is {extra.quarantine_s}, it must be at least transfer_timeout_s, which is "
-            f"{extra.transfer_timeout_s}: until then a peer's last write may still arrive"
+            f"{extra.transfer_timeout_s}: as long as that one write may be under way"
         )
     if extra.max_batch_bytes > extra.max_inflight_bytes:
         raise ConfigError(

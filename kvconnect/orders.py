@@ -7,9 +7,13 @@ what changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+
+# Bounds of what a peer may say. They hold where a message is read; our own values are within them.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 
 class RequestView(Protocol):
@@ -47,9 +51,9 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     that holds the state after the last token.
     """
 
-    group: int
-    first_block: int
-    block_ids: tuple[int, ...]
+    group: Index
+    first_block: Count
+    block_ids: tuple[Count, ...]
 
 
 class Hold(msgspec.Struct, frozen=True):

@@ -176,7 +176,8 @@ class BlockTables:
                 f"request indices {rows.min()}..{rows.max()} are not in 0..{self.max_requests - 1}"
             )
         ends = counts.reshape(-1).cumsum()
-        if np.bincount(rows).max() > 1 or ends[-1] != len(ids) or (len(ids) and ids.min() < 0):
+        wrong = counts.min() < 0 or (len(ids) and ids.min() < 0) or ends[-1] != len(ids)
+        if wrong or np.bincount(rows).max() > 1:
             raise LocalError(
                 f"a batch of {len(rows)} requests with {ends[-1]} blocks and {len(ids)} ids: requests "
                 "must be different, and every block needs one id of 0 or more"
@@ -251,6 +252,7 @@ class BlockTables:
         Raises:
             LocalError: ``num_rows`` is less than the requests or more than ``max_requests``.
         """
+        self._check_rows(request_indices)
         indices = self._ops.indices(request_indices)
         if not len(indices) <= num_rows <= self.max_requests:
             raise LocalError(
@@ -272,6 +274,7 @@ class BlockTables:
         Raises:
             LocalError: ``num_tokens`` is more than ``max_tokens``, or the arguments do not fit together.
         """
+        self._check_rows(request_indices)
         indices, starts, places = (
             self._ops.indices(given) for given in (request_indices, query_start, positions)
         )
@@ -294,6 +297,13 @@ class BlockTables:
     def _check_row(self, request_index: int) -> None:
         if not 0 <= request_index < self.max_requests:
             raise LocalError(f"request index {request_index} is not in 0..{self.max_requests - 1}")
+
+    def _check_rows(self, request_indices: Indices) -> None:
+        """Host values only: those on a device are clamped by the kernels, since reading them would wait."""
+        if isinstance(request_indices, torch.Tensor) or not len(request_indices):
+            return
+        for index in (min(request_indices), max(request_indices)):
+            self._check_row(int(index))
 
     def _touch(self, request_index: int) -> None:
         """Remember that a row has staged writes; a second one has to keep its order."""

@@ -58,7 +58,7 @@ def _apply_kernel(
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def _gather_kernel(tables, batch, widths, indices, num_requests, CHUNK: tl.constexpr):
+def _gather_kernel(tables, batch, widths, indices, num_requests, max_requests, CHUNK: tl.constexpr):
     row = tl.program_id(0)
     group = tl.program_id(1)
     width = tl.load(widths + group)
@@ -66,7 +66,8 @@ def _gather_kernel(tables, batch, widths, indices, num_requests, CHUNK: tl.const
     lanes = tl.arange(0, CHUNK)
     present = row < num_requests
     request = tl.load(indices + row, mask=present, other=0)
-    filled = tl.where(present, width, 0)
+    # An index that is no row reads as an empty one, never as foreign memory.
+    filled = tl.where(present & (request >= 0) & (request < max_requests), width, 0)
     source = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + request * width
     for done in range(0, width, CHUNK):
         entry = done + lanes
@@ -86,6 +87,7 @@ def _slots_kernel(
     positions,
     num_requests,
     num_tokens,
+    max_requests,
     PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -99,16 +101,20 @@ def _slots_kernel(
     present = request < num_requests
     first = tl.load(query_start + request)
     last = tl.load(query_start + request + 1, mask=present, other=0)
-    last = tl.where(present, last, num_tokens)
+    last = tl.minimum(tl.where(present, last, num_tokens), num_tokens)
     row = tl.load(indices + request, mask=present, other=0)
-    known = tl.where(present, last, first)
+    # An index that is no row gives padding, never a slot from foreign memory.
+    known = tl.where(present & (row >= 0) & (row < max_requests), last, first)
+    # Tokens before the first request's belong to nobody: the first program pads them.
+    begin = tl.where(request == 0, 0, first)
     table = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + row * width
-    for done in range(first, last, CHUNK):
+    for done in range(begin, last, CHUNK):
         token = done + lanes
         inside = token < last
-        position = tl.load(positions + token, mask=token < known, other=-1)
+        mine = (token >= first) & (token < known)
+        position = tl.load(positions + token, mask=mine, other=-1)
         block = position // size
-        held = (token < known) & (position >= 0) & (block < width)
+        held = mine & (position >= 0) & (block < width)
         kernel_block = tl.load(table + block, mask=held, other=0).to(tl.int64)
         slot = tl.where(held, kernel_block * size + position % size, PAD)
         tl.store(target + token, slot, mask=inside)
@@ -133,6 +139,7 @@ class TritonTableOps:
             self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in (tables, batch, slots)
         )
         self._widths = self._numbers([table.shape[1] for table in tables])
+        self._max_requests = tables[0].shape[0]
         self._ratios = self._numbers(ratios)
         self._sizes = self._numbers(kernel_block_sizes)
         self._counting = np.arange(1, dtype=np.int32)
@@ -182,7 +189,13 @@ class TritonTableOps:
         if num_rows:
             grid = (num_rows, len(self._widths))
             _gather_kernel[grid](
-                self._tables, self._batch, self._widths, request_indices, len(request_indices), CHUNK=_CHUNK
+                self._tables,
+                self._batch,
+                self._widths,
+                request_indices,
+                len(request_indices),
+                self._max_requests,
+                CHUNK=_CHUNK,
             )
 
     def compute_slots(
@@ -204,6 +217,7 @@ class TritonTableOps:
             positions,
             len(request_indices),
             num_tokens,
+            self._max_requests,
             PAD=-1,
             CHUNK=_CHUNK,
         )

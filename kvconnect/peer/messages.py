@@ -6,11 +6,18 @@ what it does not understand, and raises nothing but ``PeerError``.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks, RankAddress
-from kvconnect.plan.align import TableCard
+from kvconnect.orders import Count, GroupBlocks, RankAddress
+from kvconnect.plan.align import TableCard, card_refusal
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=256)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
+Heads = Annotated[int, msgspec.Meta(ge=1, le=65536)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 PROTOCOL_VERSION = 1
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
@@ -23,8 +30,8 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """
 
     model: str
-    num_heads: int | None
-    world_size: int
+    num_heads: Heads | None
+    world_size: Ranks
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +43,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
     engine_id: str
     incarnation: str
-    rank: int
+    rank: Rank
     meaning: CacheMeaning
     engine: str
     engine_card: bytes
@@ -74,9 +81,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     transfer_id: int
     handle: str
-    num_tokens: int
+    num_tokens: Count
     groups: tuple[GroupBlocks, ...]
-    consumers: int
+    consumers: Ranks
     timeout_s: float
 
 
@@ -90,14 +97,14 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     transfer_id: int
     ok: bool
     quiet: bool
-    total_bytes: int
-    copies: int
+    total_bytes: Bytes
+    copies: Count
     seconds: float
     error: str
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """D to P: stop a fetch. It is still answered by ``Written``."""
+    """D to P: stop a fetch. It is answered by ``Written``, also where P does not know it."""
 
     transfer_id: int
 
@@ -106,7 +113,7 @@ class LetGo(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
     """D to P: a rank that would have fetched this request will not. No answer."""
 
     handle: str
-    consumers: int
+    consumers: Ranks
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
@@ -178,4 +185,4 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
     ):
         if our_value != their_value:
             return f"{what} differ: {their_value!r} asks {our_value!r}"
-    return None
+    return card_refusal(theirs.table)

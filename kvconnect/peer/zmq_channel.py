@@ -8,6 +8,7 @@ reported, with whether the peer's port is closed now.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _MOST_ARRIVALS = 256
 """Frames taken per call, so that a flood cannot keep the owner from its other work."""
 
+_MOST_SOCKETS = 16_384
 _HIGH_WATER_MARK = 10_000
 _PROBE_TIMEOUT_S = 0.05
 _HEARTBEAT_MS = 2_000
@@ -43,6 +45,8 @@ class ZmqChannel:
 
     def __init__(self, host: str, port: int, *, max_message_bytes: int, peer_timeout_s: float) -> None:
         self._context = zmq.Context(io_threads=1)
+        # A monitored connection takes three; ZeroMQ's default would end at some 340 of them.
+        self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         self._max_message_bytes = max_message_bytes
         self._peer_timeout_ms = int(peer_timeout_s * 1000)
         self._router = self._socket(zmq.ROUTER)
@@ -61,7 +65,7 @@ class ZmqChannel:
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[str, tuple[str, int]] = {}
-        self._names: dict[int, str] = {}
+        self._stillborn: list[str] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -84,7 +88,15 @@ class ZmqChannel:
         monitor = dealer.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED
         )
-        dealer.connect(f"tcp://{_bracketed(host)}:{port}")
+        try:
+            dealer.connect(f"tcp://{_bracketed(host)}:{port}")
+        except zmq.ZMQError as error:
+            logger.warning("side channel: cannot connect to %s:%d: %s", host, port, error)
+            dealer.disable_monitor()
+            monitor.close()
+            dealer.close()
+            self._stillborn.append(link)
+            return
         self._dealers[link] = dealer
         self._monitors[link] = monitor
         self._endpoints[link] = (host, port)
@@ -120,23 +132,27 @@ class ZmqChannel:
 
     def receive(self) -> list[Arrival]:
         """Frames and lost connections, at most a few hundred at a time."""
-        arrived: list[Arrival] = []
+        arrived: list[Arrival] = [LinkLost(link, refused=False) for link in self._stillborn]
+        self._stillborn.clear()
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
-        self._drain_router(arrived)
+        # Answers to our own questions first, and with room of their own: no flood from outside delays them.
         for link, dealer in list(self._dealers.items()):
-            while len(arrived) < _MOST_ARRIVALS:
+            for _ in range(_MOST_ARRIVALS):
                 try:
                     arrived.append(Frame(link, dealer.recv(zmq.NOBLOCK)))
                 except zmq.Again:
                     break
             if self._monitor_says_lost(link):
                 arrived.append(LinkLost(link, refused=self._is_refused(link)))
+        self._drain_router(arrived)
         return arrived
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a frame, a lost connection or ``wake``."""
+        if self._stillborn:
+            return
         self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
 
     def wake(self) -> None:
@@ -169,7 +185,7 @@ class ZmqChannel:
         return made
 
     def _drain_router(self, arrived: list[Arrival]) -> None:
-        while len(arrived) < _MOST_ARRIVALS:
+        for _ in range(_MOST_ARRIVALS):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -190,6 +206,11 @@ class ZmqChannel:
     def _is_refused(self, link: str) -> bool:
         """Whether the peer's port is closed: then its process ended, and nothing of it writes any more."""
         host, port = self._endpoints[link]
+        try:
+            # A name may stand for many processes, and looking it up would take its time.
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
         try:
             with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S):
                 return False

@@ -35,6 +35,50 @@ class TableCard(msgspec.Struct, frozen=True, array_like=True):
         return {geometry.group: geometry for geometry in self.groups}
 
 
+_MOST_REGIONS = 65_536
+_MOST_ROWS = 65_536
+_MOST_BLOCKS = 2**31
+_MOST_BYTES = 2**48
+
+
+def card_refusal(card: TableCard) -> str | None:
+    """Why a peer's table cannot be a cache, or None if it can.
+
+    A peer may lie about its addresses, which are its own to be written to. It must not be able to make
+    us compute with numbers that no cache has.
+    """
+    groups = card.geometry()
+    if len(card.regions) > _MOST_REGIONS or len(groups) != len(card.groups):
+        return f"a table of {len(card.regions)} regions and {len(card.groups)} groups, some of them alike"
+    for geometry in card.groups:
+        window = geometry.sliding_window
+        if not (
+            0 <= geometry.group < _MOST_ROWS
+            and 0 < geometry.block_tokens < _MOST_BLOCKS
+            and 0 < geometry.blocks_per_kv_block <= _MOST_ROWS
+            and (window is None or 0 < window < _MOST_BLOCKS)
+        ):
+            return f"cache group {geometry.group} of the peer's table has impossible block sizes"
+    for region in card.regions:
+        axes = region.axes
+        counts = (axes.planes, axes.heads, axes.tokens)
+        strides = (axes.plane_stride, axes.head_stride, axes.token_stride)
+        if not (
+            region.group in groups
+            and 0 < region.address < 2**62
+            and 0 < region.num_blocks < _MOST_BLOCKS
+            and 0 < region.page_bytes <= region.block_stride < _MOST_BYTES
+            and all(0 < count <= _MOST_ROWS for count in counts)
+            and axes.planes * axes.heads * axes.tokens <= 2**22
+            and 0 < axes.row_bytes <= region.page_bytes
+            and all(0 <= stride < _MOST_BYTES for stride in strides)
+            and 0 <= region.first_plane < _MOST_ROWS
+            and (region.heads is None or 0 <= region.heads.start <= region.heads.stop <= _MOST_ROWS)
+        ):
+            return f"layer {region.layer[:200]!r} of the peer's table has impossible sizes"
+    return None
+
+
 Column = NDArray[np.int64]
 
 

@@ -5,6 +5,7 @@ It comes from a client: nothing in it is trusted further than its type and size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""
 
 _LONGEST_TEXT = 512
+_TEXT = re.compile(r"[!-~]+")
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
@@ -54,6 +57,9 @@ def read_remote_prefill(params: Mapping[str, Any] | None) -> RemotePrefill | Non
             return RemotePrefill(
                 refusal=f"kv_transfer_params.{key} has {len(value)} characters, accepted: {_LONGEST_TEXT}"
             )
+        if isinstance(value, str) and not (_HOST if name == "host" else _TEXT).fullmatch(value):
+            kinds = "a host name or address" if name == "host" else "printable ASCII without spaces"
+            return RemotePrefill(refusal=f"kv_transfer_params.{key} is {_short(value)}, accepted: {kinds}")
         values[name] = value
     if not 0 < values["port"] <= 65535:
         return RemotePrefill(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from kvconnect.cache.shard import consumer_ranks, partner_ranks
+from kvconnect.cache.shard import partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import LetGo as LetGoOrder
@@ -21,36 +21,12 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Cancel, Fetch, Introduction, LetGo, Written
 from kvconnect.peer.session import Ended, Misused, Ready, Received, Session, Side, State
 from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading, PeerKey
+from kvconnect.worker.remote import Peer, RankLink
 
 logger = logging.getLogger(__name__)
 
 DEAD_PEER_GRACE_S = 1.0
 """A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
-
-
-@dataclass
-class RankLink:
-    """Our connection to one rank of a peer."""
-
-    name: str
-    session: Session
-
-
-@dataclass
-class Peer:
-    """A remote engine: its ranks, and what waits for it.
-
-    ``let_go`` are handles that nobody will fetch; ``releases`` the same per rank, once the ranks are
-    known.
-    """
-
-    key: PeerKey
-    links: dict[int, RankLink] = field(default_factory=dict)
-    world_size: int | None = None
-    directory: tuple[RankAddress, ...] = ()
-    let_go: list[str] = field(default_factory=list)
-    releases: dict[int, list[str]] = field(default_factory=dict)
-    used_at: float = 0.0
 
 
 class DecodeSide:
@@ -146,9 +122,10 @@ class DecodeSide:
                 self._fail(loading, f"it did not arrive within {self._config.load_timeout_s} s")
             if loading.error:
                 self._wind_up(loading, now)
-        self._admit(now)
         for loading in [loading for loading in self.loads.values() if loading.over]:
             self._finish(loading, now)
+        # After that, so that a load which ended makes room for the next one at once.
+        self._admit(now)
         self._owe(now)
         self._forget_idle_peers(now)
         self._count()
@@ -216,7 +193,7 @@ class DecodeSide:
             case Ready(peer=introduction, directory=directory):
                 self._meet(peer, rank, introduction, directory, now)
             case Received(message=Written() as written):
-                self._written(written, now)
+                self._written(written, link.name, now)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", peer.key, reason)
@@ -244,18 +221,19 @@ class DecodeSide:
         if rank == 0:
             peer.world_size = introduction.meaning.world_size
             peer.directory = directory
+            self._route(peer, introduction.meaning.world_size)
         self._tell_let_go(peer, now)
 
-    def _partners(self, peer: Peer) -> list[int]:
+    def _route(self, peer: Peer, peer_world_size: int) -> None:
+        """Work out once which of the peer's ranks each of ours fetches from."""
         meaning = self._meaning
-        assert peer.world_size is not None
-        return partner_ranks(self._rank, meaning.world_size, peer.world_size, meaning.num_heads)
-
-    def _consumers(self, peer: Peer, rank: int) -> int:
-        """How many of our ranks fetch from a rank of the peer."""
-        meaning = self._meaning
-        assert peer.world_size is not None
-        return len(consumer_ranks(rank, peer.world_size, meaning.world_size, meaning.num_heads))
+        peer.consumers = dict.fromkeys(range(peer_world_size), 0)
+        for rank in range(meaning.world_size):
+            partners = partner_ranks(rank, meaning.world_size, peer_world_size, meaning.num_heads)
+            if rank == self._rank:
+                peer.partners = tuple(partners)
+            for partner in partners:
+                peer.consumers[partner] += 1
 
     def _lose_rank(
         self, peer: Peer, rank: int, reason: str, now: float, *, gone: bool = False, refused: bool = False
@@ -284,11 +262,11 @@ class DecodeSide:
                 self._fail(loading, reason)
             elif leg.state is LegState.ASKED and refused and not loading.met_again and not loading.error:
                 loading.met_again = True
-                self._leave(leg, LegEvent.FORGET, now)
+                self._leave(loading, leg, LegEvent.FORGET, now)
                 self._peer(peer.key, now)
             elif leg.state is LegState.ASKED:
                 self._fail(loading, reason)
-                self._leave(leg, LegEvent.FAIL if refused else LegEvent.LOSE, now)
+                self._leave(loading, leg, LegEvent.FAIL if refused else LegEvent.LOSE, now)
                 if gone:
                     leg.busy_until = now + DEAD_PEER_GRACE_S
 
@@ -327,7 +305,7 @@ class DecodeSide:
         if peer is None or peer.world_size is None:
             return
         if not loading.legs:
-            loading.legs = {rank: Leg(rank) for rank in self._partners(peer)}
+            loading.legs = {rank: Leg(rank) for rank in peer.partners}
             self._release(peer, self._unused_ranks(peer), loading.order.handle, now)
         for leg in loading.legs.values():
             link = peer.links.get(leg.rank) or self._connect_rank(peer, leg.rank, now)
@@ -343,32 +321,47 @@ class DecodeSide:
                     handle=loading.order.handle,
                     num_tokens=loading.order.num_tokens,
                     groups=loading.order.groups,
-                    consumers=self._consumers(peer, leg.rank),
+                    consumers=peer.consumers[leg.rank],
                     timeout_s=max(0.001, loading.deadline - now),
                 )
             )
             self._flush(link)
 
-    def _written(self, written: Written, now: float) -> None:
+    def _written(self, written: Written, link: str, now: float) -> None:
         loading = self._legs.get(written.transfer_id)
-        if loading is None:
-            logger.warning("an answer to transfer %d, which is not known", written.transfer_id)
+        leg = next(
+            (leg for leg in loading.legs.values() if leg.transfer_id == written.transfer_id)
+            if loading
+            else iter(()),
+            None,
+        )
+        if loading is None or leg is None or leg.link != link:
+            # Only the peer that was asked can say what became of it.
+            self._metrics.failures.labels("peer_message").inc()
+            logger.warning("%s answers transfer %d, which it was not asked", link, written.transfer_id)
             return
-        leg = next(leg for leg in loading.legs.values() if leg.transfer_id == written.transfer_id)
         loading.total_bytes += written.total_bytes
         loading.copies += written.copies
-        loading.seconds = max(loading.seconds, written.seconds)
+        if math.isfinite(written.seconds):
+            loading.seconds = max(loading.seconds, written.seconds)
         if leg.state is LegState.BUSY:
             if written.quiet:
-                self._leave(leg, LegEvent.SETTLE, now)
+                self._leave(loading, leg, LegEvent.SETTLE, now)
+            else:
+                leg.busy_until = max(leg.busy_until, now + self._config.quarantine_s)
             return
         if leg.state is not LegState.ASKED:
             return
-        if written.ok:
-            self._leave(leg, LegEvent.LAND, now)
+        if written.ok and written.quiet:
+            self._leave(loading, leg, LegEvent.LAND, now)
             return
         self._fail(loading, written.error or "the peer gave no reason")
-        self._leave(leg, LegEvent.FAIL if written.quiet else LegEvent.LOSE, now)
+        if written.quiet:
+            self._leave(loading, leg, LegEvent.FAIL, now)
+            return
+        # It has stopped submitting, so only what it could not call back is still under way.
+        self._leave(loading, leg, LegEvent.LOSE, now)
+        leg.busy_until = now + self._config.quarantine_s
 
     def _fail(self, loading: Loading, reason: str) -> None:
         loading.error = loading.error or reason
@@ -378,10 +371,10 @@ class DecodeSide:
         for leg in loading.legs.values():
             match leg.state:
                 case LegState.MEETING:
-                    self._leave(leg, LegEvent.FAIL, now)
+                    self._leave(loading, leg, LegEvent.FAIL, now)
                 case LegState.ASKED:
                     # The peer answers a cancel as soon as it has stopped; until then it may write.
-                    self._leave(leg, LegEvent.LOSE, now)
+                    self._leave(loading, leg, LegEvent.LOSE, now)
                     peer = self.peers.get(loading.peer)
                     link = peer.links.get(leg.rank) if peer else None
                     if link is not None and link.name == leg.link and link.session.state is State.READY:
@@ -395,20 +388,24 @@ class DecodeSide:
                             "unused until nothing could arrive any more",
                             loading.order.request_id,
                         )
-                        self._leave(leg, LegEvent.SETTLE, now)
+                        self._leave(loading, leg, LegEvent.SETTLE, now)
                 case LegState.LANDED | LegState.FAILED:
                     pass
 
-    def _leave(self, leg: Leg, event: LegEvent, now: float) -> None:
+    def _leave(self, loading: Loading, leg: Leg, event: LegEvent, now: float) -> None:
         leg.move(event)
         if leg.state is LegState.BUSY:
-            leg.busy_until = now + self._config.quarantine_s
+            # A peer that we cannot hear may go on writing until the time it was given is over, which
+            # is the load's deadline; what it started last may still be on its way after that.
+            leg.busy_until = max(now, loading.deadline) + self._config.quarantine_s
         if leg.over or leg.state is LegState.MEETING:
             self._legs.pop(leg.transfer_id, None)
 
     def _finish(self, loading: Loading, now: float) -> None:
         order = loading.order
+        # Reported before anything else can fail: a request that is forgotten unreported is lost.
         del self.loads[order.request_id]
+        self._report_received(order.request_id, loading.error)
         if not loading.admitted and loading in self._queue:
             self._queue.remove(loading)
         outcome = "failed" if loading.error else "ok"
@@ -427,14 +424,13 @@ class DecodeSide:
             self._metrics.copies.labels("received", "direct").inc(loading.copies)
             self._metrics.transfer_seconds.labels("received").inc(loading.seconds)
             self._metrics.load_seconds.observe(now - loading.ordered_at)
-        self._report_received(order.request_id, loading.error)
 
     def _unused_ranks(self, peer: Peer) -> list[int]:
         """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
-        assert peer.world_size is not None
         if self._rank != 0:
             return []
-        return [rank for rank in range(peer.world_size) if not self._consumers(peer, rank)]
+        reachable = {address.rank for address in peer.directory}
+        return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]
 
     def _release(self, peer: Peer, ranks: Sequence[int], handle: str, now: float) -> None:
         for rank in ranks:
@@ -447,14 +443,14 @@ class DecodeSide:
             return
         handles, peer.let_go = peer.let_go, []
         for handle in handles:
-            for rank in (*self._partners(peer), *self._unused_ranks(peer)):
+            for rank in (*peer.partners, *self._unused_ranks(peer)):
                 peer.releases.setdefault(rank, []).append(handle)
         for rank in list(peer.releases):
             link = peer.links.get(rank) or self._connect_rank(peer, rank, now)
             if link is None or link.session.state is not State.READY:
                 continue
             for handle in peer.releases.pop(rank):
-                link.session.send(LetGo(handle, max(1, self._consumers(peer, rank))))
+                link.session.send(LetGo(handle, max(1, peer.consumers.get(rank, 0))))
             self._flush(link)
 
     def _owe(self, now: float) -> None:

@@ -11,13 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, LetGo, Load, RankAddress, Results
-from kvconnect.peer.channel import Channel, Frame, LinkLost
+from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.prefill_side import PrefillSide
@@ -56,6 +57,7 @@ class Mover:
     ) -> None:
         self.wake_owner = wake_owner
         self._engine = engine
+        self._metrics = metrics
         self._channel = channel
         self._commands: deque[Command] = deque()
         self._results_lock = threading.Lock()
@@ -83,13 +85,17 @@ class Mover:
             if directory:
                 self.prefill.directory = directory
             for hold in holds:
-                self.prefill.hold(hold, ready, now)
+                with self._guard("an order to hold"):
+                    self.prefill.hold(hold, ready, now)
             for load in loads:
-                self.decode.load(load, ready, now)
+                with self._guard("an order to load"):
+                    self.decode.load(load, ready, now)
             for release in let_go:
-                self.decode.let_go(release, now)
+                with self._guard("an order to let go"):
+                    self.decode.let_go(release, now)
             for request_id in aborted:
-                self.decode.abort(request_id)
+                with self._guard("an order to abort"):
+                    self.decode.abort(request_id)
 
         self.call(carry_out)
 
@@ -111,20 +117,17 @@ class Mover:
         """Do what can be done now. Returns how long in seconds it may sleep if nothing arrives."""
         progress = False
         while self._commands:
-            self._commands.popleft()(now)
             progress = True
+            with self._guard("an order"):
+                self._commands.popleft()(now)
         for arrival in self._channel.receive():
             progress = True
-            match arrival:
-                case Frame(link=link, data=data) if link.startswith("in:"):
-                    self.prefill.receive(link, data, now)
-                case Frame(link=link, data=data):
-                    self.decode.receive(link, data, now)
-                case LinkLost(link=link, refused=refused):
-                    self.decode.lost(link, refused, now)
+            with self._guard("a message"):
+                self._take(arrival, now)
         for completion in self._engine.poll():
             progress = True
-            self.prefill.completed(completion, now)
+            with self._guard("a completion"):
+                self.prefill.completed(completion, now)
         self.decode.advance(now)
         self.prefill.advance(now)
         return self._sleep_s(progress, now)
@@ -145,6 +148,24 @@ class Mover:
                 time.sleep(sleep_s)
             else:
                 time.sleep(0)
+
+    def _take(self, arrival: Arrival, now: float) -> None:
+        match arrival:
+            case Frame(link=link, data=data) if link.startswith("in:"):
+                self.prefill.receive(link, data, now)
+            case Frame(link=link, data=data):
+                self.decode.receive(link, data, now)
+            case LinkLost(link=link, refused=refused):
+                self.decode.lost(link, refused, now)
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """One thing that goes wrong must not take others with it. Whatever hangs on it has a deadline."""
+        try:
+            yield
+        except Exception:
+            self._metrics.failures.labels("internal").inc()
+            logger.exception("the transfer thread met an error of its own over %s", what)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
         if not self._moving:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class PrefillSide:
         self._batches: dict[int, TransferKey] = {}
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
+        self._not_quiet: dict[TransferKey, float] = {}
         self._peers: OrderedDict[str, None] = OrderedDict()
 
     # Orders of the scheduler
@@ -126,7 +128,7 @@ class PrefillSide:
                 case Received(message=Fetch() as fetch):
                     self._fetch(EarlyFetch(link, fetch, now), now)
                 case Received(message=Cancel() as cancel):
-                    self._cancel((link, cancel.transfer_id), "the peer cancelled it")
+                    self._cancelled(link, visitor, cancel.transfer_id, now)
                 case Received(message=LetGo() as let_go):
                     self._let_go(visitor, let_go, now)
                 case Received(message=Alive()):
@@ -248,7 +250,7 @@ class PrefillSide:
         lease = self.leases.get(fetch.handle)
         if lease is None or not lease.ready():
             buried = self._tombstones.reason(fetch.handle)
-            patience_s = self._config.early_fetch_s if lease is None else fetch.timeout_s
+            patience_s = self._config.early_fetch_s if lease is None else _patience_s(fetch)
             if buried is None and now - waiting.received_at < patience_s:
                 if len(self._early) < self._config.max_leases:
                     self._early.append(waiting)
@@ -258,10 +260,16 @@ class PrefillSide:
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         try:
+            _check_groups(fetch)
             self._claim(lease, fetch, consumer, (waiting.link, fetch.transfer_id))
             plan = make_plan(self._line_up(visitor), lease.order.groups, fetch.groups, fetch.num_tokens)
         except (PeerError, LayoutError) as error:
             self._answer_failure(visitor, waiting, str(error))
+            return
+        except Exception as error:
+            # What a peer asks for must not end what others asked for.
+            logger.exception("a fetch of %s could not be planned", waiting.link)
+            self._answer_failure(visitor, waiting, f"it could not be planned: {type(error).__name__}")
             return
         sending = Sending(
             key=(waiting.link, fetch.transfer_id),
@@ -269,7 +277,7 @@ class PrefillSide:
             consumer=consumer,
             peer=visitor.peer,
             plan=plan,
-            deadline=waiting.received_at + fetch.timeout_s,
+            deadline=waiting.received_at + _patience_s(fetch),
             started_at=now,
         )
         lease.move(LeaseEvent.FETCH)
@@ -336,7 +344,13 @@ class PrefillSide:
             length=length,
             timeout_s=min(self._config.transfer_timeout_s, max(0.001, sending.deadline - now)),
         )
-        self._engine.submit(batch)
+        try:
+            self._engine.submit(batch)
+        except Exception as error:
+            # This batch will never be answered, so the fetch must not pass for done.
+            logger.exception("a batch to %s could not be submitted", sending.peer)
+            sending.error = f"the engine does not take a batch: {error}"
+            return False
         total_bytes = batch.total_bytes
         self._batches[batch.batch_id] = sending.key
         sending.in_flight[batch.batch_id] = total_bytes
@@ -355,6 +369,14 @@ class PrefillSide:
             sending.error = reason
             for batch_id in sending.in_flight:
                 self._engine.cancel(batch_id)
+
+    def _cancelled(self, link: str, visitor: Visitor, transfer_id: int, now: float) -> None:
+        """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
+        key = (link, transfer_id)
+        known = key in self.sendings or any((w.link, w.fetch.transfer_id) == key for w in self._early)
+        self._cancel(key, "the peer cancelled it")
+        if not known and now >= self._not_quiet.get(key, 0.0):
+            self._answer(link, visitor, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))
 
     def _let_go(self, visitor: Visitor, message: LetGo, now: float) -> None:
         lease, peer = self.leases.get(message.handle), visitor.session.peer
@@ -399,6 +421,8 @@ class PrefillSide:
         if not sending.quiet:
             # The library may still read these blocks: nobody else gets them before that is over.
             lease.busy_until = max(lease.busy_until, now + self._config.quarantine_s)
+            self._not_quiet = {key: until for key, until in self._not_quiet.items() if until > now}
+            self._not_quiet[sending.key] = lease.busy_until
         if ok:
             lease.served.add(sending.consumer)
         self._end_if_due(lease, now)
@@ -442,3 +466,25 @@ class PrefillSide:
             if not self._send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("an answer to %s could not be sent", link)
+
+
+_LONGEST_FETCH_S = 3600.0
+
+
+def _patience_s(fetch: Fetch) -> float:
+    """How long a peer gives us for a fetch, within what is sensible."""
+    return min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S) if math.isfinite(fetch.timeout_s) else 0.0
+
+
+def _check_groups(fetch: Fetch) -> None:
+    """Refuse a fetch that names more blocks than its tokens can fill.
+
+    Raises:
+        PeerError: a group is named twice, or has more blocks than tokens.
+    """
+    groups = [blocks.group for blocks in fetch.groups]
+    if len(set(groups)) != len(groups):
+        raise PeerError(f"cache groups {groups} are wanted, each may be named once")
+    for blocks in fetch.groups:
+        if len(blocks.block_ids) > fetch.num_tokens + 1:
+            raise PeerError(f"{len(blocks.block_ids)} blocks are wanted for {fetch.num_tokens} tokens")

@@ -221,6 +221,9 @@ def test_what_cannot_be_is_an_error_and_changes_nothing():
             "1 blocks and 2 ids",
             lambda: made.append_batch(np.array([1]), np.array([[1, 0]]), np.array([1, 2])),
         ),
+        ("must be different", lambda: made.append_batch(np.array([1]), np.array([[-1, 1]]), np.array([]))),
+        ("request index 9", lambda: made.gather([9], 1)),
+        ("request index -1", lambda: made.compute_slots([-1], [0, 1], [0], 1)),
         ("num_rows is 1, accepted: 2", lambda: made.gather([0, 1], 1)),
         ("num_rows is 4, accepted: 0", lambda: made.gather([], 4)),
         ("num_tokens is 5, accepted: 0 .* to 4", lambda: made.compute_slots([], [0], [], 5)),
@@ -263,3 +266,24 @@ def test_writes_that_may_meet_keep_their_order_and_others_need_none():
         steps(made)
         made.apply()
         assert asked.pop() is conflicting
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
+def test_numbers_on_the_device_that_are_wrong_reach_no_foreign_memory():
+    """They cannot be read without waiting, so the kernels clamp them."""
+    made = tables(kernels="triton", max_tokens=6)
+    made.append_block_ids(0, ([1, 2], [], [3]))
+    made.apply()
+    made.gather(torch.tensor([9, -1, 0], device=DEVICE), 3)
+    assert not made.batch_table(0)[:2].any()
+    assert made.batch_table(0)[2].tolist() == made.table(0)[0].tolist()
+    for slots in (0, 2):
+        made.slots(slots).fill_(77)
+    numbers = {"device": DEVICE, "dtype": torch.int64}
+    made.compute_slots(
+        torch.tensor([0], **numbers),
+        torch.tensor([1, 9], **numbers),
+        torch.tensor([0, 1, 2, 3], **numbers),
+        4,
+    )
+    assert made.slots(0).tolist() == [PAD_SLOT, 9, 10, 11, 77, 77]

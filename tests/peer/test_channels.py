@@ -140,3 +140,31 @@ def test_a_port_that_is_taken_is_a_config_error():
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
         ZmqChannel("127.0.0.1", first.port, max_message_bytes=LIMIT, peer_timeout_s=5)
     first.close()
+
+
+def test_an_address_that_cannot_be_connected_to_is_a_lost_link():
+    channel = zmq_channel()
+    channel.connect("p", "no such host", 1)
+    assert not channel.send("p", b"x")
+    assert channel.receive() == [LinkLost("p", refused=False)]
+    channel.close()
+
+
+def test_answers_come_through_a_flood():
+    server, client = zmq_channel(), zmq_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"x")
+    (frame,) = arrivals(server, 1)
+    flood = zmq.Context()
+    dealer = flood.socket(zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{client.port}")
+    for _ in range(2000):
+        dealer.send(b"junk")
+    time.sleep(0.3)
+    server.send(frame.link, b"answer")
+    time.sleep(0.3)
+    assert Frame("p", b"answer") in client.receive()
+    dealer.close(0)
+    flood.term()
+    server.close()
+    client.close()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
@@ -18,6 +19,22 @@ def introduction(engine_id="P", model="m", engine="memory", heads=None):
     return m.Introduction(
         engine_id, "1", 0, m.CacheMeaning(model, heads, 1), engine, b"card", TableCard((), ())
     )
+
+
+def region(**changes):
+    fields = {
+        "layer": "l",
+        "group": 0,
+        "first_plane": 0,
+        "heads": None,
+        "dtype": "int8",
+        "address": 4096,
+        "num_blocks": 4,
+        "block_stride": 64,
+        "page_bytes": 64,
+        "axes": PageAxes(1, 1, 16, 4, 4, 4, 4),
+    }
+    return Region(**{**fields, **changes})
 
 
 def session(side, **kwargs):
@@ -78,6 +95,58 @@ def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
     assert isinstance(ended, Ended)
     assert match in ended.reason
     assert (decode.state, prefill.state) == (State.ENDED, State.ENDED)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        TableCard((), (GroupGeometry(0, 16, 10**9, False, None),)),
+        TableCard((), (GroupGeometry(0, 0, 1, False, None),)),
+        TableCard((), (GroupGeometry(0, 16, 1, False, None),) * 2),
+        TableCard((region(group=3),), (GroupGeometry(0, 16, 1, False, None),)),
+        TableCard((region(address=2**63 - 1),), (GroupGeometry(0, 16, 1, False, None),)),
+        TableCard((region(block_stride=2**60),), (GroupGeometry(0, 16, 1, False, None),)),
+        TableCard((region(page_bytes=0),), (GroupGeometry(0, 16, 1, False, None),)),
+        TableCard(
+            (region(axes=PageAxes(1, 2**20, 2**20, 1, 1, 1, 1)),), (GroupGeometry(0, 16, 1, False, None),)
+        ),
+    ],
+)
+def test_a_table_that_no_cache_can_have_is_refused_before_it_is_used(card):
+    prefill = session(Side.PREFILL)
+    hostile = msgspec.structs.replace(introduction("D"), table=card)
+    (ended,) = prefill.receive(m.encode(m.Hello(1, hostile)), 0)
+    assert isinstance(ended, Ended)
+    assert "table" in ended.reason
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Fetch(1, "h", -1, (), 1, 1.0),
+        m.Fetch(1, "h", 1, (GroupBlocks(0, 0, (2**31,)),), 1, 1.0),
+        m.Fetch(1, "h", 1, (GroupBlocks(-1, 0, ()),), 1, 1.0),
+        m.Fetch(1, "h", 1, (), 0, 1.0),
+        m.LetGo("h", 10**6),
+    ],
+)
+def test_numbers_out_of_bounds_are_not_read(message):
+    _, prefill = ready_pair()
+    (event,) = prefill.receive(m.encode(message), 0)
+    assert isinstance(event, Misused)
+
+
+def test_answers_out_of_bounds_are_not_read():
+    decode, _ = ready_pair()
+    for answer in (m.Written(1, True, True, -1, 1, 0.1, ""), m.Written(1, True, True, 1, -1, 0.1, "")):
+        (event,) = decode.receive(m.encode(answer), 0)
+        assert isinstance(event, Misused)
+    hostile = session(Side.DECODE, engine_id="D")
+    hostile.greet(0)
+    meaning = m.CacheMeaning("m", None, 10**10)
+    welcome = m.Welcome(1, msgspec.structs.replace(introduction(), meaning=meaning), ())
+    hostile.receive(m.encode(welcome), 0)
+    assert hostile.state is not State.READY
 
 
 def test_another_protocol_version_is_refused():

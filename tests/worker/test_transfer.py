@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Hold, LetGo, Load, RankAddress
 from kvconnect.peer.channel import MemoryNetwork
+from kvconnect.peer.messages import Written
 from tests.worker.pair import BLOCK_TOKENS, Clock, FakeWorker, Pair
 
 P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
@@ -182,9 +183,9 @@ def test_aborting_a_load_of_a_peer_out_of_reach_keeps_the_blocks(pair):
     pair.run(1)
     pair.network.cut(pair.prefill.channel.port, pair.decode.channel.port)
     pair.abort("a")
-    pair.run(30)
+    pair.run(60 + 38, step_s=0.5)
     assert not pair.decode.received
-    pair.run(30)
+    pair.run(4)
     assert pair.decode.received == ["a"]
 
 
@@ -232,9 +233,9 @@ def test_a_peer_that_falls_silent_while_it_writes(pair):
     start(pair)
     pair.run(1)
     pair.network.cut(pair.prefill.channel.port, pair.decode.channel.port)
-    pair.run(12)
-    assert not pair.decode.received, "it may still be writing"
-    pair.run(40)
+    pair.run(60 + 38, step_s=0.5)
+    assert not pair.decode.received, "it was given 60 s, and its last write may take a while"
+    pair.run(4)
     assert "silent for 10.0 s" in pair.decode.failed["a"]
     assert pair.decode.received == ["a"]
 
@@ -463,3 +464,109 @@ def test_a_rank_is_served_once_while_another_is_still_to_come():
     ranks.run()
     assert ranks.decode[1].received == ["a"]
     assert ranks.prefill[0].sent == ["a"]
+
+
+def test_blocks_stay_unused_as_long_as_a_correct_peer_may_write():
+    """P goes on with what it was given time for, though nobody hears it; D must not free before that."""
+    pair = Pair(ExtraConfig(max_batch_bytes=128, max_inflight_bytes=128))
+    engine, wrote_at = pair.prefill.engine, []
+    submit = engine.submit
+
+    def slow_submit(batch):
+        wrote_at.append(pair.clock.now)
+        engine.delay_next(9)
+        submit(batch)
+
+    engine.submit = slow_submit
+    start(pair)
+    pair.run(1)
+    pair.network.cut(pair.prefill.channel.port, pair.decode.channel.port)
+    for _ in range(300):
+        pair.run(0.5, step_s=0.5)
+        if pair.decode.received:
+            break
+    assert pair.decode.received == ["a"]
+    assert wrote_at[-1] < pair.clock.now - 9
+    assert len(wrote_at) > 4
+
+
+def hostile_pair():
+    """A pair, and a stranger who is a peer of D's as well."""
+    pair = Pair()
+    pair.prefill.engine.hold()
+    start(pair)
+    pair.run(0.1)
+    return pair
+
+
+def test_only_the_peer_that_was_asked_can_answer():
+    pair = hostile_pair()
+    decode = pair.decode.mover.decode
+    (leg,) = decode.loads["a"].legs.values()
+    decode._written(Written(leg.transfer_id, True, True, 1, 1, 0.1, ""), "another link", pair.clock.now)
+    pair.run()
+    assert not pair.decode.received
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert pair.landed(P_IDS, D_IDS)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (GroupBlocks(0, 0, D_IDS), GroupBlocks(0, 0, D_IDS)),
+        (GroupBlocks(0, 0, tuple(range(1, 40))),),
+        (GroupBlocks(7, 0, D_IDS),),
+        (GroupBlocks(0, 2**40, D_IDS),),
+        (GroupBlocks(0, 0, (2**40,)),),
+        (GroupBlocks(0, 0, (-1,)),),
+    ],
+)
+def test_a_fetch_of_nonsense_is_answered_and_takes_nobody_with_it(pair, groups):
+    start(pair, "good", (7, 8), (30, 31))
+    pair.hold("bad", P_IDS)
+    pair.load("bad", D_IDS, groups=groups)
+    pair.run(12)
+    assert "good" in pair.decode.received
+    assert "good" not in pair.decode.failed
+    assert pair.landed((7, 8), (30, 31))
+
+
+def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
+    def refuse(batch):
+        raise RuntimeError("no")
+
+    pair.prefill.engine.submit = refuse
+    start(pair)
+    pair.run()
+    assert "does not take a batch: no" in pair.decode.failed["a"]
+    assert pair.prefill.sent == ["a"]
+
+
+def test_a_load_that_ends_makes_room_for_the_next_at_once():
+    pair = Pair(ExtraConfig(max_loads=1))
+    start(pair, "a", (1,), (10,))
+    start(pair, "b", (2,), (11,))
+    for _ in range(12):
+        pair.prefill.step(pair.clock.now)
+        sleep_s = pair.decode.mover.step(pair.clock.now)
+        pair.decode.results.append(pair.decode.mover.take_results())
+        if pair.decode.received == ["a"]:
+            assert pair.decode.mover.decode.loads["b"].admitted
+            assert sleep_s < 5
+    assert sorted(pair.decode.received) == ["a", "b"]
+
+
+def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
+    start(pair)
+    pair.run()
+    prefill = pair.prefill.mover.prefill
+    (link,) = prefill.visitors
+    sent = []
+    prefill._send = lambda to, data: sent.append(data) or True
+    prefill._cancelled(link, prefill.visitors[link], 99, pair.clock.now)
+    assert len(sent) == 1
+    prefill._not_quiet[link, 98] = pair.clock.now + 10
+    prefill._cancelled(link, prefill.visitors[link], 98, pair.clock.now)
+    assert len(sent) == 1, "its last answer said that memory is not quiet, and that still holds"
