@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.kernel_blocks import (
@@ -58,6 +58,7 @@ def test_no_common_size_names_every_backend_and_what_it_takes():
         select_common_block_size(128, [Backend("flash", (64,)), Backend("mla", (48,))])
 
 
+@settings(max_examples=500)
 @given(
     st.integers(1, 256),
     st.lists(
@@ -104,6 +105,7 @@ def test_a_group_without_backends_is_an_error():
         prepare_kernel_block_sizes(KVCacheConfig(8, (KVCacheGroup(("attention",), GQA),)), [[]])
 
 
+@settings(max_examples=500)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8))
 def test_stored_rows_split_whole_or_not_at_all(rows, kernel, factor):
     spec = MLASpec(kernel * factor, 8, torch.float16, stored_block_size=rows)
