@@ -66,10 +66,10 @@ def partner_ranks(rank: int, world_size: int, peer_world_size: int, num_heads: i
     return [replicas[rank % len(replicas)] for _, replicas in sorted(owners.items())]
 
 
-def consumer_ranks(rank: int, world_size: int, peer_world_size: int, num_heads: int | None) -> list[int]:
-    """The ranks of a peer that fetch from ``rank``: the inverse of ``partner_ranks``."""
-    return [
-        peer
-        for peer in range(peer_world_size)
-        if rank in partner_ranks(peer, peer_world_size, world_size, num_heads)
-    ]
+def consumer_ranks(world_size: int, peer_world_size: int, num_heads: int | None) -> list[list[int]]:
+    """For every rank of a peer, our ranks that fetch from it: the inverse of ``partner_ranks``."""
+    consumers: list[list[int]] = [[] for _ in range(peer_world_size)]
+    for rank in range(world_size):
+        for partner in partner_ranks(rank, world_size, peer_world_size, num_heads):
+            consumers[partner].append(rank)
+    return consumers

@@ -249,17 +249,6 @@ class SpanSet:
         inside = (owner >= 0) & (length >= 0) & (addresses <= self._ends[np.maximum(owner, 0)] - length)
         return None if bool(inside.all()) else int(np.argmin(inside))
 
-    def device_of(self, address: int) -> str:
-        """The device of the span that holds ``address``.
-
-        Raises:
-            EngineError: no span holds it.
-        """
-        owner = int(np.searchsorted(self._starts, address, side="right")) - 1
-        if owner < 0 or address >= self._ends[owner]:
-            raise EngineError(f"address {address:#x} is in no registered span")
-        return self._spans[int(self._starts[owner])].device
-
     def _rebuild(self, ordered: Sequence[Span]) -> None:
         ordered = sorted(ordered, key=lambda span: span.address)
         self._spans = {span.address: span for span in ordered}

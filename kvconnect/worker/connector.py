@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from kvconnect.cache.kernel_blocks import sync_block_size
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
@@ -233,17 +233,6 @@ class WorkerConnector:
             engine_card=self._engine.card(),
             table=TableCard.of(self.table),
         )
-
-
-def count_heads(cache_config: KVCacheConfig, world_size: int) -> int | None:
-    """KV heads of a model whose heads are spread evenly, or None if no layer can be divided by head."""
-    heads = {
-        spec.num_kv_heads
-        for group in cache_config.groups
-        for _, spec in group.layer_specs()
-        if isinstance(spec, FullAttentionSpec)
-    }
-    return max(heads) * world_size if heads else None
 
 
 def _always() -> bool:

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvconnect.cache.shard import partner_ranks
+from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import LetGo as LetGoOrder
@@ -226,14 +226,10 @@ class DecodeSide:
 
     def _route(self, peer: Peer, peer_world_size: int) -> None:
         """Work out once which of the peer's ranks each of ours fetches from."""
-        meaning = self._meaning
-        peer.consumers = dict.fromkeys(range(peer_world_size), 0)
-        for rank in range(meaning.world_size):
-            partners = partner_ranks(rank, meaning.world_size, peer_world_size, meaning.num_heads)
-            if rank == self._rank:
-                peer.partners = tuple(partners)
-            for partner in partners:
-                peer.consumers[partner] += 1
+        ours, heads = self._meaning.world_size, self._meaning.num_heads
+        peer.partners = tuple(partner_ranks(self._rank, ours, peer_world_size, heads))
+        consumers = consumer_ranks(ours, peer_world_size, heads)
+        peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumers)}
 
     def _lose_rank(
         self, peer: Peer, rank: int, reason: str, now: float, *, gone: bool = False, refused: bool = False

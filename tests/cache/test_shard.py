@@ -34,9 +34,10 @@ def test_each_wanted_head_comes_from_exactly_one_partner(num_heads, world_size, 
 
 @given(sizes, sizes, st.one_of(st.none(), sizes))
 def test_consumers_are_the_inverse_of_partners(world_size, peer_world_size, num_heads):
+    consumers = consumer_ranks(world_size, peer_world_size, num_heads)
     for rank in range(world_size):
-        for consumer in consumer_ranks(rank, world_size, peer_world_size, num_heads):
-            assert rank in partner_ranks(consumer, peer_world_size, world_size, num_heads)
+        partners = partner_ranks(rank, world_size, peer_world_size, num_heads)
+        assert partners == [partner for partner in range(peer_world_size) if rank in consumers[partner]]
 
 
 def test_replicated_bytes_come_from_one_rank():
