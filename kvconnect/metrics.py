@@ -1,59 +1,258 @@
-"""The counters of a worker, as Prometheus metrics.
+"""The numbers of a worker: what it moves, and everything that goes wrong without an exception.
 
-One ``Metrics`` per worker, on the registry that its process exports. Everything that can go wrong
-without an exception is counted here.
+One ``Metrics`` per worker. Only its transfer thread writes, so nothing here takes a lock. Two may read:
+Prometheus, through one exporter per registry that sums the workers of a process, and a serving stack
+that asks after every step what has changed. That question costs a comparison while nothing has.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PREFIX = "kvconnect"
+_MAX_OBSERVATIONS = 4096
+
+
+@dataclass(frozen=True)
+class Family:
+    """Numbers of one name that differ in their labels. Counters only grow; gauges are set."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+TRANSFERS = Family(
+    "transfers", "counter", "Requests whose KV was sent or received, by outcome", ("direction", "outcome")
+)
+TRANSFER_BYTES = Family("transfer_bytes", "counter", "KV bytes moved", ("direction", "path"))
+TRANSFER_SECONDS = Family(
+    "transfer_seconds",
+    "counter",
+    "Seconds from the first post to the last completion, summed over requests",
+    ("direction",),
+)
+COPIES = Family("copies", "counter", "Copies given to the engine", ("direction", "path"))
+FAILURES = Family("failures", "counter", "What went wrong, by reason", ("reason",))
+LEASES_HELD = Family("leases_held", "gauge", "Requests that wait to be fetched")
+LOADS_IN_FLIGHT = Family("loads_in_flight", "gauge", "Requests that are being fetched, or wait for it")
+LOADS_WAITING = Family("loads_waiting", "gauge", "Requests whose fetch waits for its turn")
+QUARANTINED = Family("quarantined", "gauge", "Requests whose blocks may still be written")
+INFLIGHT_BYTES = Family("inflight_bytes", "gauge", "Bytes under way to peers")
+FAMILIES = (
+    TRANSFERS,
+    TRANSFER_BYTES,
+    TRANSFER_SECONDS,
+    COPIES,
+    FAILURES,
+    LEASES_HELD,
+    LOADS_IN_FLIGHT,
+    LOADS_WAITING,
+    QUARANTINED,
+    INFLIGHT_BYTES,
+)
+
+LOAD_SECONDS = "load_seconds"
+LOAD_SECONDS_TEXT = "Seconds from the order to load a request to its arrival"
+LOAD_SECONDS_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed at a worker since it was last asked.
+
+    ``counters`` maps a family to what each label set, joined with commas, grew by; ``gauges`` are all
+    gauges as they are now; ``load_seconds`` are the loads that arrived.
+    """
+
+    counters: dict[str, dict[str, float]]
+    gauges: dict[str, float]
+    load_seconds: list[float]
+
+
+class Number:
+    """One number. Only the owner's thread calls ``inc`` and ``set``."""
+
+    __slots__ = ("_owner", "value")
+
+    def __init__(self, owner: Metrics) -> None:
+        self._owner = owner
+        self.value: float = 0
+
+    def inc(self, amount: float = 1) -> None:
+        """Grow."""
+        self.value += amount
+        self._owner.revision += 1
+
+    def set(self, value: float) -> None:
+        """Become."""
+        if value != self.value:
+            self.value = value
+            self._owner.revision += 1
+
+
+class Numbers:
+    """The numbers of one family."""
+
+    def __init__(self, owner: Metrics, family: Family) -> None:
+        self.family = family
+        self._owner = owner
+        self._numbers: dict[tuple[str, ...], Number] = {}
+
+    def labels(self, *values: str) -> Number:
+        """The number with these labels, made when it is first asked for."""
+        found = self._numbers.get(values)
+        if found is None:
+            if len(values) != len(self.family.labels):
+                raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
+            found = self._numbers[values] = Number(self._owner)
+        return found
+
+    def values(self) -> dict[tuple[str, ...], float]:
+        """All numbers as they are now. For any thread: a dict is copied in one go."""
+        return {labels: number.value for labels, number in self._numbers.copy().items()}
+
+
+class Observations:
+    """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
+
+    def __init__(self, owner: Metrics, buckets: Sequence[float]) -> None:
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.total = 0.0
+        # Where nobody asks, the oldest go. They stay counted above.
+        self.unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
+        self._owner = owner
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect.bisect_left(self.buckets, value)] += 1
+        self.total += value
+        self.unseen.append(value)
+        self._owner.revision += 1
 
 
 class Metrics:
-    """What a worker moves and what goes wrong. Counters only grow; gauges are set by their owner."""
+    """What one worker moves and what goes wrong, exported through ``registry`` until ``retire``.
+
+    ``revision`` grows with every change, after it.
+    """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
-        self.transfers = Counter(
-            "kvconnect_transfers",
-            "Requests whose KV was sent or received, by outcome",
-            ["direction", "outcome"],
-            registry=registry,
-        )
-        self.transfer_bytes = Counter(
-            "kvconnect_transfer_bytes", "KV bytes moved", ["direction", "path"], registry=registry
-        )
-        self.transfer_seconds = Counter(
-            "kvconnect_transfer_seconds",
-            "Seconds from the first post to the last completion, summed over requests",
-            ["direction"],
-            registry=registry,
-        )
-        self.load_seconds = Histogram(
-            "kvconnect_load_seconds",
-            "Seconds from the order to load a request to its arrival",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.copies = Counter(
-            "kvconnect_copies", "Copies given to the engine", ["direction", "path"], registry=registry
-        )
-        self.failures = Counter(
-            "kvconnect_failures", "What went wrong, by reason", ["reason"], registry=registry
-        )
-        self.leases = Gauge("kvconnect_leases_held", "Requests that wait to be fetched", registry=registry)
-        self.loads = Gauge("kvconnect_loads_in_flight", "Requests that are being fetched", registry=registry)
-        self.quarantined = Gauge(
-            "kvconnect_quarantined", "Requests whose blocks may still be written", registry=registry
-        )
-        self.inflight_bytes = Gauge("kvconnect_inflight_bytes", "Bytes under way to peers", registry=registry)
+        self.revision = 0
+        self.families = {family.name: Numbers(self, family) for family in FAMILIES}
+        self.transfers = self.families[TRANSFERS.name]
+        self.transfer_bytes = self.families[TRANSFER_BYTES.name]
+        self.transfer_seconds = self.families[TRANSFER_SECONDS.name]
+        self.copies = self.families[COPIES.name]
+        self.failures = self.families[FAILURES.name]
+        self.leases = self.families[LEASES_HELD.name].labels()
+        self.loads = self.families[LOADS_IN_FLIGHT.name].labels()
+        self.loads_waiting = self.families[LOADS_WAITING.name].labels()
+        self.quarantined = self.families[QUARANTINED.name].labels()
+        self.inflight_bytes = self.families[INFLIGHT_BYTES.name].labels()
+        self.load_seconds = Observations(self, LOAD_SECONDS_BUCKETS)
+        self._seen_revision = 0
+        self._seen: dict[str, dict[tuple[str, ...], float]] = {}
+        _exporter_on(registry).add(self)
+
+    def changes(self) -> Changes | None:
+        """What changed since the last call, or None. For one reader, on any one thread."""
+        revision = self.revision
+        if revision == self._seen_revision:
+            return None
+        # Taken before the numbers: what is written meanwhile is told now, and looked for again.
+        self._seen_revision = revision
+        counters: dict[str, dict[str, float]] = {}
+        gauges: dict[str, float] = {}
+        for name, numbers in self.families.items():
+            values = numbers.values()
+            if numbers.family.kind == "gauge":
+                gauges[name] = values.get((), 0)
+                continue
+            before = self._seen.get(name, {})
+            grown = {labels: value - before.get(labels, 0) for labels, value in values.items()}
+            self._seen[name] = values
+            if told := {",".join(labels): growth for labels, growth in grown.items() if growth}:
+                counters[name] = told
+        unseen = self.load_seconds.unseen
+        return Changes(counters, gauges, [unseen.popleft() for _ in range(len(unseen))])
+
+    def retire(self) -> None:
+        """The worker is gone: its counts stay in the registry, its gauges do not. Idempotent."""
+        _exporter_on(self.registry).retire(self)
+
+
+class Exporter(Collector):
+    """Shows a registry the sum of all workers of a process, those that are gone included."""
+
+    def __init__(self) -> None:
+        self._living: list[Metrics] = []
+        self._past: dict[str, dict[tuple[str, ...], float]] = {}
+        self._past_counts = [0] * (len(LOAD_SECONDS_BUCKETS) + 1)
+        self._past_seconds = 0.0
+
+    def add(self, metrics: Metrics) -> None:
+        """Export a worker's numbers."""
+        self._living.append(metrics)
+
+    def retire(self, metrics: Metrics) -> None:
+        """Keep what a worker counted, and forget the worker."""
+        if metrics not in self._living:
+            return
+        self._living.remove(metrics)
+        for family in FAMILIES:
+            if family.kind == "counter":
+                _add(self._past.setdefault(family.name, {}), metrics.families[family.name].values())
+        self._past_counts = _sums([self._past_counts, metrics.load_seconds.counts])
+        self._past_seconds += metrics.load_seconds.total
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``Collector``."""
+        living = list(self._living)
+        for family in FAMILIES:
+            total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))
+            for metrics in living:
+                _add(total, metrics.families[family.name].values())
+            make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            shown = make(f"{PREFIX}_{family.name}", family.text, labels=family.labels)
+            for labels, value in total.items():
+                shown.add_metric(labels, value)
+            yield shown
+        counts = _sums([self._past_counts, *(metrics.load_seconds.counts for metrics in living)])
+        buckets, below = [], 0
+        for edge, count in zip((*LOAD_SECONDS_BUCKETS, "+Inf"), counts, strict=True):
+            below += count
+            buckets.append((str(edge), below))
+        seconds = self._past_seconds + sum(metrics.load_seconds.total for metrics in living)
+        yield HistogramMetricFamily(f"{PREFIX}_{LOAD_SECONDS}", LOAD_SECONDS_TEXT, buckets, seconds)
 
 
 @functools.cache
-def metrics_on(registry: CollectorRegistry = REGISTRY) -> Metrics:
-    """The metrics of a registry: several workers of one process share them."""
-    return Metrics(registry)
+def _exporter_on(registry: CollectorRegistry) -> Exporter:
+    exporter = Exporter()
+    registry.register(exporter)
+    return exporter
+
+
+def _add(total: dict[tuple[str, ...], float], more: dict[tuple[str, ...], float]) -> None:
+    for labels, value in more.items():
+        total[labels] = total.get(labels, 0) + value
+
+
+def _sums(columns: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*columns, strict=True)]

@@ -23,7 +23,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
-from kvconnect.metrics import metrics_on
+from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
@@ -93,6 +93,7 @@ class WorkerConnector:
             peer_timeout_s=extra.peer_timeout_s,
         )
         self._table: RegionTable | None = None
+        self._metrics = Metrics(registry)
         self._mover = Mover(
             extra,
             self._engine,
@@ -100,7 +101,7 @@ class WorkerConnector:
             rank=rank,
             meaning=self._meaning,
             introduce=self._introduce,
-            metrics=metrics_on(registry),
+            metrics=self._metrics,
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -184,6 +185,10 @@ class WorkerConnector:
         """What ended since the last call. Every ordered request comes back exactly once."""
         return self._mover.take_results()
 
+    def changes(self) -> Changes | None:
+        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
+        return self._metrics.changes()
+
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from another thread, whenever results are waiting."""
         self._mover.wake_owner = wake
@@ -214,6 +219,7 @@ class WorkerConnector:
                 return
         self._engine.close()
         self._channel.close()
+        self._metrics.retire()
 
     def _device_done(self) -> Callable[[], bool]:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""

@@ -399,15 +399,14 @@ class DecodeSide:
 
     def _finish(self, loading: Loading, now: float) -> None:
         order = loading.order
-        # Reported before anything else can fail: a request that is forgotten unreported is lost.
         del self.loads[order.request_id]
-        self._report_received(order.request_id, loading.error)
-        if not loading.admitted and loading in self._queue:
-            self._queue.remove(loading)
-        outcome = "failed" if loading.error else "ok"
-        self._metrics.transfers.labels("received", outcome).inc()
+        try:
+            self._count_ended(loading, now)
+        finally:
+            # Whoever hears of it finds it counted. Whatever fails: a request that is forgotten
+            # unreported is lost.
+            self._report_received(order.request_id, loading.error)
         if loading.error:
-            self._metrics.failures.labels("load").inc()
             logger.warning("request %s was not loaded: %s", order.request_id, loading.error)
             if order.handle:
                 # The peer need not hold the blocks until its lease is over.
@@ -415,11 +414,20 @@ class DecodeSide:
                 if peer is not None and 0 in peer.links:
                     peer.let_go.append(order.handle)
                     self._tell_let_go(peer, now)
+
+    def _count_ended(self, loading: Loading, now: float) -> None:
+        if not loading.admitted and loading in self._queue:
+            self._queue.remove(loading)
+        outcome = "failed" if loading.error else "ok"
+        self._metrics.transfers.labels("received", outcome).inc()
+        if loading.error:
+            self._metrics.failures.labels("load").inc()
         else:
             self._metrics.transfer_bytes.labels("received", "direct").inc(loading.total_bytes)
             self._metrics.copies.labels("received", "direct").inc(loading.copies)
             self._metrics.transfer_seconds.labels("received").inc(loading.seconds)
             self._metrics.load_seconds.observe(now - loading.ordered_at)
+        self._metrics.loads.set(len(self.loads))
 
     def _unused_ranks(self, peer: Peer) -> list[int]:
         """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
@@ -470,6 +478,7 @@ class DecodeSide:
 
     def _count(self) -> None:
         self._metrics.loads.set(len(self.loads))
+        self._metrics.loads_waiting.set(len(self._queue))
         self._metrics.quarantined.set(
             sum(
                 any(leg.state is LegState.BUSY for leg in loading.legs.values())

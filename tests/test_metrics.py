@@ -1,0 +1,149 @@
+"""A worker's numbers: what Prometheus shows, and what a reader of changes is told, agree."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvconnect.demo.http import parse_metrics
+from kvconnect.metrics import FAMILIES, LOAD_SECONDS_BUCKETS, LOAD_SECONDS_TEXT, Metrics
+
+COUNTERS = [family for family in FAMILIES if family.kind == "counter"]
+GAUGES = [family for family in FAMILIES if family.kind == "gauge"]
+words = st.sampled_from(["a", "b", "c"])
+amounts = st.integers(0, 2**40) | st.floats(0, 1e6)
+seconds = st.floats(0, 100) | st.sampled_from(LOAD_SECONDS_BUCKETS)
+counted = st.sampled_from(COUNTERS).flatmap(
+    lambda family: st.tuples(
+        st.just(family), st.tuples(*(words for _ in family.labels)), st.tuples(st.just("inc"), amounts)
+    )
+)
+gauged = st.tuples(st.sampled_from(GAUGES), st.just(()), st.tuples(st.just("set"), amounts))
+observed = st.tuples(st.none(), st.just(()), st.tuples(st.just("observe"), seconds))
+writes = st.lists(counted | gauged | observed, max_size=30)
+
+
+def write(metrics: Metrics, one: tuple) -> None:
+    family, labels, (verb, value) = one
+    target = metrics.load_seconds if family is None else metrics.families[family.name].labels(*labels)
+    getattr(target, verb)(value)
+
+
+def samples(registry: CollectorRegistry) -> dict:
+    """What a scrape shows, without the moments at which a client library's own counters were made."""
+    shown = parse_metrics(generate_latest(registry).decode())
+    return {key: value for key, value in shown.items() if not key[0].endswith("_created")}
+
+
+def reference(workers: list[list[tuple]], living: list[bool]) -> dict:
+    """The same with the client library's own metrics, for the sum of all workers."""
+    registry = CollectorRegistry()
+    metrics = {}
+    for family in FAMILIES:
+        make = Counter if family.kind == "counter" else Gauge
+        metrics[family] = make(f"kvconnect_{family.name}", family.text, family.labels, registry=registry)
+    metrics[None] = Histogram(
+        "kvconnect_load_seconds", LOAD_SECONDS_TEXT, buckets=LOAD_SECONDS_BUCKETS, registry=registry
+    )
+    for ops, lives in zip(workers, living, strict=True):
+        last = {}
+        for family, labels, (verb, value) in ops:
+            if verb == "set":
+                last[family] = value
+            else:
+                child = metrics[family].labels(*labels) if labels else metrics[family]
+                getattr(child, verb)(value)
+        if lives:
+            for family, value in last.items():
+                metrics[family].inc(value)
+    return samples(registry)
+
+
+@given(st.lists(st.tuples(writes, st.booleans()), min_size=1, max_size=3))
+def test_a_registry_shows_the_sum_of_its_workers(workers):
+    registry = CollectorRegistry()
+    all_metrics = [Metrics(registry) for _ in workers]
+    for metrics, (ops, _) in zip(all_metrics, workers, strict=True):
+        for one in ops:
+            write(metrics, one)
+    for metrics, (_, lives) in zip(all_metrics, workers, strict=True):
+        if not lives:
+            metrics.retire()
+            metrics.retire()
+    expected = reference([ops for ops, _ in workers], [lives for _, lives in workers])
+    shown = samples(registry)
+    assert shown.keys() == expected.keys()
+    assert shown == pytest.approx(expected)
+
+
+@given(st.lists(writes, max_size=5))
+def test_the_changes_add_up_to_what_was_written(rounds):
+    metrics = Metrics(CollectorRegistry())
+    counters: dict[tuple[str, str], float] = {}
+    loads: list[float] = []
+    for ops in rounds:
+        for one in ops:
+            write(metrics, one)
+        changes = metrics.changes()
+        assert metrics.changes() is None
+        if changes is None:
+            continue
+        for name, numbers in changes.counters.items():
+            assert numbers
+            for labels, growth in numbers.items():
+                assert growth
+                counters[name, labels] = counters.get((name, labels), 0) + growth
+        loads += changes.load_seconds
+        assert changes.gauges == {
+            family.name: metrics.families[family.name].labels().value for family in GAUGES
+        }
+    written = [one for ops in rounds for one in ops]
+    assert loads == [value for family, _, (_, value) in written if family is None]
+    expected: dict[tuple[str, str], float] = {}
+    for family, labels, (verb, value) in written:
+        if verb == "inc" and value:
+            key = (family.name, ",".join(labels))
+            expected[key] = expected.get(key, 0) + value
+    assert counters.keys() <= expected.keys()
+    # A growth that is lost in the number it is added to is none.
+    assert {key: counters.get(key, 0) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
+    metrics = Metrics(CollectorRegistry())
+    assert metrics.changes() is None
+    metrics.leases.set(0)
+    assert metrics.changes() is None
+    metrics.leases.set(2)
+    assert metrics.changes().gauges["leases_held"] == 2
+    metrics.leases.set(2)
+    assert metrics.changes() is None
+    metrics.leases.set(0)
+    assert metrics.changes().gauges["leases_held"] == 0
+
+
+def test_observations_that_nobody_asks_for_are_bounded():
+    metrics = Metrics(CollectorRegistry())
+    for _ in range(10_000):
+        metrics.load_seconds.observe(0.1)
+    assert len(metrics.changes().load_seconds) == 4096
+    assert metrics.registry.get_sample_value("kvconnect_load_seconds_count") == 10_000
+
+
+def test_a_wrong_number_of_labels_is_an_error():
+    with pytest.raises(ValueError, match="direction"):
+        Metrics(CollectorRegistry()).transfers.labels("sent")
+
+
+def test_asking_costs_next_to_nothing_while_nothing_changes():
+    metrics = Metrics(CollectorRegistry())
+    metrics.failures.labels("load").inc()
+    metrics.changes()
+    start = time.perf_counter()
+    for _ in range(10_000):
+        metrics.changes()
+    assert (time.perf_counter() - start) / 10_000 < 20e-6
