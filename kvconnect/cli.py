@@ -125,6 +125,10 @@ def router(
     decode: Annotated[list[str], typer.Option(help="URL of a decode node; may be given several times.")],
     host: Annotated[str, typer.Option(help="Address to serve HTTP on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to serve HTTP on; 0 takes a free one.")] = 8080,
+    flow: Annotated[
+        str,
+        typer.Option(help="sequential asks the prefill node first, parallel asks both nodes at once."),
+    ] = "sequential",
     connect_timeout_s: Annotated[float, typer.Option(help="Seconds to reach a node.")] = 3.0,
     prefill_timeout_s: Annotated[float, typer.Option(help="Seconds for a whole prefill leg.")] = 120.0,
     decode_timeout_s: Annotated[
@@ -148,7 +152,7 @@ def router(
         max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
     )
-    run_router(host=host, port=port, prefill=prefill, decode=decode, limits=limits)
+    run_router(host=host, port=port, prefill=prefill, decode=decode, limits=limits, flow=flow)
 
 
 @app.command()
@@ -171,6 +175,7 @@ def demo(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the nodes' caches keep: auto, bf16 or fp8_e4m3.")
     ] = "auto",
+    flow: Annotated[str, typer.Option(help="The router's flow: sequential or parallel.")] = "sequential",
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
     from kvconnect.demo.runner import run_demo
@@ -183,6 +188,7 @@ def demo(
         require=require or [],
         device=device,
         kv_cache_dtype=kv_cache_dtype,
+        flow=flow,
     )
     raise typer.Exit(code)
 
@@ -218,6 +224,17 @@ def bench_tables_command(
     from kvconnect.bench_kit import bench_tables
 
     bench_tables(requests=requests, groups=groups)
+
+
+@bench_app.command("scheduler")
+def bench_scheduler_command(
+    requests: Annotated[int, typer.Option(min=1, help="Requests that run.")] = 256,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Time what the scheduler half's hooks add to a step, on one core and without a network."""
+    from kvconnect.bench_scheduler import bench_scheduler
+
+    bench_scheduler(requests=requests, json_output=json_output)
 
 
 @bench_app.command("soak")

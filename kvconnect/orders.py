@@ -56,6 +56,22 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[Count, ...]
 
 
+class Expect(msgspec.Struct, frozen=True):
+    """The prefill behind this handle is under way: fetches of it wait for as long as their peers do.
+
+    Followed by a ``Hold`` or a ``Withdraw`` of the same handle, always. Reports nothing.
+    """
+
+    handle: str
+
+
+class Withdraw(msgspec.Struct, frozen=True):
+    """Nothing will be held under this handle: fetches that wait for it fail with ``reason``."""
+
+    handle: str
+    reason: str
+
+
 class Hold(msgspec.Struct, frozen=True):
     """Keep these blocks until they were fetched or ``lease_s`` passed, then report the request sent."""
 
@@ -69,7 +85,8 @@ class Hold(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
-    ``refusal`` is set where the request's parameters are no use: nothing is fetched, and the request
+    ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` stands for
+    whichever engine answers at the address. ``refusal`` is set where the request's parameters are no use: nothing is fetched, and the request
     is reported failed with that text.
     """
 
@@ -97,7 +114,9 @@ class Orders(msgspec.Struct, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
     ``aborted`` are requests that ended while their load was under way: it is cancelled, and still
-    reported, once their blocks are quiet.
+    reported, once their blocks are quiet. ``failures`` are reasons to count: the scheduler half has
+    no metrics of its own. What is withdrawn is meant to be read before what is expected, and that
+    before what is held.
     """
 
     holds: tuple[Hold, ...] = ()
@@ -105,9 +124,21 @@ class Orders(msgspec.Struct, frozen=True):
     let_go: tuple[LetGo, ...] = ()
     aborted: tuple[str, ...] = ()
     directory: tuple[RankAddress, ...] = ()
+    expected: tuple[Expect, ...] = ()
+    withdrawn: tuple[Withdraw, ...] = ()
+    failures: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.holds or self.loads or self.let_go or self.aborted or self.directory)
+        return bool(
+            self.holds
+            or self.loads
+            or self.let_go
+            or self.aborted
+            or self.directory
+            or self.expected
+            or self.withdrawn
+            or self.failures
+        )
 
 
 class Results(msgspec.Struct, frozen=True):

@@ -60,6 +60,11 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
             ("router", "--prefill", "http://a", "--decode", "http://b", "--prefill-timeout-s", "0"),
             "prefill_timeout_s",
         ),
+        (
+            ("router", "--prefill", "http://a", "--decode", "http://b", "--flow", "both"),
+            "flow is 'both'; accepted: sequential, parallel",
+        ),
+        (("demo", "--flow", "both"), "flow 'both' is unknown; choose from sequential, parallel"),
         (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl, memory"),
         (("demo", "--model", "nope"), "model 'nope' is unknown"),
     ],
@@ -102,6 +107,14 @@ def test_bench_plan_is_wired(monkeypatch) -> None:
     for arguments in ([], ["--json"]):
         assert CliRunner().invoke(cli.app, ["bench", "plan", *arguments]).exit_code == 0
     assert seen == [False, True]
+
+
+def test_bench_scheduler_measures_a_step_of_steady_decode_first() -> None:
+    done = kvconnect_command("bench", "scheduler", "--json")
+    assert done.returncode == 0, done.stderr
+    steady = json.loads(done.stdout.splitlines()[0])
+    assert (steady["step"], steady["running"]) == ("steady decode", 256)
+    assert steady["best_us"] > 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.json")), ids=lambda path: path.name)

@@ -32,8 +32,12 @@ REQUEST_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 45.0
 READY_TIMEOUT_S = 15.0
 
+FLOWS = ("sequential", "parallel")
+
 # The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
 RESERVED_BLOCKS = 61
+
+_PARALLEL = ("parallel", "resumed")
 
 _ASK_FOR_KV = {
     "do_remote_decode": True,
@@ -52,6 +56,7 @@ class Pair:
     prefill: Child
     decode: Child
     router: Child
+    flow: str = "sequential"
 
 
 def start_reference(children: Children, model: str, *more: str) -> Child:
@@ -81,8 +86,12 @@ def start_nodes(children: Children, engine: str, model: str, *options: str) -> t
     return made[0], made[1]
 
 
-def start_router(children: Children, engine: str, model: str, nodes: tuple[Child, Child]) -> Pair:
+def start_router(
+    children: Children, engine: str, model: str, nodes: tuple[Child, Child], flow: str = "sequential"
+) -> Pair:
     """Wait for both nodes, then put a router before them and wait until it is ready to route.
+
+    ``flow`` is how it asks them: one after the other, or both at once.
 
     Raises:
         ChildFailed: one of them ended or was too slow.
@@ -91,14 +100,14 @@ def start_router(children: Children, engine: str, model: str, nodes: tuple[Child
     deadline = time.monotonic() + START_TIMEOUT_S
     prefill, decode = nodes
     urls = prefill.wait_ready(deadline), decode.wait_ready(deadline)
-    options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1])
+    options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1], "--flow", flow)
     router = children.start(f"router-{engine}-{model}", "router", *options)
     base = router.wait_ready(deadline)
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
             fetch_json(base + "/ready", timeout_s=5.0)
-            return Pair(prefill, decode, router)
+            return Pair(prefill, decode, router, flow)
         except BadAnswer:
             if time.monotonic() > deadline:
                 raise
@@ -141,7 +150,9 @@ def judge(
     to see the block ids of both sides.
     """
     before = read_metrics(pair.decode.url)
-    got = ask_all(pair.router.url, outcome.model, prompts)
+    # One alone, so that the router knows the prefill node before it is asked for the others.
+    got = ask_all(pair.router.url, outcome.model, prompts[:1])
+    got += ask_all(pair.router.url, outcome.model, prompts[1:])
     after = read_metrics(pair.decode.url)
     for index, (prompt, mine, single) in enumerate(zip(prompts, got, expected, strict=True)):
         problem = difference(mine, single)
@@ -150,15 +161,24 @@ def judge(
         else:
             outcome.token_exact += 1
     judge_transfer(outcome, before, after, prompts)
-    _judge_router(outcome, read_metrics(pair.router.url), prompts)
+    _judge_router(outcome, read_metrics(pair.router.url), prompts, pair.flow)
     _judge_block_ids(outcome, pair, *by_hand)
     _judge_idle(outcome, pair)
 
 
-def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]]) -> None:
+def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]], flow: str) -> None:
     alone = growth({}, metrics, "kvconnect_router_fallbacks_total")
-    if alone > sum(len(prompt) == 1 for prompt in prompts):
+    # A prefill node of a recurrent model has nothing to hand out for one token.
+    may_be_alone = sum(len(prompt) == 1 for prompt in prompts)
+    if alone > may_be_alone:
         outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
+    if flow == "parallel":
+        ran = {name: growth({}, metrics, "kvconnect_router_flows_total", flow=name) for name in _PARALLEL}
+        if ran["parallel"] < len(prompts) - 1 or ran["resumed"] > may_be_alone:
+            outcome.problems.append(
+                f"{ran['parallel']:.0f} of {len(prompts)} requests went to both nodes at once, and "
+                f"{ran['resumed']:.0f} of these had to go on sequentially"
+            )
 
 
 def _judge_block_ids(

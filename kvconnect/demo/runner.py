@@ -34,10 +34,11 @@ def run_demo(
     require: Sequence[str] = (),
     device: str = "cpu",
     kv_cache_dtype: str = "auto",
+    flow: str = "sequential",
 ) -> int:
     """Run the demo, with the nodes on ``device``; no engine or no model named means all of them.
 
-    ``kv_cache_dtype`` is what every node's cache keeps.
+    ``kv_cache_dtype`` is what every node's cache keeps, ``flow`` the router's.
 
     Returns the exit code: 1 if anything was not as it must be, or a required engine cannot run here.
     Outcomes go to stdout, everything else to stderr.
@@ -47,6 +48,7 @@ def run_demo(
     """
     chosen_models = _known("model", models, MODELS)
     _known("engine", require, ENGINES)
+    _known("flow", [flow], pair.FLOWS)
     says = Console(stderr=True, highlight=False, soft_wrap=True)
     usable, skipped = _usable_engines(engines, device)
     for name, reason in skipped.items():
@@ -60,7 +62,7 @@ def run_demo(
             says.print("no engine can run here")
         return 1
     node_options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
-    outcomes = _run_all(usable, chosen_models, requests, json_output, node_options, says)
+    outcomes = _run_all(usable, chosen_models, requests, json_output, node_options, flow, says)
     if not json_output:
         _print_table(outcomes)
     failed = [outcome for outcome in outcomes if outcome.problems]
@@ -98,6 +100,7 @@ def _run_all(
     requests: int,
     json_output: bool,
     node_options: Sequence[str],
+    flow: str,
     says: Console,
 ) -> list[Outcome]:
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
@@ -105,7 +108,7 @@ def _run_all(
     before = signal.signal(signal.SIGTERM, _raise_exit)
     try:
         for model in models:
-            for outcome in _run_model(engines, model, requests, node_options, folder, says):
+            for outcome in _run_model(engines, model, requests, node_options, flow, folder, says):
                 outcomes.append(outcome)
                 if json_output:
                     print(outcome.to_json(), flush=True)
@@ -123,6 +126,7 @@ def _run_model(
     model: str,
     requests: int,
     node_options: Sequence[str],
+    flow: str,
     folder: Path,
     says: Console,
 ) -> list[Outcome]:
@@ -145,7 +149,7 @@ def _run_model(
                         expected = pair.ask_all(url, model, [*prompts, extra])
                         single.end()
                         reference = None
-                    both = pair.start_router(children, engine, model, nodes)
+                    both = pair.start_router(children, engine, model, nodes, flow)
                     pair.judge(outcome, both, prompts, expected[:-1], (extra, expected[-1]))
                 except KVConnectError as error:
                     outcome.problems.append(str(error))

@@ -157,16 +157,14 @@ class Engine:
         results = self.worker.results() if self.worker is not None else Results()
         if results:
             scheduler.update_results(results)
+        # What came of requests that arrived or were aborted names no block, and peers wait for it: it
+        # goes out before a step that may take long.
+        self._send_orders()
         step = scheduler.schedule()
         self.runner.prepare(step)
         sampled = self.runner.execute(step) if step.chunks else {}
         scheduler.update(step, sampled)
-        if self.worker is not None and transfers is not None:
-            orders = transfers.hooks.build_orders()
-            if orders:
-                # A peer or an engine may touch the cache from here on: computing and zeroing are over.
-                self.runner.synchronize()
-                self.worker.start(orders)
+        self._send_orders()
         self.snapshot = self._take_snapshot(self.snapshot.steps + 1)
         self._deliver()
         if step.chunks or scheduler.running:
@@ -176,6 +174,16 @@ class Engine:
         if (transfers is not None and transfers.num_outstanding) or scheduler.waiting:
             return OUTSTANDING_WAIT_S
         return IDLE_WAIT_S
+
+    def _send_orders(self) -> None:
+        transfers = self.scheduler.transfers
+        if self.worker is None or transfers is None:
+            return
+        orders = transfers.hooks.build_orders()
+        if orders:
+            # A peer or an engine may touch the cache from here on: computing and zeroing are over.
+            self.runner.synchronize()
+            self.worker.start(orders)
 
     def _sleep(self, wait_s: float) -> None:
         """Sleep until something arrives, at most ``wait_s``."""

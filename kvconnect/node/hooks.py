@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 class SchedulerHooks(Protocol):
     """The half of a connector that lives with the scheduler."""
 
+    def new_request(self, request: RequestView) -> None:
+        """A request arrived; asked before anything else. Raises nothing."""
+        ...
+
     def prefill_tokens(self, request: RequestView) -> int:
         """How many of the prompt's tokens to compute."""
         ...

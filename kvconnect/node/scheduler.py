@@ -47,6 +47,7 @@ class Scheduler:
         """
         self.book.add(request)
         if self.transfers is not None:
+            self.transfers.hooks.new_request(request)
             try:
                 request.truncate(self.transfers.hooks.prefill_tokens(request))
             except KVConnectError as error:

@@ -21,19 +21,30 @@ from kvconnect.router.flow import Flow
 from kvconnect.router.legs import Clock, LegError, Legs
 from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.parallel import ParallelFlow
 from kvconnect.router.pool import Pool, PoolPolicy
 
 logger = logging.getLogger("kvconnect.router")
 
 _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
+FLOWS: dict[str, type[Flow]] = {"sequential": Flow, "parallel": ParallelFlow}
+"""How a request may run through its two nodes."""
+
 
 class Router:
     """One router: two pools, one flow, and the requests under way. One event loop owns it."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], limits: RouterLimits, clock: Clock
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        limits: RouterLimits,
+        clock: Clock,
+        flow: str = "sequential",
     ) -> None:
+        if flow not in FLOWS:
+            raise ConfigError(f"flow is {flow!r}; accepted: {', '.join(FLOWS)}")
         policy = PoolPolicy(limits.failures_to_eject, limits.eject_s)
         self.limits = limits
         self.prefill = Pool("prefill", [clean_url(url) for url in prefill], policy)
@@ -42,13 +53,16 @@ class Router:
         self.in_flight = 0
         self.is_draining = False
         self._clock = clock
+        self._flow_class = FLOWS[flow]
         self._flow: Flow | None = None
         self._legs: Legs | None = None
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session and the health checks while the application runs."""
         self._legs = Legs(self.limits, self.metrics, self._clock)
-        self._flow = Flow(self.prefill, self.decode, self._legs, self.limits, self.metrics, self._clock)
+        self._flow = self._flow_class(
+            self.prefill, self.decode, self._legs, self.limits, self.metrics, self._clock
+        )
         checks = [
             asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
             for pool in (self.prefill, self.decode)
@@ -180,14 +194,15 @@ def create_router_app(
     *,
     limits: RouterLimits | None = None,
     clock: Clock = time.monotonic,
+    flow: str = "sequential",
 ) -> web.Application:
     """The router as an aiohttp application. Serve it with ``router_runner``.
 
     Raises:
-        ConfigError: a URL or a limit cannot be used.
+        ConfigError: a URL, a limit or the flow cannot be used.
     """
     limits = limits or RouterLimits()
-    router = Router(prefill_urls, decode_urls, limits, clock)
+    router = Router(prefill_urls, decode_urls, limits, clock, flow)
     app = web.Application(client_max_size=limits.max_body_bytes)
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
@@ -237,11 +252,12 @@ def run_router(
     prefill: Sequence[str],
     decode: Sequence[str],
     limits: RouterLimits | None = None,
+    flow: str = "sequential",
 ) -> None:
-    """Run a router in this process until SIGTERM or SIGINT.
+    """Run a router in this process until SIGTERM or SIGINT. ``flow`` is sequential or parallel.
 
     Raises:
-        ConfigError: a URL, a limit or the address cannot be used.
+        ConfigError: a URL, a limit, the flow or the address cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
@@ -250,6 +266,6 @@ def run_router(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await serve_router(create_router_app(prefill, decode, limits=limits), host, port, stop)
+        await serve_router(create_router_app(prefill, decode, limits=limits, flow=flow), host, port, stop)
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 REQUEST_ID = "X-Request-Id"
@@ -24,6 +25,16 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannel:
+    """Where a prefill node's peers reach it, as its own answers say."""
+
+    host: str
+    port: int
+    engine_id: str
+
 
 _HOP_BY_HOP = frozenset(
     {
@@ -104,20 +115,49 @@ def direct_reason(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
+def prefill_body(
+    body: Mapping[str, Any], params: Mapping[str, Any] = ASK_FOR_REMOTE_DECODE
+) -> dict[str, Any]:
     """The prefill leg: the same prompt, one token, no stream, and the request to keep the KV cache."""
     leg = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options")}
     leg["max_tokens"] = 1
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = 1
     leg["stream"] = False
-    leg[PARAMS] = dict(ASK_FOR_REMOTE_DECODE)
+    leg[PARAMS] = dict(params)
     return leg
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
     """The decode leg: the client's own limits and streaming, with what the prefill node handed out."""
     return dict(body) if params is None else {**body, PARAMS: params}
+
+
+def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
+    """Where the node that handed out these parameters is fetched from; None if they do not say."""
+    if params is None:
+        return None
+    host, port, engine_id = (params.get(f"remote_{name}") for name in ("host", "port", "engine_id"))
+    if not isinstance(host, str) or not isinstance(port, int) or not isinstance(engine_id, str):
+        return None
+    return SideChannel(host, port, engine_id)
+
+
+def announced_prefill(transfer_id: str) -> dict[str, Any]:
+    """What asks a prefill node to keep the blocks of a request under a name that its peer knows already."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
+    """What tells a decode node to fetch from a prefill node that is asked at the same time."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_host": channel.host,
+        "remote_port": channel.port,
+        "remote_engine_id": channel.engine_id,
+    }
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:

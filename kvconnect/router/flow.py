@@ -8,6 +8,7 @@ cancels the task that runs ``Flow.run``, which closes the connection of whicheve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -22,9 +23,20 @@ from kvconnect.router import bodies
 from kvconnect.router.legs import Clock, Legs
 from kvconnect.router.limits import RouterLimits
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.pool import Pool
+from kvconnect.router.pool import Lease, Pool
 
 logger = logging.getLogger("kvconnect.router")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One client's request, as its legs need it. ``body`` is None where it has none."""
+
+    request: web.Request
+    request_id: str
+    started: float
+    headers: list[tuple[str, str]]
+    body: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +48,24 @@ class Refused:
     body: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What the prefill node at ``url`` handed out; ``params`` is None if that was nothing."""
+
+    url: str
+    params: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A decode node's answer, as far as it is read: nothing of it has been sent to the client."""
+
+    answer: aiohttp.ClientResponse
+    first: bytes
+
+
 class Flow:
-    """Runs requests against two pools. Holds no state of a request between calls."""
+    """Runs requests against two pools, one leg after the other. Holds no state of a request between calls."""
 
     def __init__(
         self,
@@ -65,19 +93,12 @@ class Flow:
         """
         body = bodies.parse_body(await request.read())
         headers = bodies.leg_headers(request.headers.items(), request_id)
+        exchange = Exchange(request, request_id, started, headers, body)
         reason = bodies.direct_reason(body)
-        params: Mapping[str, Any] | None = None
-        if reason is None:
-            outcome = await self._run_prefill(request.path_qs, body, headers, request_id)
-            if isinstance(outcome, Refused):
-                return _response(outcome)
-            params = outcome
-            if params is None:
-                reason = "empty_params"
         if reason is not None:
             self._fall_back(reason)
-        leg = bodies.to_bytes(bodies.decode_body(body, params))
-        return await self._run_decode(request, leg, headers, request_id, started)
+            return await self._run_decode(exchange, None)
+        return await self._run_both(exchange)
 
     async def pass_to_decode(
         self, request: web.Request, request_id: str, started: float
@@ -88,18 +109,46 @@ class Flow:
             LegError: the leg gave no answer.
         """
         headers = bodies.leg_headers(request.headers.items(), request_id)
-        return await self._run_decode(request, None, headers, request_id, started)
+        return await self._run_decode(Exchange(request, request_id, started, headers, None), None)
+
+    async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request that is split between two nodes."""
+        self._metrics.flows.labels("sequential").inc()
+        return await self._go_on(exchange, await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE))
+
+    async def _go_on(self, exchange: Exchange, outcome: Handed | Refused) -> web.StreamResponse:
+        """What follows a prefill leg: its refusal, or the decode leg."""
+        if isinstance(outcome, Refused):
+            return _response(outcome)
+        if outcome.params is None:
+            self._fall_back("empty_params")
+        return await self._run_decode(exchange, outcome.params)
 
     async def _run_prefill(
-        self, path: str, body: Mapping[str, Any], headers: list[tuple[str, str]], request_id: str
-    ) -> Mapping[str, Any] | Refused | None:
-        leg = bodies.to_bytes(bodies.prefill_body(body))
-        asked = bodies.identity_encoding(headers)
-        timeout = self._legs.prefill_timeout()
-        async with self._legs.open(self._prefill, "POST", path, asked, leg, timeout) as answer:
+        self,
+        exchange: Exchange,
+        params: Mapping[str, Any],
+        *,
+        lent: Lease | None = None,
+        only_lent: bool = False,
+    ) -> Handed | Refused:
+        """The prefill leg with these parameters; ``lent`` and ``only_lent`` as ``Legs.open`` has them."""
+        assert exchange.body is not None
+        leg_body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
+        async with self._legs.open(
+            self._prefill,
+            "POST",
+            exchange.request.path_qs,
+            bodies.identity_encoding(exchange.headers),
+            leg_body,
+            self._legs.prefill_timeout(),
+            lent=lent,
+            only_lent=only_lent,
+        ) as leg:
+            answer = leg.answer
             raw = await self._read_whole(answer)
             if answer.status != 200:
-                kept = bodies.answer_headers(answer.headers.items(), request_id)
+                kept = bodies.answer_headers(answer.headers.items(), exchange.request_id)
                 return Refused(answer.status, [(k, v) for k, v in kept if k.lower() != "content-length"], raw)
         try:
             parsed = json.loads(raw)
@@ -107,11 +156,11 @@ class Flow:
             raise self._legs.failed(
                 "prefill", "bad_answer", "the prefill node's answer is not JSON"
             ) from None
-        params = parsed.get(bodies.PARAMS) if isinstance(parsed, dict) else None
-        if params and not isinstance(params, dict):
+        handed = parsed.get(bodies.PARAMS) if isinstance(parsed, dict) else None
+        if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._legs.failed("prefill", "bad_answer", text)
-        return params or None
+        return Handed(leg.url, handed or None)
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's answer, within its bound.
@@ -145,55 +194,63 @@ class Flow:
                 why,
             )
 
-    async def _run_decode(
-        self,
-        request: web.Request,
-        body: bytes | None,
-        headers: list[tuple[str, str]],
-        request_id: str,
-        started: float,
-    ) -> web.StreamResponse:
-        timeout = self._legs.decode_timeout()
-        async with self._legs.open(
-            self._decode, request.method, request.path_qs, headers, body, timeout
-        ) as answer:
-            with self._legs.translated("decode"):
-                first = await answer.content.readany()
-            if not first and answer.status == 200:
-                raise self._legs.failed("decode", "empty", "the decode node's answer is empty")
-            response = web.StreamResponse(status=answer.status, reason=answer.reason)
-            for key, value in bodies.answer_headers(answer.headers.items(), request_id):
-                response.headers.add(key, value)
-            await response.prepare(request)
-            self._metrics.first_byte_seconds.observe(self._clock() - started)
-            await self._pass_on(first, answer, request, response, request_id)
-        return response
+    async def _run_decode(self, exchange: Exchange, params: Mapping[str, Any] | None) -> web.StreamResponse:
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, params))
 
-    async def _pass_on(
-        self,
-        chunk: bytes,
-        answer: aiohttp.ClientResponse,
-        request: web.Request,
-        response: web.StreamResponse,
-        request_id: str,
-    ) -> None:
-        """Send what comes, as it comes. The status is out: a node that fails now breaks the answer off.
+    async def _begin_decode(
+        self, stack: contextlib.AsyncExitStack, exchange: Exchange, params: Mapping[str, Any] | None
+    ) -> Begun:
+        """The decode leg up to its first byte. It stays open for as long as ``stack`` does.
+
+        Raises:
+            LegError: there is none.
+        """
+        body = None
+        if exchange.body is not None:
+            body = bodies.to_bytes(bodies.decode_body(exchange.body, params))
+        opened = self._legs.open(
+            self._decode,
+            exchange.request.method,
+            exchange.request.path_qs,
+            exchange.headers,
+            body,
+            self._legs.decode_timeout(),
+        )
+        answer = (await stack.enter_async_context(opened)).answer
+        with self._legs.translated("decode"):
+            first = await answer.content.readany()
+        if not first and answer.status == 200:
+            raise self._legs.failed("decode", "empty", "the decode node's answer is empty")
+        return Begun(answer, first)
+
+    async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
+        """Send the client what comes, as it comes. From here on a node that fails breaks the answer off.
 
         Raises:
             ConnectionError: the client left.
         """
+        answer, chunk, request = begun.answer, begun.first, exchange.request
+        response = web.StreamResponse(status=answer.status, reason=answer.reason)
+        for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
+            response.headers.add(key, value)
+        await response.prepare(request)
+        self._metrics.first_byte_seconds.observe(self._clock() - exchange.started)
         while chunk:
             await response.write(chunk)
             try:
                 with self._legs.translated("decode"):
                     chunk = await answer.content.readany()
             except Exception as error:
-                logger.error("request %s was cut off in the middle of its answer: %s", request_id, error)
+                logger.error(
+                    "request %s was cut off in the middle of its answer: %s", exchange.request_id, error
+                )
                 if request.transport is not None:
                     # An orderly end would tell the client that this was all of it.
                     request.transport.abort()
-                return
+                return response
         await response.write_eof()
+        return response
 
 
 def _response(refused: Refused) -> web.Response:

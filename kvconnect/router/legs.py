@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -34,6 +35,14 @@ class LegError(Exception):
         super().__init__(message)
         self.status = status
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """The node that took a leg, and its answer."""
+
+    url: str
+    answer: aiohttp.ClientResponse
 
 
 class Legs:
@@ -80,8 +89,14 @@ class Legs:
         headers: Headers,
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        *,
+        lent: Lease | None = None,
+        only_lent: bool = False,
+    ) -> AsyncIterator[Leg]:
         """The answer of a node of ``pool``, its headers read and its body not.
+
+        ``lent`` is a lease of the node to try first, which its owner gives back; with ``only_lent`` no
+        other node is tried.
 
         Leaving the block closes the connection, so a node whose answer was not read to its end sees
         its client leave. The block may raise what reading raises: ``translated`` gives it a meaning.
@@ -90,12 +105,14 @@ class Legs:
             LegError: no node is in rotation, none can be reached, or the node gave no answer.
         """
         started = self._clock()
-        lease, response = await self._reach(pool, method, path, headers, body, timeout)
+        retries = 0 if only_lent else self._limits.retries
+        lease, response = await self._reach(pool, method, path, headers, body, timeout, lent, retries)
         try:
-            yield response
+            yield Leg(lease.url, response)
         finally:
             response.close()
-            pool.release(lease)
+            if lease is not lent:
+                pool.release(lease)
             self._metrics.leg_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
@@ -106,11 +123,13 @@ class Legs:
         headers: Headers,
         body: bytes | None,
         timeout: aiohttp.ClientTimeout,
+        lent: Lease | None,
+        retries: int,
     ) -> tuple[Lease, aiohttp.ClientResponse]:
         tried: list[str] = []
         last = LegError(503, "none_healthy", f"no {pool.role} node is healthy")
-        while len(tried) <= self._limits.retries:
-            lease = pool.take(self._clock(), avoid=tried)
+        while len(tried) <= retries:
+            lease = lent if lent is not None and not tried else pool.take(self._clock(), avoid=tried)
             if lease is None:
                 break
             if tried:
@@ -137,7 +156,7 @@ class Legs:
                 self._not_reached(pool, lease, error)
                 last = error
             finally:
-                if not kept:
+                if not kept and lease is not lent:
                     pool.release(lease)
         if not tried:
             self._metrics.leg_failures.labels(pool.role, last.reason).inc()

@@ -51,6 +51,13 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        self.flows = Counter(
+            "kvconnect_router_flows",
+            "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
+            "that had to go on sequentially.",
+            ["flow"],
+            registry=registry,
+        )
         self.clients_gone = Counter(
             "kvconnect_router_clients_gone", "Clients that left before their answer ended.", registry=registry
         )

@@ -17,6 +17,7 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import (
+    Expect,
     GroupBlocks,
     Hold,
     LetGo,
@@ -25,12 +26,23 @@ from kvconnect.orders import (
     RankAddress,
     RequestView,
     Results,
+    Withdraw,
 )
-from kvconnect.scheduler.params import HANDLE_KEY, RemotePrefill, read_remote_prefill
+from kvconnect.scheduler.params import (
+    HANDLE_KEY,
+    TRANSFER_KEY,
+    RemotePrefill,
+    read_remote_prefill,
+    read_transfer_id,
+)
+from kvconnect.scheduler.promises import Promises
+from kvconnect.scheduler.shares import Share, Shares, Turn
 
 logger = logging.getLogger(__name__)
 
 BlockIdsByGroup = Sequence[Sequence[int]]
+
+_NOTHING = Orders()
 
 
 class SchedulerConnector:
@@ -40,6 +52,8 @@ class SchedulerConnector:
         config: the parsed ``kv_transfer_config``.
         cache_config: the cache as the scheduler knows it; only block sizes and kinds are read.
         directory: where the worker ranks listen, rank 0 first.
+        held_back: tokens at the end of a prompt that P must not compute and D always computes itself, for
+            a serving stack's own reasons; caches with recurrent state need 1 in any case.
         new_handle: makes an unguessable string.
     """
 
@@ -50,13 +64,15 @@ class SchedulerConnector:
         kernel_block_sizes: Mapping[int, int],
         *,
         directory: Sequence[RankAddress],
+        held_back: int = 0,
         new_handle: Callable[[], str] = lambda: secrets.token_urlsafe(24),
     ) -> None:
         if not directory:
             raise LocalError("the scheduler half needs the address of rank 0 at least")
         self._config = config
         self._groups = cache_config.groups
-        self._has_state = any(group.is_state for group in cache_config.groups)
+        # A recurrent state cannot be rolled back by the token that D computes itself.
+        self._held_back = max(held_back, int(any(group.is_state for group in cache_config.groups)))
         self._directory = tuple(sorted(directory, key=lambda address: address.rank))
         self._directory_sent = False
         self._new_handle = new_handle
@@ -64,31 +80,46 @@ class SchedulerConnector:
         self._loads: list[Load] = []
         self._let_go: list[LetGo] = []
         self._aborted: list[str] = []
+        self._expected: list[Expect] = []
+        self._withdrawn: list[Withdraw] = []
+        self._failures: list[str] = []
         self._held: set[str] = set()
-        self._loading: set[str] = set()
-        self._settled: set[str] = set()
-        self._said_full = False
+        self._shares = Shares()
+        self._promises = Promises()
+        self._said: set[str] = set()
+
+    def new_request(self, request: RequestView) -> None:
+        """A request arrived; before anything else is asked about it. Raises nothing.
+
+        On P a router's transfer id is taken note of here: without this call nothing is held for it. On
+        D it makes requests of one handle known to each other before the first of them is admitted.
+        """
+        if not request.kv_transfer_params:
+            return
+        self._share(request)
+        if self._wants_decode(request):
+            self._promise(request)
 
     def prefill_tokens(self, request: RequestView) -> int:
-        """How many tokens of its prompt P computes.
-
-        A recurrent state cannot be rolled back, and D computes the last token itself: P stops one
-        token earlier then.
-        """
-        if self._has_state and self._wants_decode(request):
-            return max(1, request.num_tokens - 1)
+        """How many tokens of its prompt P computes: all but those that it has to leave to D."""
+        if self._wants_decode(request):
+            return max(1, request.num_tokens - self._held_back)
         return request.num_tokens
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``num_computed_tokens`` that can be fetched, and whether that is asynchronous.
 
-        Asked on every attempt to admit the request; answers the same until it was admitted.
+        Asked on every attempt to admit the request; answers the same until it was admitted. None: ask
+        again, another request of this node is fetching the same.
         """
-        remote = self._remote_prefill(request)
-        if remote is None:
+        share = self._share(request)
+        if share is None:
             return 0, False
         count = self._wanted_tokens(request) - num_computed_tokens
-        return (count, True) if count > 0 else (0, False)
+        turn = self._shares.turn(request.request_id, share)
+        if count <= 0 or turn is Turn.COMPUTE:
+            return 0, False
+        return (None, False) if turn is Turn.WAIT else (count, True)
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -99,39 +130,58 @@ class SchedulerConnector:
         has no block. ``num_external_tokens`` may be less than ``matched_tokens`` offered, and is 0
         whenever nothing is to be fetched.
         """
-        remote = self._remote_prefill(request)
-        if remote is None:
+        share = self._share(request)
+        if share is None or request.request_id in share.decided:
             return
-        self._settled.add(request.request_id)
+        remote = share.remote
         if num_external_tokens <= 0:
-            self._release(request.request_id, remote)
+            if self._shares.compute(request.request_id, share):
+                self._release(request.request_id, remote)
             return
         wanted = self._wanted_tokens(request)
-        self._loading.add(request.request_id)
+        refusal = remote.refusal or self._prompt_refusal(request, remote)
+        handle = remote.handle
+        if not self._shares.fetch(request.request_id, share):
+            # Without the handle: a worker lets go of what it could not load, and this is another's.
+            handle, refusal = "", "another request of this node has fetched under its handle"
         self._loads.append(
             Load(
                 request_id=request.request_id,
-                handle=remote.handle,
+                handle=handle,
                 engine_id=remote.engine_id,
                 host=remote.host,
                 port=remote.port,
                 num_tokens=wanted,
                 groups=self._blocks(block_ids, wanted - num_external_tokens, wanted),
-                refusal=remote.refusal or self._prompt_refusal(request, remote),
+                refusal=refusal,
             )
         )
 
     def build_orders(self) -> Orders:
         """The orders since the last call; once per step, also for a step without tokens."""
+        if self._directory_sent and not (
+            self._holds
+            or self._loads
+            or self._let_go
+            or self._aborted
+            or self._expected
+            or self._withdrawn
+            or self._failures
+        ):
+            return _NOTHING
         orders = Orders(
             holds=tuple(self._holds),
             loads=tuple(self._loads),
             let_go=tuple(self._let_go),
             aborted=tuple(self._aborted),
             directory=() if self._directory_sent else self._directory,
+            expected=tuple(self._expected),
+            withdrawn=tuple(self._withdrawn),
+            failures=tuple(self._failures),
         )
         self._directory_sent = True
         self._holds, self._loads, self._let_go, self._aborted = [], [], [], []
+        self._expected, self._withdrawn, self._failures = [], [], []
         return orders
 
     def request_finished(
@@ -143,44 +193,99 @@ class SchedulerConnector:
         client. Returns whether the blocks must be kept until ``Results.sent`` has the request, and
         the parameters for D.
         """
-        remote = self._remote_prefill(request)
-        if remote is not None:
+        request_id = request.request_id
+        if self._share(request) is not None and (unwanted := self._shares.leave(request_id)):
             # Rejected or aborted before it got blocks: P need not wait for it.
-            self._release(request.request_id, remote)
-        self._settled.discard(request.request_id)
-        if request.request_id in self._loading:
-            self._aborted.append(request.request_id)
+            self._release(request_id, unwanted.remote)
+        if self._shares.is_loading(request_id):
+            self._aborted.append(request_id)
+        if not self._wants_decode(request):
             return False, None
-        if not delivered or not self._wants_decode(request):
-            return False, None
-        return self._hold(request, block_ids)
+        kept, params = False, None
+        reason = "the prefill was aborted, or failed"
+        if delivered and not self._shares.is_loading(request_id):
+            kept, params, reason = self._hold(request, block_ids)
+        if not kept and (handle := self._promises.of(request_id)) is not None:
+            self._promises.end(request_id)
+            self._withdraw(handle, reason)
+        return kept, params
 
     def update_results(self, results: Results) -> None:
         """What the workers reported, after all of them did."""
-        self._held.difference_update(results.sent)
-        self._loading.difference_update(results.received)
+        for request_id in results.sent:
+            self._held.discard(request_id)
+            self._promises.end(request_id)
+        for request_id in results.received:
+            self._shares.loaded(request_id)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
-        return {"held": len(self._held), "loading": len(self._loading), "settled": len(self._settled)}
+        return {
+            "held": len(self._held),
+            "promised": len(self._promises),
+            "loading": self._shares.num_loading,
+            "sharing": len(self._shares),
+        }
 
     def _wants_decode(self, request: RequestView) -> bool:
         params = request.kv_transfer_params
         return self._config.is_producer and params is not None and bool(params.get("do_remote_decode"))
 
-    def _remote_prefill(self, request: RequestView) -> RemotePrefill | None:
-        """Where to fetch a request from, or None if it is not fetched, or was."""
-        if not self._config.is_consumer or request.request_id in self._settled:
+    def _share(self, request: RequestView) -> Share | None:
+        """The handle that a request names on D, with all that name it; None if it is not fetched."""
+        if not request.kv_transfer_params or not self._config.is_consumer:
             return None
-        return read_remote_prefill(request.kv_transfer_params)
+        share = self._shares.of(request.request_id)
+        if share is not None:
+            return share
+        remote = read_remote_prefill(request.kv_transfer_params)
+        return None if remote is None else self._shares.join(request.request_id, remote)
+
+    def _promise(self, request: RequestView) -> None:
+        """Take note of a router's transfer id: whoever fetches under it may come before the KV is there."""
+        transfer = read_transfer_id(request.kv_transfer_params)
+        if transfer is None:
+            return
+        if transfer.refusal:
+            self._complain("transfer_id", "%s; its KV is not held", transfer.refusal)
+        elif not self._promises.make(request.request_id, transfer.handle):
+            self._complain(
+                "transfer_id_in_use",
+                "request %s has a transfer id that another request is using; its KV is not held",
+                request.request_id,
+            )
+        elif len(self._promises) > self._config.extra.max_leases:
+            self._promises.end(request.request_id)
+            self._withdraw(transfer.handle, self._complain_full())
+        else:
+            self._expected.append(Expect(transfer.handle))
+
+    def _withdraw(self, handle: str, reason: str) -> None:
+        # Ordered before what is expected: an id that is withdrawn may be used again in the same step.
+        self._expected = [expected for expected in self._expected if expected.handle != handle]
+        self._withdrawn.append(Withdraw(handle, f"no KV comes under this handle: {reason}"))
+
+    def _complain(self, reason: str, text: str, *values: object) -> None:
+        """Log a reason once, count it always."""
+        self._failures.append(reason)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning(
+                text + " (further ones are only counted, as failures with reason %s)", *values, reason
+            )
+
+    def _complain_full(self) -> str:
+        reason = f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
+        self._complain("max_leases", "%s: more are answered without KV until some are", reason)
+        return reason
 
     def _wanted_tokens(self, request: RequestView) -> int:
-        return request.num_tokens - 1 if self._has_state else request.num_tokens
+        return request.num_tokens - self._held_back
 
     def _prompt_refusal(self, request: RequestView, remote: RemotePrefill) -> str:
-        """The KV of another prompt is worse than none."""
+        """The KV of another prompt is worse than none. Where its length was not told, P compares."""
         expected = max(1, self._wanted_tokens(request))
-        if remote.num_tokens != expected:
+        if remote.num_tokens not in (0, expected):
             return (
                 f"kv_transfer_params.remote_num_tokens is {remote.num_tokens}, this prompt needs {expected}: "
                 "they are not of this prompt, or the two nodes run different models"
@@ -204,33 +309,36 @@ class SchedulerConnector:
         return tuple(made)
 
     def _release(self, request_id: str, remote: RemotePrefill) -> None:
-        if not remote.refusal:
-            self._let_go.append(LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port))
+        self._let_go.append(LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port))
 
-    def _hold(self, request: RequestView, block_ids: BlockIdsByGroup) -> tuple[bool, dict[str, Any] | None]:
+    def _hold(
+        self, request: RequestView, block_ids: BlockIdsByGroup
+    ) -> tuple[bool, dict[str, Any] | None, str]:
+        """Whether a request is held, the parameters for D, and why it is not held."""
         # The last sampled token has no KV yet.
         num_tokens = request.num_tokens - 1
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
-            return False, None
+            return False, None, "the prompt left none"
         if len(self._held) >= self._config.extra.max_leases:
-            if not self._said_full:
-                self._said_full = True
-                logger.warning(
-                    "max_leases is %d and that many requests wait to be fetched: "
-                    "more are answered without KV until some are",
-                    self._config.extra.max_leases,
-                )
-            return False, None
+            return False, None, self._complain_full()
+        handle = self._promises.of(request.request_id)
+        if handle is None:
+            if (request.kv_transfer_params or {}).get(TRANSFER_KEY) is not None:
+                return False, None, "its transfer id was refused"
+            handle = self._new_handle()
         hold = Hold(
             request_id=request.request_id,
-            handle=self._new_handle(),
+            handle=handle,
             num_tokens=num_tokens,
             groups=self._blocks(block_ids, 0, num_tokens),
             lease_s=self._config.extra.lease_s,
         )
         self._holds.append(hold)
         self._held.add(request.request_id)
-        return True, self._params(hold, block_ids)
+        params = self._params(hold, block_ids)
+        if self._promises.of(request.request_id) is not None:
+            params[TRANSFER_KEY] = (request.kv_transfer_params or {})[TRANSFER_KEY]
+        return True, params, ""
 
     def _params(self, hold: Hold, block_ids: BlockIdsByGroup) -> dict[str, Any]:
         """What the router passes on to D: the shape that routers know, and our handle."""

@@ -1,4 +1,4 @@
-"""The dictionary that travels with a request through a router, as D reads it.
+"""The dictionary that travels with a request through a router, as P and D read it.
 
 It comes from a client: nothing in it is trusted further than its type and size.
 """
@@ -14,14 +14,22 @@ import msgspec
 HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""
 
+TRANSFER_KEY = "transfer_id"
+"""What a router names a transfer, when it asks P and D at once."""
+
+_TRANSFER_PREFIX = "transfer:"
+# Random handles have no colon: nobody can name one of them with a transfer id.
+
 _LONGEST_TEXT = 512
-_TEXT = re.compile(r"[!-~]+")
+_TEXT = re.compile(r"[ -~]+")
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_DIGITS = re.compile(r"[0-9]{1,5}")
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
-    """Where the KV of a request waits.
+    """Where the KV of a request waits, or will.
 
+    ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told.
     ``refusal`` says why the dictionary is of no use; the other fields mean nothing then.
     """
 
@@ -33,39 +41,101 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-_FIELDS: tuple[tuple[str, str, type], ...] = (
-    (HANDLE_KEY, "handle", str),
-    ("remote_engine_id", "engine_id", str),
-    ("remote_host", "host", str),
-    ("remote_port", "port", int),
-    ("remote_num_tokens", "num_tokens", int),
-)
+class TransferId(msgspec.Struct, frozen=True):
+    """The name that a router gave a transfer, as the handle it stands for, or why it cannot be used."""
+
+    handle: str = ""
+    refusal: str = ""
+
+
+class _Unusable(Exception):
+    """A field cannot be used. The text names it, its value and what is accepted."""
+
+
+def read_transfer_id(params: Mapping[str, Any] | None) -> TransferId | None:
+    """The transfer id of a request. None where it has none. Raises nothing."""
+    if not params or params.get(TRANSFER_KEY) is None:
+        return None
+    try:
+        return TransferId(_TRANSFER_PREFIX + _text(params, TRANSFER_KEY))
+    except _Unusable as error:
+        return TransferId(refusal=str(error))
 
 
 def read_remote_prefill(params: Mapping[str, Any] | None) -> RemotePrefill | None:
-    """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing."""
+    """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
+
+    With a handle they are P's own answer. With a transfer id alone P is computing meanwhile, and
+    neither its engine id nor its count of tokens need be known.
+    """
     if not params or not params.get("do_remote_prefill"):
         return None
-    values: dict[str, Any] = {}
-    for key, name, kind in _FIELDS:
-        value = params.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or value in ("", 0):
+    try:
+        if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:
             return RemotePrefill(
-                refusal=f"kv_transfer_params.{key} is {_short(value)}, it must be a non-empty {kind.__name__}"
+                handle=_TRANSFER_PREFIX + _text(params, TRANSFER_KEY),
+                engine_id="" if params.get("remote_engine_id") is None else _text(params, "remote_engine_id"),
+                host=_host(params),
+                port=_port(params),
+                num_tokens=0 if params.get("remote_num_tokens") is None else _num_tokens(params),
             )
-        if isinstance(value, str) and len(value) > _LONGEST_TEXT:
-            return RemotePrefill(
-                refusal=f"kv_transfer_params.{key} has {len(value)} characters, accepted: {_LONGEST_TEXT}"
-            )
-        if isinstance(value, str) and not (_HOST if name == "host" else _TEXT).fullmatch(value):
-            kinds = "a host name or address" if name == "host" else "printable ASCII without spaces"
-            return RemotePrefill(refusal=f"kv_transfer_params.{key} is {_short(value)}, accepted: {kinds}")
-        values[name] = value
-    if not 0 < values["port"] <= 65535:
         return RemotePrefill(
-            refusal=f"kv_transfer_params.remote_port is {values['port']}, accepted: 1 to 65535"
+            handle=_text(params, HANDLE_KEY, _LONGEST_TEXT + len(_TRANSFER_PREFIX)),
+            engine_id=_text(params, "remote_engine_id"),
+            host=_host(params),
+            port=_port(params),
+            num_tokens=_num_tokens(params),
         )
-    return RemotePrefill(**values)
+    except _Unusable as error:
+        return RemotePrefill(refusal=str(error))
+
+
+def _text(params: Mapping[str, Any], key: str, longest: int = _LONGEST_TEXT) -> str:
+    value = params.get(key)
+    if not isinstance(value, str) or not value:
+        raise _wrong(key, value, "it must be a non-empty str")
+    if len(value) > longest:
+        raise _Unusable(f"kv_transfer_params.{key} has {len(value)} characters, accepted: {longest}")
+    if not _TEXT.fullmatch(value):
+        raise _wrong(key, value, "accepted: printable ASCII")
+    return value
+
+
+def _host(params: Mapping[str, Any]) -> str:
+    value = _text(params, "remote_host")
+    if not _HOST.fullmatch(value):
+        raise _wrong("remote_host", value, "accepted: a host name or address")
+    return value
+
+
+def _port(params: Mapping[str, Any]) -> int:
+    value = params.get("remote_port")
+    # Routers that keep the parameters in a protocol buffer know no integers, and some write ports as text.
+    if isinstance(value, str) and _DIGITS.fullmatch(value):
+        value = int(value)
+    port = _integer("remote_port", value)
+    if not 0 < port <= 65535:
+        raise _Unusable(f"kv_transfer_params.remote_port is {port}, accepted: 1 to 65535")
+    return port
+
+
+def _num_tokens(params: Mapping[str, Any]) -> int:
+    count = _integer("remote_num_tokens", params.get("remote_num_tokens"))
+    if count < 1:
+        raise _wrong("remote_num_tokens", count, "it must be at least 1")
+    return count
+
+
+def _integer(key: str, value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong(key, value, "it must be a non-empty int")
+    return value
+
+
+def _wrong(key: str, value: object, accepted: str) -> _Unusable:
+    return _Unusable(f"kv_transfer_params.{key} is {_short(value)}, {accepted}")
 
 
 def _short(value: object) -> str:

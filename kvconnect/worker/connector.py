@@ -172,14 +172,7 @@ class WorkerConnector:
         """Take one step's orders, after the step's forward was launched. Never waits."""
         if not orders:
             return
-        self._mover.order(
-            orders.holds,
-            orders.loads,
-            orders.let_go,
-            orders.aborted,
-            orders.directory,
-            self._device_done(),
-        )
+        self._mover.order(orders, self._device_done())
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
@@ -199,6 +192,8 @@ class WorkerConnector:
         return {
             "engine": self.engine_name,
             "leases": len(prefill.leases),
+            "expected": len(prefill.waiting.expected),
+            "waiting": len(prefill.waiting),
             "sendings": len(prefill.sendings),
             "loads": len(decode.loads),
             "peers": len(decode.peers),

@@ -213,7 +213,8 @@ class DecodeSide:
             ("engine", peer.key[0], introduction.engine_id),
             ("rank", rank, introduction.rank),
         ):
-            if named != found:
+            # A request that names no engine means whichever answers at its address.
+            if named != found and named != "":
                 _, host, port = peer.key
                 reason = f"{host}:{port} is {what} {found}, the request names {named}"
                 self._lose_rank(peer, rank, reason, now)

@@ -212,6 +212,10 @@ class Tombstones:
         while len(self._reasons) > self._capacity:
             self._reasons.popitem(last=False)
 
+    def lift(self, handle: str) -> None:
+        """The handle is in use again."""
+        self._reasons.pop(handle, None)
+
     def reason(self, handle: str) -> str | None:
         """Why a handle ended, or None if it was never known or is forgotten."""
         return self._reasons.get(handle)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Hold, LetGo, Load, RankAddress, Results
+from kvconnect.orders import Orders, Results
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
@@ -57,6 +57,7 @@ class Mover:
     ) -> None:
         self.wake_owner = wake_owner
         self._engine = engine
+        self._rank = rank
         self._metrics = metrics
         self._channel = channel
         self._commands: deque[Command] = deque()
@@ -70,32 +71,35 @@ class Mover:
 
     # Called by the owner of the worker, from any thread
 
-    def order(
-        self,
-        holds: tuple[Hold, ...],
-        loads: tuple[Load, ...],
-        let_go: tuple[LetGo, ...],
-        aborted: tuple[str, ...],
-        directory: tuple[RankAddress, ...],
-        ready: Callable[[], bool],
-    ) -> None:
+    def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
         """Queue one step's orders. ``ready`` says when the device is done with what they name."""
 
         def carry_out(now: float) -> None:
-            if directory:
-                self.prefill.directory = directory
-            for hold in holds:
+            if orders.directory:
+                self.prefill.directory = orders.directory
+            # In this order: a handle may be withdrawn, expected anew and held, all in one step.
+            for withdrawn in orders.withdrawn:
+                with self._guard("an order to withdraw"):
+                    self.prefill.withdraw(withdrawn)
+            for expected in orders.expected:
+                with self._guard("an order to expect"):
+                    self.prefill.expect(expected)
+            for hold in orders.holds:
                 with self._guard("an order to hold"):
                     self.prefill.hold(hold, ready, now)
-            for load in loads:
+            for load in orders.loads:
                 with self._guard("an order to load"):
                     self.decode.load(load, ready, now)
-            for release in let_go:
+            for release in orders.let_go:
                 with self._guard("an order to let go"):
                     self.decode.let_go(release, now)
-            for request_id in aborted:
+            for request_id in orders.aborted:
                 with self._guard("an order to abort"):
                     self.decode.abort(request_id)
+            if self._rank == 0:
+                # Every rank gets the orders, but what happened to the scheduler half happened once.
+                for reason in orders.failures:
+                    self._metrics.failures.labels(reason).inc()
 
         self.call(carry_out)
 

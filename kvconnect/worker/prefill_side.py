@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Addresses, Batch, Completion, Engine, Verb
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Hold, RankAddress
+from kvconnect.orders import Expect, Hold, RankAddress, Withdraw
 from kvconnect.peer.messages import (
     Alive,
     Cancel,
@@ -36,9 +35,9 @@ from kvconnect.worker.ledger import (
     LeaseEvent,
     LeaseState,
     Sending,
-    Tombstones,
     TransferKey,
 )
+from kvconnect.worker.waiting import EarlyFetch, WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +49,6 @@ class Visitor:
     session: Session
     link: Link | None = None
     peer: str = ""
-
-
-@dataclass(frozen=True)
-class EarlyFetch:
-    """A fetch of a request that this worker has not heard of yet, or whose KV is not complete yet."""
-
-    link: str
-    fetch: Fetch
-    received_at: float
 
 
 @dataclass
@@ -91,14 +81,13 @@ class PrefillSide:
         self.leases: dict[str, Lease] = {}
         self.sendings: dict[TransferKey, Sending] = {}
         self.visitors: OrderedDict[str, Visitor] = OrderedDict()
+        self.waiting = WaitingRoom(config)
         self._config = config
         self._engine = engine
         self._introduce = introduce
         self._send = send
         self._report_sent = report_sent
         self._metrics = metrics
-        self._tombstones = Tombstones(config.max_leases)
-        self._early: list[EarlyFetch] = []
         self._outboxes: dict[str, list[Outbox]] = {}
         self._batches: dict[int, TransferKey] = {}
         self._batch_ids = itertools.count(1)
@@ -108,10 +97,30 @@ class PrefillSide:
 
     # Orders of the scheduler
 
+    def expect(self, order: Expect) -> None:
+        """A prefill is under way: whoever asks for it waits."""
+        if not self.waiting.expect(order.handle):
+            self._metrics.failures.labels("max_leases").inc()
+
+    def withdraw(self, order: Withdraw) -> None:
+        """Nothing comes of a prefill: whoever waits for it is told when time next passes."""
+        self.waiting.end(order.handle, order.reason)
+
     def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> None:
-        """Begin a lease."""
-        self.leases[order.handle] = Lease(order, now + order.lease_s, ready)
+        """Begin a lease, unless everybody who would fetch has said already that they will not."""
+        if order.handle in self.leases:
+            # A handle stands for one request. The other one goes on, and this one's blocks are free.
+            self._metrics.failures.labels("handle_in_use").inc()
+            logger.error("request %s is not held: its handle is in use", order.request_id)
+            self._report_sent(order.request_id)
+            return
+        lease = self.leases[order.handle] = Lease(order, now + order.lease_s, ready)
         self._metrics.leases.set(len(self.leases))
+        said = self.waiting.hold(order.handle)
+        if said is not None:
+            lease.owner, lease.consumers = said.owner, said.consumers
+            lease.let_go |= said.ranks
+            self._end_if_due(lease, now)
 
     # Frames and completions
 
@@ -158,9 +167,9 @@ class PrefillSide:
 
     def advance(self, now: float) -> None:
         """Let time pass: retry early fetches, end leases, feed the engine, answer what is over."""
-        early, self._early = self._early, []
-        for waiting in early:
-            self._fetch(waiting, now)
+        if self.waiting:
+            for early in self.waiting.take_due(self.leases, self._is_ready, now):
+                self._fetch(early, now)
         for sending in self.sendings.values():
             if now >= sending.deadline and not sending.error:
                 self._cancel(sending.key, "the time that the peer gave is over")
@@ -178,13 +187,15 @@ class PrefillSide:
             if lease.state is LeaseState.HELD
         ]
         times += [sending.deadline for sending in self.sendings.values()]
-        times += [waiting.received_at + self._config.early_fetch_s for waiting in self._early]
+        waiting = self.waiting.next_deadline(self.leases)
+        if waiting is not None:
+            times.append(waiting)
         return min(times, default=None)
 
     @property
     def busy(self) -> bool:
         """The engine has something under way for us, or a fetch waits for the device."""
-        return bool(self.sendings or self._early)
+        return bool(self.sendings) or any(early.fetch.handle in self.leases for early in self.waiting.fetches)
 
     # What the above is made of
 
@@ -241,6 +252,10 @@ class PrefillSide:
             del self._peers[name]
             self._engine.disconnect(name)
 
+    def _is_ready(self, handle: str) -> bool:
+        lease = self.leases.get(handle)
+        return lease is not None and lease.ready()
+
     def _fetch(self, waiting: EarlyFetch, now: float) -> None:
         """Begin a fetch, leave it waiting, or answer that it cannot be done."""
         visitor = self.visitors.get(waiting.link)
@@ -249,19 +264,14 @@ class PrefillSide:
         fetch, peer = waiting.fetch, visitor.session.peer
         lease = self.leases.get(fetch.handle)
         if lease is None or not lease.ready():
-            buried = self._tombstones.reason(fetch.handle)
-            patience_s = self._config.early_fetch_s if lease is None else _patience_s(fetch)
-            if buried is None and now - waiting.received_at < patience_s:
-                if len(self._early) < self._config.max_leases:
-                    self._early.append(waiting)
-                    return
-                buried = f"{len(self._early)} fetches wait already"
-            self._answer_failure(visitor, waiting, buried or "no request is held under this handle")
+            refusal = self.waiting.admit(waiting, lease is not None, now)
+            if refusal:
+                self._answer_failure(visitor, waiting, refusal)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         try:
             _check_groups(fetch)
-            self._claim(lease, fetch, consumer, (waiting.link, fetch.transfer_id))
+            self._claim(lease, fetch, consumer, waiting.key)
             plan = make_plan(self._line_up(visitor), lease.order.groups, fetch.groups, fetch.num_tokens)
         except (PeerError, LayoutError) as error:
             self._answer_failure(visitor, waiting, str(error))
@@ -272,12 +282,12 @@ class PrefillSide:
             self._answer_failure(visitor, waiting, f"it could not be planned: {type(error).__name__}")
             return
         sending = Sending(
-            key=(waiting.link, fetch.transfer_id),
+            key=waiting.key,
             handle=fetch.handle,
             consumer=consumer,
             peer=visitor.peer,
             plan=plan,
-            deadline=waiting.received_at + _patience_s(fetch),
+            deadline=waiting.deadline,
             started_at=now,
         )
         lease.move(LeaseEvent.FETCH)
@@ -297,7 +307,8 @@ class PrefillSide:
         """
         if key in self.sendings:
             raise PeerError(f"transfer {fetch.transfer_id} is under way already")
-        if fetch.num_tokens > lease.order.num_tokens:
+        if fetch.num_tokens != lease.order.num_tokens:
+            # Of another prompt, or of a node that counts differently: part of it is worse than none.
             raise PeerError(f"{fetch.num_tokens} tokens are wanted, {lease.order.num_tokens} are held")
         if lease.owner not in (None, consumer[:2]):
             raise PeerError("another engine has fetched this request")
@@ -359,11 +370,10 @@ class PrefillSide:
         return True
 
     def _cancel(self, key: TransferKey, reason: str) -> None:
-        for waiting in [w for w in self._early if (w.link, w.fetch.transfer_id) == key]:
-            self._early.remove(waiting)
-            visitor = self.visitors.get(waiting.link)
-            if visitor is not None:
-                self._answer_failure(visitor, waiting, reason)
+        early = self.waiting.take(key)
+        visitor = self.visitors.get(key[0])
+        if early is not None and visitor is not None:
+            self._answer_failure(visitor, early, reason)
         sending = self.sendings.get(key)
         if sending is not None and not sending.error:
             sending.error = reason
@@ -373,18 +383,24 @@ class PrefillSide:
     def _cancelled(self, link: str, visitor: Visitor, transfer_id: int, now: float) -> None:
         """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
         key = (link, transfer_id)
-        known = key in self.sendings or any((w.link, w.fetch.transfer_id) == key for w in self._early)
+        known = key in self.sendings or any(early.key == key for early in self.waiting.fetches)
         self._cancel(key, "the peer cancelled it")
         if not known and now >= self._not_quiet.get(key, 0.0):
             self._answer(link, visitor, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))
 
     def _let_go(self, visitor: Visitor, message: LetGo, now: float) -> None:
         lease, peer = self.leases.get(message.handle), visitor.session.peer
-        if lease is None or peer is None or lease.owner not in (None, (peer.engine_id, peer.incarnation)):
+        if peer is None:
             return
-        lease.owner = (peer.engine_id, peer.incarnation)
+        consumer = (peer.engine_id, peer.incarnation, peer.rank)
+        if lease is None:
+            self.waiting.refuse(message.handle, consumer, message.consumers, now)
+            return
+        if lease.owner not in (None, consumer[:2]):
+            return
+        lease.owner = consumer[:2]
         lease.consumers = message.consumers
-        lease.let_go.add((peer.engine_id, peer.incarnation, peer.rank))
+        lease.let_go.add(consumer)
         self._end_if_due(lease, now)
 
     def _finish(self, sending: Sending, now: float) -> None:
@@ -447,7 +463,7 @@ class PrefillSide:
     def _end(self, lease: Lease, reason: str) -> None:
         del self.leases[lease.order.handle]
         self._metrics.leases.set(len(self.leases))
-        self._tombstones.bury(lease.order.handle, f"the request is no longer held: {reason}")
+        self.waiting.end(lease.order.handle, f"the request is no longer held: {reason}")
         self._report_sent(lease.order.request_id)
 
     def _answer_failure(self, visitor: Visitor, waiting: EarlyFetch, reason: str) -> None:
@@ -466,14 +482,6 @@ class PrefillSide:
             if not self._send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("an answer to %s could not be sent", link)
-
-
-_LONGEST_FETCH_S = 3600.0
-
-
-def _patience_s(fetch: Fetch) -> float:
-    """How long a peer gives us for a fetch, within what is sensible."""
-    return min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S) if math.isfinite(fetch.timeout_s) else 0.0
 
 
 def _check_groups(fetch: Fetch) -> None:

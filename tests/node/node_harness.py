@@ -137,6 +137,9 @@ class CopyConnector:
         wanted = request.num_tokens - (1 if self.is_state else 0)
         return max(0, wanted - num_computed_tokens), True
 
+    def new_request(self, request):
+        pass
+
     def update_after_alloc(self, request, block_ids, num_external_tokens):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
         if num_external_tokens:

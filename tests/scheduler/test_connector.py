@@ -15,7 +15,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.params import HANDLE_KEY, read_remote_prefill
+from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
@@ -199,12 +199,18 @@ def test_the_directory_is_sent_once():
     [
         ({HANDLE_KEY: None}, "kvconnect_handle is None"),
         ({HANDLE_KEY: 7}, "kvconnect_handle is 7, it must be a non-empty str"),
-        ({HANDLE_KEY: "x" * 600}, "has 600 characters, accepted: 512"),
+        ({HANDLE_KEY: "x" * 600}, "has 600 characters, accepted: 521"),
         ({"remote_host": ""}, "remote_host is ''"),
         ({"remote_host": "a b"}, "remote_host is 'a b', accepted: a host name or address"),
         ({"remote_host": "x;y"}, "accepted: a host name or address"),
         ({HANDLE_KEY: chr(0xD800)}, "accepted: printable ASCII"),
-        ({"remote_port": "5600"}, "remote_port is '5600', it must be a non-empty int"),
+        ({"remote_port": "56x0"}, "remote_port is '56x0', it must be a non-empty int"),
+        ({"remote_port": ""}, "remote_port is ''"),
+        ({"remote_port": "0"}, "remote_port is 0, accepted: 1 to 65535"),
+        ({"remote_port": 5600.5}, "remote_port is 5600.5, it must be a non-empty int"),
+        ({"remote_num_tokens": 0}, "remote_num_tokens is 0, it must be at least 1"),
+        ({"remote_num_tokens": None}, "remote_num_tokens is None"),
+        ({"remote_engine_id": None}, "remote_engine_id is None"),
         ({"remote_port": True}, "remote_port is True"),
         ({"remote_port": 70000}, "remote_port is 70000, accepted: 1 to 65535"),
         ({"remote_engine_id": ["x"] * 500}, "remote_engine_id is"),
@@ -229,15 +235,19 @@ def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, m
                 "remote_host",
                 "remote_port",
                 "remote_num_tokens",
+                TRANSFER_KEY,
             ]
         ),
         st.none()
         | st.booleans()
         | st.integers()
+        | st.floats()
         | st.text(max_size=10)
         | st.lists(st.integers(), max_size=2),
     )
 )
 def test_no_dictionary_of_a_client_raises(params):
     remote = read_remote_prefill(params)
-    assert remote is None or remote.refusal or 0 < remote.port <= 65535
+    assert remote is None or remote.refusal or (0 < remote.port <= 65535 and remote.handle)
+    transfer = read_transfer_id(params)
+    assert transfer is None or bool(transfer.refusal) != bool(transfer.handle)

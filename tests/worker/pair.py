@@ -18,7 +18,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.metrics import Metrics
-from kvconnect.orders import GroupBlocks, Hold, Load, Results
+from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
 from kvconnect.peer.channel import MemoryNetwork
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
@@ -149,7 +149,7 @@ class Pair:
             (GroupBlocks(0, 0, block_ids),),
             self.config.lease_s,
         )
-        self.prefill.mover.order((order,), (), (), (), (), ready)
+        self.prefill.mover.order(Orders(holds=(order,)), ready)
 
     def load(self, request: str, block_ids: tuple[int, ...], handle: str | None = None, **changes) -> None:
         fields = {
@@ -161,10 +161,10 @@ class Pair:
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
-        self.decode.mover.order((), (Load(**{**fields, **changes}),), (), (), (), lambda: True)
+        self.decode.mover.order(Orders(loads=(Load(**{**fields, **changes}),)), lambda: True)
 
     def abort(self, request: str) -> None:
-        self.decode.mover.order((), (), (), (request,), (), lambda: True)
+        self.decode.mover.order(Orders(aborted=(request,)), lambda: True)
 
     def landed(self, source_ids: tuple[int, ...], target_ids: tuple[int, ...]) -> bool:
         return torch.equal(
@@ -176,6 +176,8 @@ class Pair:
         assert not self.prefill.mover.prefill.leases
         assert not self.prefill.mover.prefill.sendings
         assert not self.prefill.mover.prefill.busy
+        assert not self.prefill.mover.prefill.waiting
+        assert not self.prefill.mover.prefill.waiting.expected
         assert not self.decode.mover.decode.loads
         assert not self.decode.mover.decode.waiting_for_writes
         assert self.prefill.metrics.registry.get_sample_value("kvconnect_leases_held") == 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, Hold, LetGo, Load, RankAddress
+from kvconnect.orders import GroupBlocks, Hold, LetGo, Load, Orders, RankAddress
 from kvconnect.peer.channel import MemoryNetwork
 from kvconnect.peer.messages import Written
 from tests.worker.pair import BLOCK_TOKENS, Clock, FakeWorker, Pair
@@ -130,9 +130,8 @@ def test_a_lease_that_nobody_fetches_ends_and_a_late_fetch_hears_why(pair):
 def test_letting_go_frees_the_lease_at_once(pair):
     pair.hold("a", P_IDS)
     pair.run()
-    pair.decode.mover.order(
-        (), (), (LetGo("a", "handle-a", "P", "h", pair.prefill.channel.port),), (), (), lambda: True
-    )
+    let_go = LetGo("a", "handle-a", "P", "h", pair.prefill.channel.port)
+    pair.decode.mover.order(Orders(let_go=(let_go,)), lambda: True)
     pair.run()
     assert pair.prefill.sent == ["a"]
     assert not pair.decode.received
@@ -417,12 +416,12 @@ class Ranks:
     def order_all(self, target_ids=D_IDS):
         hold = Hold("a", "handle", 12, (GroupBlocks(0, 0, P_IDS),), 30)
         for worker in self.prefill:
-            worker.mover.order((hold,), (), (), (), self.directory, lambda: True)
+            worker.mover.order(Orders(holds=(hold,), directory=self.directory), lambda: True)
         load = Load(
             "a", "handle", "P", "h", self.prefill[0].channel.port, 12, (GroupBlocks(0, 0, target_ids),)
         )
         for worker in self.decode:
-            worker.mover.order((), (load,), (), (), (), lambda: True)
+            worker.mover.order(Orders(loads=(load,)), lambda: True)
 
     def run(self, seconds=0.0):
         for _ in range(12):
@@ -456,7 +455,7 @@ def test_a_rank_is_served_once_while_another_is_still_to_come():
     assert ranks.decode[0].received == ["a"]
     assert not ranks.prefill[0].sent, "rank 1 has not come yet"
     load = Load("b", "handle", "P", "h", ranks.prefill[0].channel.port, 12, (GroupBlocks(0, 0, D_IDS),))
-    ranks.decode[0].mover.order((), (load,), (), (), (), lambda: True)
+    ranks.decode[0].mover.order(Orders(loads=(load,)), lambda: True)
     for _ in range(6):
         ranks.prefill[0].step(ranks.clock.now)
         ranks.decode[0].step(ranks.clock.now)

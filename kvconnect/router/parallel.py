@@ -1,0 +1,140 @@
+"""Both legs at once: the decode node waits for KV while the prefill node computes it.
+
+The two are told one transfer id; the decode node is told besides where the prefill node is fetched
+from. Only that node itself knows: its first request runs sequentially, and every answer of it is read
+for the address that it gives, so that a restarted node is found again. What P says about a request is
+the truth: where it contradicts what D was told, D's leg is given up before the client has seen anything
+of it, and the request goes on as a sequential one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from kvconnect.router import bodies
+from kvconnect.router.bodies import SideChannel
+from kvconnect.router.flow import Begun, Exchange, Flow, Handed, Refused
+from kvconnect.router.legs import LegError
+from kvconnect.router.pool import Lease
+
+_NO_KV = (500, 502)
+"""Statuses with which a decode node says that the KV did not come."""
+_NO_KV_IN_A_STREAM = b'data: {"error"'
+
+
+class ParallelFlow(Flow):
+    """Runs both legs of a request at once, where it is known where the prefill node is fetched from.
+
+    Remembers that by node, and nothing of a request.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._channels: dict[str, SideChannel] = {}
+
+    async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
+        lease = self._prefill.take(self._clock())
+        if lease is None:
+            return await super()._run_both(exchange)
+        told = self._channels.get(lease.url)
+        if told is not None:
+            return await self._run_at_once(exchange, lease, told)
+        self._metrics.flows.labels("sequential").inc()
+        try:
+            outcome = await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE, lent=lease)
+        finally:
+            self._prefill.release(lease)
+        return await self._go_on(exchange, outcome)
+
+    async def _run_prefill(
+        self,
+        exchange: Exchange,
+        params: Mapping[str, Any],
+        *,
+        lent: Lease | None = None,
+        only_lent: bool = False,
+    ) -> Handed | Refused:
+        outcome = await super()._run_prefill(exchange, params, lent=lent, only_lent=only_lent)
+        if isinstance(outcome, Handed):
+            channel = bodies.side_channel(outcome.params)
+            if channel is None:
+                self._channels.pop(outcome.url, None)
+            else:
+                self._channels[outcome.url] = channel
+        return outcome
+
+    async def _run_at_once(self, exchange: Exchange, lease: Lease, told: SideChannel) -> web.StreamResponse:
+        """Serve a request over both legs; ``lease`` is given back when the prefill leg ends."""
+        self._metrics.flows.labels("parallel").inc()
+        # Never the client's own id: it would choose whose KV a decode node is given.
+        transfer_id = uuid.uuid4().hex
+        prefill = asyncio.create_task(
+            self._run_prefill(exchange, bodies.announced_prefill(transfer_id), lent=lease, only_lent=True)
+        )
+        prefill.add_done_callback(lambda _: self._prefill.release(lease))
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                decode = asyncio.create_task(
+                    self._begin_decode(stack, exchange, bodies.announced_decode(transfer_id, told))
+                )
+                try:
+                    await _until_clear(prefill, decode, told)
+                    if decode.done() and (not _lacks_kv(decode) or _is_as_told(prefill, told)):
+                        return await self._pass_on(exchange, decode.result())
+                finally:
+                    await _end(decode)
+            # Only P's word is left, and D's connection is closed.
+            try:
+                outcome = prefill.result()
+            except LegError as error:
+                self._channels.pop(lease.url, None)
+                if error.reason not in ("unreachable", "connect_timeout"):
+                    raise
+                # It has not heard of the request: another node may.
+                self._metrics.flows.labels("resumed").inc()
+                return await super()._run_both(exchange)
+            if isinstance(outcome, Handed):
+                self._metrics.flows.labels("resumed").inc()
+            return await self._go_on(exchange, outcome)
+        finally:
+            # P's leg may outlast D's first byte, and is of no use after D's last.
+            await _end(prefill)
+
+
+async def _until_clear(
+    prefill: asyncio.Task[Handed | Refused], decode: asyncio.Task[Begun], told: SideChannel
+) -> None:
+    """Wait until one of the legs decides what the client gets."""
+    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+    if not prefill.done() and _lacks_kv(decode):
+        await asyncio.wait({prefill})
+    if not decode.done() and _is_as_told(prefill, told):
+        await asyncio.wait({decode})
+
+
+def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
+    """D answered that it has no KV: why not, P knows."""
+    if decode.cancelled() or decode.exception() is not None:
+        return False
+    begun = decode.result()
+    return begun.answer.status in _NO_KV or begun.first.startswith(_NO_KV_IN_A_STREAM)
+
+
+def _is_as_told(prefill: asyncio.Task[Handed | Refused], told: SideChannel) -> bool:
+    """P answered, and holds the KV where D was told to fetch it."""
+    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
+        return False
+    outcome = prefill.result()
+    return isinstance(outcome, Handed) and bodies.side_channel(outcome.params) == told
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task if it runs, and wait for it. What it raised is not of interest any more."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,160 @@
+"""What peers say about a handle before P holds anything under it, and why a handle is no use any more.
+
+D's messages and P's own orders overtake each other: a fetch may come while its prefill is under way, or
+before this worker has heard of it at all. Pure bookkeeping, with the time as an argument; everything in
+it has a bound and ends by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import Fetch
+from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
+
+_LONGEST_FETCH_S = 3600.0
+
+
+@dataclass(frozen=True)
+class EarlyFetch:
+    """A fetch of a request that is not held yet, or whose KV is not complete on the device yet."""
+
+    link: str
+    fetch: Fetch
+    received_at: float
+
+    @property
+    def key(self) -> TransferKey:
+        """The fetch as both sides know it."""
+        return self.link, self.fetch.transfer_id
+
+    @property
+    def deadline(self) -> float:
+        """When the time is over that the peer gives for all of it."""
+        return self.received_at + patience_s(self.fetch)
+
+
+@dataclass
+class EarlyLetGo:
+    """Ranks of one engine that will not fetch what is not held yet. Others' words do not count."""
+
+    owner: tuple[str, str]
+    consumers: int
+    received_at: float
+    ranks: set[Consumer] = field(default_factory=set)
+
+
+def patience_s(fetch: Fetch) -> float:
+    """How long a peer gives us for a fetch, within what is sensible."""
+    return min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S) if math.isfinite(fetch.timeout_s) else 0.0
+
+
+class WaitingRoom:
+    """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended."""
+
+    def __init__(self, config: ExtraConfig) -> None:
+        self.fetches: list[EarlyFetch] = []
+        self.expected: set[str] = set()
+        self.let_go: dict[str, EarlyLetGo] = {}
+        self._tombstones = Tombstones(config.max_leases)
+        self._capacity = config.max_leases
+        self._early_fetch_s = config.early_fetch_s
+
+    def __len__(self) -> int:
+        return len(self.fetches) + len(self.let_go)
+
+    def expect(self, handle: str) -> bool:
+        """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
+        self._tombstones.lift(handle)
+        if len(self.expected) >= self._capacity:
+            return False
+        self.expected.add(handle)
+        return True
+
+    def end(self, handle: str, reason: str) -> None:
+        """Nothing will come of a handle, or nothing more."""
+        self.expected.discard(handle)
+        self.let_go.pop(handle, None)
+        self._tombstones.bury(handle, reason)
+
+    def hold(self, handle: str) -> EarlyLetGo | None:
+        """The request is held now. Who said before that they will not fetch it."""
+        self.expected.discard(handle)
+        self._tombstones.lift(handle)
+        return self.let_go.pop(handle, None)
+
+    def admit(self, early: EarlyFetch, is_held: bool, now: float) -> str:
+        """Let a fetch wait. Why it cannot, or nothing."""
+        handle = early.fetch.handle
+        buried = self._tombstones.reason(handle)
+        if buried is not None:
+            return buried
+        if now >= self._deadline(early, is_held):
+            if is_held or handle in self.expected:
+                return "the KV was not complete in the time that the fetch gives"
+            return "no request is held under this handle"
+        if len(self.fetches) >= self._capacity:
+            return f"{len(self.fetches)} fetches wait already"
+        self.fetches.append(early)
+        return ""
+
+    def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
+        """A rank of a peer will not fetch what is not held yet."""
+        if self._tombstones.reason(handle) is not None:
+            return
+        said = self.let_go.get(handle)
+        if said is None:
+            if len(self.let_go) >= self._capacity:
+                return
+            said = self.let_go[handle] = EarlyLetGo(consumer[:2], consumers, now)
+        if said.owner == consumer[:2]:
+            said.consumers = consumers
+            said.ranks.add(consumer)
+
+    def take(self, key: TransferKey) -> EarlyFetch | None:
+        """A fetch that is cancelled."""
+        found = next((early for early in self.fetches if early.key == key), None)
+        if found is not None:
+            self.fetches.remove(found)
+        return found
+
+    def take_due(self, held: Container[str], is_ready: Callable[[str], bool], now: float) -> list[EarlyFetch]:
+        """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of.
+
+        ``held`` are the handles of all leases, ``is_ready`` says whether one of them is complete.
+        """
+        due: list[EarlyFetch] = []
+        staying: list[EarlyFetch] = []
+        for early in self.fetches:
+            handle = early.fetch.handle
+            goes = (
+                is_ready(handle)
+                or self._tombstones.reason(handle) is not None
+                or now >= self._deadline(early, handle in held)
+            )
+            (due if goes else staying).append(early)
+        self.fetches = staying
+        for handle in [handle for handle, at in self._refusal_deadlines() if now >= at]:
+            del self.let_go[handle]
+        return due
+
+    def next_deadline(self, held: Container[str]) -> float | None:
+        """The time by which ``take_due`` has something to give."""
+        times = [self._deadline(early, early.fetch.handle in held) for early in self.fetches]
+        times += [at for _, at in self._refusal_deadlines()]
+        return min(times, default=None)
+
+    def _deadline(self, early: EarlyFetch, is_held: bool) -> float:
+        if is_held or early.fetch.handle in self.expected:
+            return early.deadline
+        return min(early.deadline, early.received_at + self._early_fetch_s)
+
+    def _refusal_deadlines(self) -> list[tuple[str, float]]:
+        return [
+            (handle, said.received_at + self._early_fetch_s)
+            for handle, said in self.let_go.items()
+            if handle not in self.expected
+        ]
