@@ -181,6 +181,11 @@ def _region_refusal(source: Region, target: Region) -> str | None:
             return f"layer {target.layer!r}: {what} differ, source {ours}, target {theirs}"
     if (source.heads is None) != (target.heads is None):
         return f"layer {target.layer!r}: only one side's pages can be divided by head"
+    if source.heads is None and source.axes.heads != target.axes.heads:
+        return (
+            f"layer {target.layer!r}: pages cannot be divided by head, and hold {source.axes.heads} heads on "
+            f"the source, {target.axes.heads} on the target"
+        )
     return None
 
 

@@ -1,8 +1,23 @@
-"""The connector class that vLLM loads: ``"kv_connector_module_path": "kvconnect.vllm"``.
+"""The connector class that vLLM loads, by its name or by ``"kv_connector_module_path": "kvconnect.vllm"``.
 
-Everything that knows a vLLM type lies in this folder, and it is the only one that imports vLLM.
+Everything that knows a vLLM type lies in this folder, and it is the only one that imports vLLM. The
+class is imported when it is asked for: the plugin beside it is loaded in every process of every vLLM
+server, those that use no connector too.
 """
 
-from kvconnect.vllm.connector import KVConnect
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvconnect.vllm.connector import KVConnect
 
 __all__ = ["KVConnect"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVConnect":
+        from kvconnect.vllm.connector import KVConnect
+
+        return KVConnect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,17 @@ from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.vllm.geometry import scheduler_config, transferred_groups, worker_cache
+from kvconnect.vllm.geometry import (
+    held_back,
+    running_states,
+    scheduler_config,
+    transferred_groups,
+    worker_cache,
+)
+from kvconnect.vllm.meaning import fingerprint, head_counts
+from kvconnect.vllm.plugin import register
+from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
+from kvconnect.vllm.versions import check_vllm
 from kvconnect.worker.connector import WorkerConnector
 
 if TYPE_CHECKING:
@@ -61,6 +71,19 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
     address: RankAddress
 
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    # Before 0.32 hits are not told apart by source.
+    _HIT_SOURCE = None
+else:
+    _HIT_SOURCE = CacheHitSource.P2P
+
+
+# Whoever names this class by its module may put it under a MultiConnector, which looks for it by name.
+register()
+
+
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
     """Hands KV caches over between vLLM servers. See vLLM's base class for the hooks.
 
@@ -68,9 +91,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         ConfigError: the configuration is wrong, or names something that this version refuses.
     """
 
+    _cache_hit_source = _HIT_SOURCE
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
+        check_vllm(base)
         self._vllm = vllm_config
         self._cache = kv_cache_config
         self._config = _read_config(vllm_config)
@@ -92,6 +118,22 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Registered memory must stay where it is."""
         return False
 
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        """What a worker told, rebuilt in another process."""
+        return TransferStats.of_data(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TransferPromMetrics:
+        """The series of vLLM's ``/metrics``."""
+        return TransferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A prefill node's KV is wanted by others."""
@@ -109,6 +151,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             if isinstance(meta, AddressMetadata):
                 self._addresses[meta.address.rank] = meta.address
 
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived. One that is prefilled for others stops where they take over."""
+        self._half.new_request(request)
+        excess = request.num_tokens - self._half.prefill_tokens(request)
+        # With prompt log probabilities D loads nothing, and computes the whole prompt itself.
+        if excess > 0 and not request.get_skip_reading_prefix_cache():
+            _shorten(request, excess)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -123,7 +173,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request got blocks."""
-        self._half.update_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        block_ids = running_states(self._cache, blocks.get_block_ids())
+        self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's orders for the workers."""
@@ -147,24 +198,24 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and the parameters for D."""
         delivered = request.status.name in _DELIVERED
-        return self._half.request_finished(request, block_ids, delivered=delivered)
+        running = running_states(self._cache, block_ids)
+        return self._half.request_finished(request, running, delivered=delivered)
 
     # The workers' half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
         rank, world_size = _tensor_rank(), self._vllm.parallel_config.tensor_parallel_size
-        model = self._vllm.model_config
-        num_heads = None if model.use_mla else model.get_total_num_kv_heads()
-        cache = worker_cache(self._cache, kv_caches, rank=rank, world_size=world_size, num_heads=num_heads)
+        counts = head_counts(self._vllm)
+        cache = worker_cache(self._cache, kv_caches, rank=rank, world_size=world_size, head_counts=counts)
         self._worker = WorkerConnector(
             self._config,
             cache.config,
             cache.kernel_block_sizes,
-            model=_fingerprint(self._vllm),
+            model=fingerprint(self._vllm, self._cache, bound_to=world_size if cache.rank_bound else None),
             rank=rank,
             world_size=world_size,
-            num_heads=num_heads,
+            num_heads=counts.finest,
         )
         self._worker.register_kv_caches(cache.tensors, cache.heads)
 
@@ -187,7 +238,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Pages are written from where they lie, after the prefill."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved within a step."""
+        """Nothing is saved within a step.
+
+        A draft model's KV is written after the step's results are known, but a request's order to hold
+        comes with a later step: what is recorded on the device then comes after the draft's kernels too.
+        """
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests sent and received since the last call, for vLLM before 0.30."""
@@ -207,12 +262,25 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Failures are told by request, never by block: with several groups blocks would end vLLM."""
         return set()
 
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """What this worker's numbers have changed by since the last step, or None."""
+        worker = self._worker
+        changes = None if worker is None else worker.changes()
+        if worker is None or changes is None:
+            return None
+        return TransferStats.of_worker(worker.address().rank, changes)
+
     def shutdown(self) -> None:
         """Stop serving peers. Idempotent."""
         if self._worker is not None:
             self._worker.close()
 
     # Helpers
+
+    @property
+    def _num_lookahead_tokens(self) -> int:
+        # vLLM before 0.31 does not say; what it would say there is 1, since several modules are refused.
+        return getattr(self._vllm, "num_prefill_lookahead_tokens", 0)
 
     @property
     def _half(self) -> SchedulerConnector:
@@ -223,6 +291,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 scheduler_config(self._cache),
                 {},
                 directory=tuple(self._addresses.values()),
+                held_back=held_back(self._cache, self._num_lookahead_tokens),
             )
         return self._scheduler
 
@@ -265,10 +334,17 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     ):
         if value > 1:
             raise ConfigError(f"{name} is {value}, this version of kvconnect accepts 1")
-    if vllm_config.speculative_config is not None:
+    speculative = vllm_config.speculative_config
+    if not hasattr(vllm_config, "num_prefill_lookahead_tokens") and _has_several_modules(speculative):
         raise ConfigError(
-            "speculative_config is set, but this version of kvconnect does not wait for a draft model's KV; "
-            "leave it out"
+            "speculative_config has a drafter of several modules, and this version of vLLM does not say how "
+            "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
+        )
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "
+            "turn it off, and use a checkpoint with scales or none"
         )
     if getattr(model, "enable_sleep_mode", False):
         raise ConfigError(
@@ -276,17 +352,26 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         )
 
 
+def _has_several_modules(speculative_config: Any) -> bool:
+    ask = getattr(speculative_config, "use_multi_module_mtp", None)
+    return bool(ask and ask())
+
+
+def _shorten(request: Request, excess: int) -> None:
+    """Cut the last ``excess`` tokens off a prompt that has not been scheduled yet, and compute no more."""
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids = request.prompt_token_ids[:-excess]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-excess]
+    if getattr(request, "prompt_is_token_ids", None) is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-excess]
+    # In place: vLLM hands out read-only views of this list.
+    del request._all_token_ids[-excess:]
+    request.num_prompt_tokens -= excess
+    request.max_tokens = 1
+
+
 def _tensor_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _fingerprint(vllm_config: VllmConfig) -> str:
-    """What two servers must have in common. Paths differ between hosts: only a model's last part counts."""
-    model = vllm_config.model_config
-    name = str(model.model).rstrip("/").rpartition("/")[2]
-    text = model.hf_text_config
-    dims = f"{text.num_hidden_layers}x{text.hidden_size}"
-    dtype = vllm_config.cache_config.cache_dtype
-    return f"{name}@{model.revision or 'main'}:{text.model_type}:{dims}:{model.dtype}:{dtype}"

@@ -7,7 +7,8 @@ change from release to release, and the scheduler's copy is not the worker's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,53 @@ from kvconnect.cache.specs import (
     LayerSpec,
     MLASpec,
     SlidingWindowSpec,
+    StateSpec,
     UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
 
 _AXES = "block head token content"
+_LAYER_NUMBER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """KV heads over all ranks, of the main model and of a draft model; None where a model has none.
+
+    ``num_layers`` are those of the main model: vLLM numbers a draft model's layers after them.
+    """
+
+    main: int | None
+    draft: int | None = None
+    num_layers: int = 0
+
+    def of(self, layer: str, spec: Any) -> int | None:
+        """The heads of a layer's model."""
+        is_draft = getattr(spec, "is_draft", None)
+        if is_draft is None:
+            number = _LAYER_NUMBER.search(layer)
+            is_draft = "draft" in layer or bool(number and int(number[1]) >= self.num_layers > 0)
+        return self.draft if is_draft else self.main
+
+    @property
+    def finest(self) -> int | None:
+        """The finest division over ranks: who owns its heads owns those of a coarser one too."""
+        return max((count for count in (self.main, self.draft) if count is not None), default=None)
 
 
 @dataclass(frozen=True)
 class VllmCache:
-    """A worker's caches, ready to be registered."""
+    """A worker's caches, ready to be registered.
+
+    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (recurrent state,
+    heads whose number is none of the models'): they travel whole, between equal ranks of equal worlds.
+    """
 
     config: KVCacheConfig
     kernel_block_sizes: dict[int, int]
     tensors: dict[str, CacheTensor]
     heads: dict[str, HeadInterval]
+    rank_bound: tuple[str, ...]
 
 
 def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -48,36 +81,71 @@ def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
-def layer_spec(group_spec: Any, layer: str) -> Any:
+def layer_spec(group: Any, layer: str) -> Any:
     """The vLLM spec of one layer, also where a group holds several."""
-    inner = getattr(group_spec, "kv_cache_specs", None)
-    return inner[layer] if inner is not None else group_spec
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return group.kv_cache_spec if inner is None else inner[layer]
+
+
+def group_spec(group: Any) -> Any:
+    """A vLLM spec that has the kind of all of a group's layers."""
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return next(iter(inner.values())) if inner else group.kv_cache_spec
 
 
 def is_state(spec: Any) -> bool:
-    """A recurrent layer (Mamba, GDN): its spec lists the shapes of its states."""
-    return hasattr(spec, "shapes")
+    """A layer that keeps one page per request, whatever its length.
+
+    Recurrent layers (Mamba, GDN) list the shapes of their states; ring buffers are known by name.
+    """
+    return hasattr(spec, "shapes") or "CircularBuffer" in type(spec).__name__
+
+
+def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
+    """Prompt tokens that P must leave to D, beyond what recurrent state asks for.
+
+    A drafter of several modules reads ``num_lookahead_tokens`` ahead of what is computed: near the end
+    of a prompt it would keep its own guesses. A window that is replayed after a local hit is not
+    replayed after a load: it has to end where D begins.
+    """
+    replayed = any(
+        getattr(group_spec(group), "bounded_replay", False) for group in _moved(kv_cache_config).values()
+    )
+    return max(int(replayed), num_lookahead_tokens - 1, 0)
+
+
+def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
+    """Block ids with those of state groups cut to the one that holds the running state.
+
+    vLLM appends a scratch block per speculated token to what holds the state; where it keeps states by
+    position, everything before the running one is null or somebody's prefix.
+    """
+    made: list[Sequence[int]] = []
+    for group, ids in zip(kv_cache_config.kv_cache_groups, block_ids, strict=True):
+        spec = group_spec(group)
+        if is_state(spec) and ids:
+            scratch = min(getattr(spec, "num_speculative_blocks", 0), len(ids) - 1)
+            last = len(ids) - 1 - scratch
+            made.append(ids[last : last + 1])
+        else:
+            made.append(ids)
+    return tuple(made)
 
 
 def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
-    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and not said.
-
-    Raises:
-        LayoutError: a group keeps recurrent state.
-    """
-    moved = set(transferred_groups(kv_cache_config))
+    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and not said."""
+    moved = _moved(kv_cache_config)
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(group.layer_names) or (f"group{index}",)
-        spec = group.kv_cache_spec
-        first = layer_spec(spec, names[0]) if group.layer_names else spec
+        block_size = int(group.kv_cache_spec.block_size)
         kind: GroupSpec
         if index not in moved:
-            kind = EncoderOnlySpec(spec.block_size)
-        elif is_state(first):
-            raise _state_refusal(names[0])
+            kind = EncoderOnlySpec(block_size)
+        elif is_state(group_spec(group)):
+            kind = StateSpec(block_size, ((1,),), (torch.int8,))
         else:
-            kind = FullAttentionSpec(spec.block_size, 1, 1, torch.int8)
+            kind = FullAttentionSpec(block_size, 1, 1, torch.int8)
         groups.append(KVCacheGroup(names, kind))
     return KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
 
@@ -88,18 +156,19 @@ def worker_cache(
     *,
     rank: int,
     world_size: int,
-    num_heads: int | None,
+    head_counts: HeadCounts,
 ) -> VllmCache:
     """A worker's caches as registered by vLLM: four dimensions each, blocks, heads, tokens, content.
 
     Raises:
         LayoutError: a tensor is not of that form, or its blocks do not match the configuration.
     """
-    moved = set(transferred_groups(kv_cache_config))
+    moved = _moved(kv_cache_config)
     groups: list[KVCacheGroup] = []
     kernel_block_sizes: dict[int, int] = {}
     tensors: dict[str, CacheTensor] = {}
     heads: dict[str, HeadInterval] = {}
+    rank_bound: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(name for name in group.layer_names if name in kv_caches)
         if index not in moved or not names:
@@ -111,28 +180,42 @@ def worker_cache(
         ratios = set()
         for name in names:
             tensor = kv_caches[name]
-            theirs = layer_spec(group.kv_cache_spec, name)
+            theirs = layer_spec(group, name)
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
-            specs[name] = _spec(name, theirs, tensor, ratio)
+            owned = _owned_heads(tensor.shape[1], rank, world_size, head_counts.of(name, theirs))
+            specs[name] = _spec(theirs, tensor, ratio, divisible=owned is not None)
             tensors[name] = CacheTensor(tensor, _AXES)
-            owned = None if num_heads is None else shard_heads(num_heads, rank, world_size)
-            if owned is not None and world_size > 1 and len(owned) == tensor.shape[1]:
+            if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
+            elif world_size > 1 and not _replicated(theirs):
+                rank_bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
         alike = len(set(specs.values())) == 1
-        spec: GroupSpec = next(iter(specs.values())) if alike else UniformTypeSpec(specs)
-        groups.append(KVCacheGroup(names, spec))
+        spec_of_group: GroupSpec = next(iter(specs.values())) if alike else UniformTypeSpec(specs)
+        groups.append(KVCacheGroup(names, spec_of_group))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
-    return VllmCache(config, kernel_block_sizes, tensors, heads)
+    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound))
 
 
-def _state_refusal(name: str) -> LayoutError:
-    return LayoutError(
-        f"layer {name!r} keeps recurrent state, which this version of kvconnect does not move for vLLM"
-    )
+def _moved(kv_cache_config: Any) -> dict[int, Any]:
+    groups = kv_cache_config.kv_cache_groups
+    return {index: groups[index] for index in transferred_groups(kv_cache_config)}
+
+
+def _owned_heads(held: int, rank: int, world_size: int, num_heads: int | None) -> HeadInterval | None:
+    """Which of its model's heads a tensor of ``held`` heads has; None where that cannot be told."""
+    if num_heads is None:
+        return None
+    interval = shard_heads(num_heads, rank, world_size)
+    return interval if len(interval) == held else None
+
+
+def _replicated(spec: Any) -> bool:
+    """Every rank keeps the same bytes of this layer."""
+    return "MLA" in type(spec).__name__ or bool(getattr(spec, "tp_replicated", False))
 
 
 def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
@@ -142,25 +225,28 @@ def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
             "vLLM's four dimensions (blocks, heads, tokens, content)"
         )
     ratio, rest = divmod(tensor.shape[0], num_blocks)
-    if rest:
+    if rest or not ratio:
         raise LayoutError(f"layer {name!r} has {tensor.shape[0]} kernel blocks for {num_blocks} blocks")
     return ratio
 
 
-def _spec(name: str, theirs: Any, tensor: torch.Tensor, ratio: int) -> LayerSpec:
+def _spec(theirs: Any, tensor: torch.Tensor, ratio: int, *, divisible: bool) -> LayerSpec:
     """A spec whose bytes are the tensor's and whose kind is vLLM's."""
     _, heads, tokens, content = tensor.shape
     block_size = int(theirs.block_size)
+    kind = type(theirs).__name__
     if is_state(theirs):
-        raise _state_refusal(name)
+        return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
     # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
-    keeps_window_only = "SlidingWindow" in type(theirs).__name__
+    window = int(theirs.sliding_window) if "SlidingWindow" in kind else 0
     whole = tokens * ratio == block_size
-    if not whole or type(theirs).__name__.endswith("MLAAttentionSpec"):
-        # Latent rows, and caches that keep fewer rows than tokens: nothing in them divides by head.
-        return MLASpec(block_size, heads * content, tensor.dtype, stored_block_size=tokens * ratio)
-    if keeps_window_only:
-        window = int(theirs.sliding_window)
+    if not whole or not divisible or "MLA" in kind:
+        # Latent rows, caches that keep fewer rows than tokens, heads of which nobody says which they are:
+        # nothing in them can be divided by head.
+        return MLASpec(
+            block_size, heads * content, tensor.dtype, stored_block_size=tokens * ratio, sliding_window=window
+        )
+    if window:
         return SlidingWindowSpec(
             block_size, heads, content, tensor.dtype, head_size_v=0, sliding_window=window
         )

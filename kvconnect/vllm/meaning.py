@@ -1,0 +1,73 @@
+"""What two vLLM servers must have in common for the KV of one to mean the same on the other.
+
+Their versions need not be equal, nor their paths, block sizes or layouts: those are compared, or bridged,
+where the caches themselves are lined up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.vllm.geometry import HeadCounts, group_spec, is_state
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SAME_DTYPE = {"fp8": "fp8_e4m3"}
+
+
+def fingerprint(vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None) -> str:
+    """Model, weights and cache contents in words.
+
+    Of a model's path only the last part counts, since paths differ between hosts. ``bound_to`` is the
+    number of ranks where some layer can only travel between equal ones.
+    """
+    model = vllm_config.model_config
+    name = str(model.model).rstrip("/").rpartition("/")[2]
+    text = model.hf_text_config
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    parts = [
+        f"{name}@{model.revision or 'main'}",
+        str(text.model_type),
+        f"{text.num_hidden_layers}x{text.hidden_size}",
+        str(model.dtype).removeprefix("torch."),
+        _SAME_DTYPE.get(cache_dtype, cache_dtype),
+        *_states(kv_cache_config),
+    ]
+    if bound_to is not None:
+        parts.append(f"over {bound_to} ranks")
+    return ":".join(parts)
+
+
+def head_counts(vllm_config: VllmConfig) -> HeadCounts:
+    """The KV heads of the main model and of a draft model. Latent caches have none."""
+    main = vllm_config.model_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return HeadCounts(
+        main=_num_heads(main),
+        draft=None if draft is None else _num_heads(draft),
+        num_layers=int(main.hf_text_config.num_hidden_layers),
+    )
+
+
+def _num_heads(model_config: Any) -> int | None:
+    return None if model_config.use_mla else int(model_config.get_total_num_kv_heads())
+
+
+def _states(kv_cache_config: Any) -> list[str]:
+    """The recurrent states of a page: to us they are bytes, so their order and types must be equal."""
+    described = set()
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group_spec(group)
+        if is_state(spec):
+            shapes = getattr(spec, "shapes", ())
+            dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in getattr(spec, "dtypes", ()))
+            described.add(f"state {shapes} {dtypes} {_conv_layout()}")
+    return sorted(described)
+
+
+def _conv_layout() -> str:
+    """The order within a convolution's state. It is set by the environment or the platform."""
+    from vllm import envs
+
+    return getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None) or "SD"

@@ -1,0 +1,161 @@
+"""A worker's numbers on their way through vLLM: to its log line and to its ``/metrics``.
+
+A worker tells what changed in a step (``TransferStats``). vLLM adds up its ranks, sends the plain
+dictionary to the API server, adds up again what belongs to one log line, and hands every dictionary to
+``TransferPromMetrics``. The same ``aggregate`` serves ranks and time: counters add up, and gauges, which
+would not, are kept by rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvconnect.metrics import (
+    FAMILIES,
+    LOAD_SECONDS,
+    LOAD_SECONDS_BUCKETS,
+    LOAD_SECONDS_TEXT,
+    PREFIX,
+    Changes,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+VLLM_PREFIX = f"vllm:{PREFIX}"
+_MIB = 2**20
+
+
+@dataclass
+class TransferStats(KVConnectorStats):
+    """What changed at one or more workers.
+
+    ``data`` holds ``counters`` (family to labels to growth), ``gauges`` (rank to family to value) and
+    ``load_seconds`` (a list): strings and numbers only, since it crosses processes.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    @classmethod
+    def of_worker(cls, rank: int, changes: Changes) -> TransferStats:
+        """What one worker has to tell."""
+        gauges = {str(rank): changes.gauges} if changes.gauges else {}
+        return cls({"counters": changes.counters, "gauges": gauges, "load_seconds": changes.load_seconds})
+
+    @classmethod
+    def of_data(cls, data: dict[str, Any] | None) -> TransferStats:
+        """A copy: vLLM gives one dictionary to several loggers, and each adds to what it made of it."""
+        made = cls()
+        return made if data is None else made.aggregate(cls(data))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {"counters": {}, "gauges": {}, "load_seconds": []}
+
+    def is_empty(self) -> bool:
+        """Whether nothing changed."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> TransferStats:
+        """Add what another worker has to tell, or the same one later. ``other`` stays as it is."""
+        counters = self.data["counters"]
+        for name, numbers in other.data["counters"].items():
+            ours = counters.setdefault(name, {})
+            for labels, growth in numbers.items():
+                ours[labels] = ours.get(labels, 0) + growth
+        for rank, gauges in other.data["gauges"].items():
+            self.data["gauges"][rank] = dict(gauges)
+        self.data["load_seconds"].extend(other.data["load_seconds"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers of a log line. Failures by reason; gauges as the busiest rank has them."""
+        counters, loads = self.data["counters"], sorted(self.data["load_seconds"])
+        line: dict[str, int | float] = {}
+        for direction in ("sent", "received"):
+            total_bytes = _sum(counters, "transfer_bytes", direction)
+            seconds = _sum(counters, "transfer_seconds", direction)
+            if count := _sum(counters, "transfers", direction):
+                line[f"Transfers {direction}"] = round(count)
+                line[f"MB {direction}"] = round(total_bytes / _MIB, 3)
+            if total_bytes and seconds:
+                line[f"MB/s {direction}"] = round(total_bytes / _MIB / seconds, 1)
+        if loads:
+            line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
+            line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
+        for reason, growth in counters.get("failures", {}).items():
+            line[f"Failures ({reason})"] = round(growth)
+        for family in FAMILIES:
+            values = [gauges.get(family.name, 0) for gauges in self.data["gauges"].values()]
+            if family.kind == "gauge" and any(values):
+                line[family.name.replace("_", " ").capitalize()] = round(max(values))
+        return line
+
+
+class TransferPromMetrics(KVConnectorPromMetrics):
+    """``vllm:kvconnect_*``: vLLM's own labels first, then ours. Gauges also carry their rank."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families: dict[str, Any] = {}
+        # Children that a label set was asked for once: asking anew takes a lock and a look-up.
+        self._children: dict[tuple[str, int, str], Any] = {}
+        for family in FAMILIES:
+            name, text = f"{VLLM_PREFIX}_{family.name}", f"{family.text}."
+            if family.kind == "counter":
+                self._families[family.name] = self._counter_cls(
+                    name=name, documentation=text, labelnames=[*labelnames, *family.labels]
+                )
+            else:
+                # Of several API servers each hears only some steps: the one that heard last is right.
+                self._families[family.name] = self._gauge_cls(
+                    name=name,
+                    documentation=text,
+                    labelnames=[*labelnames, "rank"],
+                    multiprocess_mode="mostrecent",
+                )
+        self._families[LOAD_SECONDS] = self._histogram_cls(
+            name=f"{VLLM_PREFIX}_{LOAD_SECONDS}",
+            documentation=f"{LOAD_SECONDS_TEXT}.",
+            buckets=list(LOAD_SECONDS_BUCKETS),
+            labelnames=list(labelnames),
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Take one dictionary of ``TransferStats``."""
+        for name, numbers in transfer_stats_data["counters"].items():
+            for labels, growth in numbers.items():
+                self._child(name, engine_idx, labels).inc(growth)
+        for rank, gauges in transfer_stats_data["gauges"].items():
+            for name, value in gauges.items():
+                self._child(name, engine_idx, rank).set(value)
+        for seconds in transfer_stats_data["load_seconds"]:
+            self._child(LOAD_SECONDS, engine_idx, "").observe(seconds)
+
+    def _child(self, name: str, engine_idx: int, labels: str) -> Any:
+        key = (name, engine_idx, labels)
+        child = self._children.get(key)
+        if child is None:
+            ours = labels.split(",") if labels else ()
+            values = self.per_engine_labelvalues[engine_idx]
+            child = self._children[key] = self._families[name].labels(*values, *ours)
+        return child
+
+
+def _sum(counters: dict[str, dict[str, float]], name: str, first_label: str) -> float:
+    return sum(
+        growth for labels, growth in counters.get(name, {}).items() if labels.split(",")[0] == first_label
+    )

