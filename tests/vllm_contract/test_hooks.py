@@ -1,0 +1,227 @@
+"""The connector against what every supported vLLM expects of one. Runs without vLLM.
+
+The expectations are recorded from released wheels (see ``record.py``). A hook that is new in a vLLM must
+be overridden, or be given a line in ``LEFT_TO_BASE``.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.vllm_contract.sources import (
+    NEWEST,
+    VERSIONS,
+    complaints,
+    described,
+    lineage,
+    our_class,
+    recorded,
+    trees,
+    vllm_imports,
+)
+
+LEFT_TO_BASE: dict[str, str] = {
+    "role": "vLLM sets it, and reads it back",
+    "bind_connector_metadata": "the base class keeps a step's metadata for its start_load_kv",
+    "clear_connector_metadata": "the base class forgets it after the step",
+    "has_connector_metadata": "the base class knows",
+    "_get_connector_metadata": "the base class hands out what it keeps",
+    "set_host_xfer_buffer_ops": "pages are moved from where they lie, not through vLLM's host copies",
+    "finish_forward": "loads go to blocks that no forward reads, and are ordered after it was launched",
+    "reset_capture_state": "nothing is called, and nothing changes, while CUDA graphs are captured",
+    "handle_preemptions": "what is preempted was neither held nor being loaded, so nothing reads its blocks",
+    "get_kv_connector_kv_cache_events": "a hand-over stores nothing that others could look up",
+    "build_connector_worker_meta": "what the scheduler half must hear of the workers are transfer results",
+    "get_mem_pool_context": "both engines register the memory that vLLM allocates",
+    "bind_kv_cache_manager": "block ids come with each hook, vLLM's manager is not asked",
+    "bind_gpu_block_pool": "block ids come with each hook, vLLM's pool is not asked",
+    "register_finished_partial_tail": "a partly filled last block is fetched like any other",
+    "take_events": "a hand-over stores nothing that others could look up",
+    "get_finished_count": "every rank reports every request, which is what vLLM assumes",
+    "supports_divergent_local_hybrid_hits": "a fetch starts where every group of D's own cache agrees",
+    "get_required_kvcache_layout": "any layout is moved as it is",
+    "has_pending_push_work": "orders are made when a request starts or ends, and vLLM steps then anyway",
+    "has_pending_block_frees": "when a peer will fetch, nobody here can promise: waiting could last for ever",
+    "reset_cache": "nothing is kept between requests, a lease is one request's",
+    "unregister_kv_caches": "supports_sleep_mode refuses the mode that would call it",
+    "restore_kv_caches": "supports_sleep_mode refuses the mode that would call it",
+    "get_external_cache_hit_sources": "the base class answers with _cache_hit_source",
+}
+"""Hooks that are not overridden, and why what the base class does is right for us."""
+
+each_version = pytest.mark.parametrize("version", VERSIONS)
+
+
+def base_methods(version: str) -> dict[str, dict]:
+    classes = recorded(version)["classes"]
+    return {**classes["KVConnectorBase_V1"]["methods"], **classes["SupportsHMA"]["methods"]}
+
+
+def overridden() -> dict[str, dict]:
+    known = set().union(*(base_methods(version) for version in VERSIONS))
+    return {name: method for name, method in described("KVConnect")["methods"].items() if name in known}
+
+
+def test_the_recorded_versions_are_the_supported_ones():
+    from kvconnect.vllm.versions import NEWEST as newest
+    from kvconnect.vllm.versions import OLDEST as oldest
+
+    minors = [tuple(int(part) for part in version.split(".")[:2]) for version in VERSIONS]
+    assert minors == [(0, minor) for minor in range(oldest[1], newest[1] + 1)]
+
+
+@each_version
+def test_every_abstract_method_is_implemented(version):
+    methods = described("KVConnect")["methods"]
+    missing = [
+        name for name, base in base_methods(version).items() if base["abstract"] and name not in methods
+    ]
+    assert not missing
+
+
+@each_version
+def test_every_override_takes_the_calls_of_the_base(version):
+    theirs = base_methods(version)
+    wrong = {
+        name: found
+        for name, ours in overridden().items()
+        if name in theirs and (found := complaints(ours, theirs[name]))
+    }
+    assert not wrong
+
+
+def test_every_hook_is_decided():
+    hooks = {name for name in base_methods(NEWEST) if not name.startswith("__")}
+    undecided = hooks - set(overridden()) - set(LEFT_TO_BASE)
+    assert not undecided, "override these in KVConnect, or say in LEFT_TO_BASE why not"
+    both = set(overridden()) & set(LEFT_TO_BASE)
+    assert not both, "these are overridden now: take them out of LEFT_TO_BASE"
+    assert not set(LEFT_TO_BASE) - hooks, "these are no hooks any more"
+
+
+@each_version
+def test_an_override_that_this_version_does_not_know_is_harmless_there(version):
+    """It is never called there; it must not reach for the base's, and nothing of ours may call it."""
+    unknown = set(overridden()) - set(base_methods(version))
+    for node in (item for cls in lineage("KVConnect") for item in cls.body):
+        calls = [ast.unparse(found.func) for found in ast.walk(node) if isinstance(found, ast.Call)]
+        for name in unknown:
+            assert f"super().{name}" not in calls, f"{name} of {version}'s base"
+
+
+def test_no_hook_is_misspelled():
+    """A public method that no vLLM knows is never called."""
+    own = {name for name in described("KVConnect")["methods"] if not name.startswith("_")}
+    assert not own - set(overridden())
+
+
+@each_version
+def test_what_is_read_of_self_is_ours_or_the_base_s(version):
+    ours, base = described("KVConnect"), recorded(version)["classes"]["KVConnectorBase_V1"]
+    known = {*ours["methods"], *ours["fields"], *ours["attributes"]}
+    known |= {*base["methods"], *base["fields"], *base["attributes"]}
+    read = {
+        found.attr
+        for cls in lineage("KVConnect")
+        for found in ast.walk(cls)
+        if isinstance(found, ast.Attribute) and ast.unparse(found.value) in ("self", "cls")
+    }
+    assert not read - known
+
+
+@each_version
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("TransferStats", "KVConnectorStats"), ("TransferPromMetrics", "KVConnectorPromMetrics")],
+)
+def test_stats_take_the_calls_of_their_base(version, ours, theirs):
+    mine, base = described(ours), recorded(version)["classes"][theirs]
+    for name, method in base["methods"].items():
+        if name in mine["methods"]:
+            assert not complaints(mine["methods"][name], method), name
+        else:
+            # The base's own raises, but for these.
+            assert name in ("to_dict",), name
+
+
+@each_version
+def test_what_we_import_of_vllm_is_there(version):
+    modules = recorded(version)["modules"]
+    for file, tree in trees().items():
+        for module, name in vllm_imports(tree):
+            known = set().union(*(recorded(other)["modules"] for other in VERSIONS))
+            inner = f"{module}.{name}"
+            if inner in known:
+                # A module, imported from its package.
+                assert inner in modules, f"{file}: {inner} is not in {version}"
+                continue
+            assert module in known, (
+                f"{file} imports {module}: add it to MODULES in record.py, and record again"
+            )
+            assert module in modules, f"{file}: {module} is not in {version}"
+            assert not name or name in modules[module], f"{file}: {inner} is not in {version}"
+
+
+@each_version
+def test_the_configuration_has_the_fields_that_are_read(version):
+    fields = recorded(version)["classes"]["KVTransferConfig"]["fields"]
+    assignment = next(
+        node
+        for node in trees()["connector.py"].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_OURS"
+    )
+    assert set(ast.literal_eval(assignment.value)) <= set(fields)
+
+
+@each_version
+def test_transfer_results_have_the_fields_that_are_given(version):
+    fields = set(recorded(version)["classes"]["KVConnectorTransferResults"]["fields"])
+    calls = [
+        found
+        for found in ast.walk(our_class("KVConnect"))
+        if isinstance(found, ast.Call) and ast.unparse(found.func).endswith("KVConnectorTransferResults")
+    ]
+    assert calls
+    for call in calls:
+        assert not call.args
+        assert {keyword.arg for keyword in call.keywords} == fields
+
+
+@each_version
+def test_the_factory_takes_our_registration(version):
+    register = recorded(version)["classes"]["KVConnectorFactory"]["methods"]["register_connector"]
+    assert [name for name, _, _ in register["parameters"]] == ["cls", "name", "module_path", "class_name"]
+
+
+def method(text: str) -> dict:
+    tree = ast.parse(f"class C:\n {text}")
+    from tests.vllm_contract.record import describe_class
+
+    described_class = describe_class(tree.body[0])
+    return next(iter(described_class["methods"].values()))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "accepted"),
+    [
+        ("def f(self, a, b=None): ...", "def f(self, a, b=1): ...", True),
+        ("def f(self, a): ...", "def f(self, a, c=None): ...", True),
+        ("def f(self, a): ...", "def f(self, *args, **kwargs): ...", True),
+        ("def f(self, a, *, c): ...", "def f(self, a, **more): ...", True),
+        ("def f(self, a, b): ...", "def f(self, b, a): ...", False),
+        ("def f(self, a): ...", "def f(self, x): ...", False),
+        ("def f(self, a): ...", "def f(self): ...", False),
+        ("def f(self, a): ...", "def f(self, a, c): ...", False),
+        ("def f(self, a): ...", "def f(self, a, *, c): ...", False),
+        ("def f(self, a, b=None): ...", "def f(self, a, b): ...", False),
+        ("def f(self, a, **kwargs): ...", "def f(self, a): ...", False),
+        ("def f(self, a, *, c): ...", "def f(self, a): ...", False),
+        ("def f(self, a): ...", "def f(self, a, /): ...", False),
+        ("@property\n def f(self): ...", "def f(self): ...", False),
+        ("@classmethod\n def f(cls): ...", "def f(cls): ...", False),
+    ],
+)
+def test_the_comparison_itself(theirs, ours, accepted):
+    assert (not complaints(method(ours), method(theirs))) is accepted

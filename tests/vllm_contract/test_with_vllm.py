@@ -1,0 +1,355 @@
+"""With the vLLM that is installed: its classes are those recorded, it finds ours, and carries our stats.
+
+No server is started: vLLM's own aggregators, loggers and metric classes are called as a server would.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvconnect.metrics import FAMILIES, Metrics
+from kvconnect.vllm.connector import KVConnect
+from kvconnect.vllm.stats import TransferStats
+from kvconnect.vllm.versions import vllm_version
+from tests.vllm_contract.sources import VERSIONS, recorded
+
+# The interface
+
+
+def installed() -> str:
+    return vllm_version().split("+")[0]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        base.KVConnectorBase_V1,
+        base.SupportsHMA,
+        base.KVConnectorTransferResults,
+        vllm_metrics.KVConnectorStats,
+        vllm_metrics.KVConnectorPromMetrics,
+        KVConnectorFactory,
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_the_record_is_true(cls):
+    assert installed() in VERSIONS, "run record.py with the wheel of this version"
+    wanted = recorded(installed())["classes"][cls.__name__]
+    live = {name: item for name, item in vars(cls).items() if is_method(item) and written(cls, name)}
+    assert live.keys() == wanted["methods"].keys()
+    for name, item in live.items():
+        method = wanted["methods"][name]
+        function = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
+        kind = type(item).__name__ if not inspect.isfunction(item) else "method"
+        assert kind == method["kind"], name
+        assert getattr(item, "__isabstractmethod__", False) == method["abstract"], name
+        parameters = inspect.signature(function).parameters.values()
+        assert [(p.name, p.kind.name) for p in parameters] == [
+            (parameter, kind) for parameter, kind, _ in method["parameters"]
+        ], name
+        for parameter, (_, _, default) in zip(parameters, method["parameters"], strict=True):
+            if default is None:
+                assert parameter.default is inspect.Parameter.empty, name
+            else:
+                assert parameter.default == ast.literal_eval(default), name
+
+
+def is_method(item) -> bool:
+    return inspect.isfunction(item) or isinstance(item, (property, classmethod, staticmethod))
+
+
+def written(cls, name) -> bool:
+    """Not one that a dataclass made."""
+    generated = "__dataclass_fields__" in vars(cls) and name.startswith("__")
+    return not generated and not name.startswith("__class")
+
+
+def test_the_class_can_be_made():
+    assert not KVConnect.__abstractmethods__
+
+
+# Being found
+
+CHILD = {"kv_connector": "KVConnect", "kv_role": "kv_both"}
+
+
+def test_it_is_found_by_its_name():
+    """In a process of its own: this one has imported the class, which registers too."""
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins()\n"
+        "import sys; assert 'kvconnect.vllm.connector' not in sys.modules\n"
+        "from vllm.config import KVTransferConfig\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
+        "config = KVTransferConfig(kv_connector='KVConnect', kv_role='kv_both')\n"
+        "print('found', KVConnectorFactory.get_connector_class(config).__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "found kvconnect.vllm.connector" in done.stdout, done.stderr[-2000:]
+
+
+def test_module_path_and_name_are_one_class():
+    load_general_plugins()
+    by_path = KVTransferConfig(**CHILD, kv_connector_module_path="kvconnect.vllm")
+    assert KVConnectorFactory.get_connector_class(by_path) is KVConnect
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**CHILD)) is KVConnect
+    assert KVConnectorFactory.get_connector_class_by_name("KVConnect") is KVConnect
+    assert KVConnectorFactory.supports_hma_config(by_path)
+
+
+# Stats
+
+
+def worker_stats(metrics: Metrics, rank: int = 0) -> TransferStats | None:
+    changes = metrics.changes()
+    return None if changes is None else TransferStats.of_worker(rank, changes)
+
+
+def busy(scale: int = 1) -> Metrics:
+    metrics = Metrics(CollectorRegistry())
+    metrics.transfers.labels("received", "ok").inc(2 * scale)
+    metrics.transfers.labels("received", "failed").inc()
+    metrics.transfer_bytes.labels("received", "direct").inc(2**20 * 4 * scale)
+    metrics.transfer_seconds.labels("received").inc(0.5)
+    metrics.copies.labels("received", "direct").inc(7)
+    metrics.failures.labels("load").inc()
+    metrics.loads.set(3 * scale)
+    metrics.load_seconds.observe(0.25)
+    return metrics
+
+
+counters = st.dictionaries(
+    st.sampled_from(["transfers", "failures"]),
+    st.dictionaries(st.sampled_from(["a", "b,c"]), st.integers(1, 100), min_size=1),
+)
+gauges = st.dictionaries(st.sampled_from(["0", "1"]), st.just({"leases_held": 1}))
+data = st.fixed_dictionaries(
+    {"counters": counters, "gauges": gauges, "load_seconds": st.lists(st.floats(0, 10), max_size=4)}
+)
+
+
+@given(st.lists(data, max_size=4))
+def test_stats_add_up_and_leave_what_was_added_alone(parts):
+    before = pickle.dumps(parts)
+    total = TransferStats()
+    for part in parts:
+        assert total.aggregate(TransferStats.of_data(part)) is total
+    assert pickle.dumps(parts) == before
+    for name in ("transfers", "failures"):
+        for labels in ("a", "b,c"):
+            expected = sum(part["counters"].get(name, {}).get(labels, 0) for part in parts)
+            assert total.data["counters"].get(name, {}).get(labels, 0) == expected
+    assert total.data["load_seconds"] == [value for part in parts for value in part["load_seconds"]]
+    assert total.is_empty() == (not any(any(part.values()) for part in parts))
+    assert pickle.loads(pickle.dumps(total)) == total
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(total.to_dict())) == total.data
+    total.reset()
+    assert total.is_empty()
+    assert total == TransferStats()
+
+
+def test_two_loggers_of_one_dictionary_do_not_count_each_other_s():
+    shared = worker_stats(busy()).to_dict()
+    first, second = KVConnect.build_kv_connector_stats(shared), KVConnect.build_kv_connector_stats(shared)
+    first.aggregate(second)
+    assert second.data["counters"]["transfers"]["received,ok"] == 2
+    assert shared["counters"]["transfers"]["received,ok"] == 2
+
+
+def aggregated(*stats: TransferStats | None) -> TransferStats | None:
+    """What vLLM's scheduler sees of its ranks."""
+    outputs = [
+        ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_stats=each))
+        for each in stats
+    ]
+    return KVOutputAggregator(len(outputs)).aggregate(outputs).kv_connector_output.kv_connector_stats
+
+
+def over_the_wire(stats) -> dict:
+    """What the API server gets: through vLLM's own encoding of its messages."""
+    message = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.to_dict()))
+    decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
+    return decoded.scheduler_stats.kv_connector_stats
+
+
+def test_a_worker_s_output_is_empty_while_nothing_changed():
+    metrics = busy()
+    assert not KVConnectorOutput(kv_connector_stats=worker_stats(metrics)).is_empty()
+    assert KVConnectorOutput(kv_connector_stats=worker_stats(metrics)).is_empty()
+    assert aggregated(None, None) is None
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_ranks_are_added_and_their_gauges_kept_apart(missing):
+    parts = [worker_stats(busy(1), 0), worker_stats(busy(2), 1)]
+    expected = [2, 4]
+    if missing is not None:
+        parts[missing], expected[missing] = None, 0
+    data = over_the_wire(aggregated(*parts))
+    assert data["counters"]["transfers"]["received,ok"] == sum(expected)
+    ranks = {"0": 3, "1": 6}
+    if missing is not None:
+        del ranks[str(missing)]
+    assert {rank: values["loads_in_flight"] for rank, values in data["gauges"].items()} == ranks
+
+
+LABELS = ["model_name", "engine"]
+
+
+@pytest.fixture
+def clean_registry():
+    """vLLM's metrics go to the one registry of the process; it takes them out again by their name."""
+
+    def clean():
+        for collector in list(REGISTRY._collector_to_names):
+            if "vllm" in getattr(collector, "_name", ""):
+                REGISTRY.unregister(collector)
+
+    clean()
+    yield
+    clean()
+
+
+def shown(name: str, engine: str = "0", **labels: str) -> float | None:
+    labels = {"model_name": "tiny", "engine": engine, **labels}
+    return REGISTRY.get_sample_value(f"vllm:kvconnect_{name}", labels)
+
+
+def prom(**config) -> vllm_metrics.KVConnectorProm:
+    transfer = KVTransferConfig(**{**CHILD, **config})
+    per_engine = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    return vllm_metrics.KVConnectorProm(SimpleNamespace(kv_transfer_config=transfer), LABELS, per_engine)
+
+
+def test_prometheus_shows_what_the_workers_told(clean_registry):
+    exported = prom()
+    metrics = [busy(1), busy(2)]
+    exported.observe(over_the_wire(aggregated(*map(worker_stats, metrics, (0, 1)))))
+    metrics[1].loads.set(0)
+    metrics[1].transfers.labels("received", "ok").inc()
+    exported.observe(over_the_wire(aggregated(*map(worker_stats, metrics, (0, 1)))))
+    assert shown("transfers_total", direction="received", outcome="ok") == 7
+    assert shown("transfers_total", direction="received", outcome="failed") == 2
+    assert shown("transfer_bytes_total", direction="received", path="direct") == 3 * 2**22
+    assert shown("transfer_seconds_total", direction="received") == 1.0
+    assert shown("copies_total", direction="received", path="direct") == 14
+    assert shown("failures_total", reason="load") == 2
+    assert shown("loads_in_flight", rank="0") == 3
+    assert shown("loads_in_flight", rank="1") == 0
+    assert shown("load_seconds_count") == 2
+    assert shown("load_seconds_sum") == 0.5
+    assert shown("load_seconds_bucket", le="0.25") == 2
+    assert shown("load_seconds_bucket", le="0.1") == 0
+    assert shown("transfers_total", engine="1", direction="received", outcome="ok") is None
+
+
+def test_engines_are_kept_apart(clean_registry):
+    exported = prom()
+    exported.observe(over_the_wire(worker_stats(busy(2))), 1)
+    assert shown("failures_total", reason="load") is None
+    exported.observe(over_the_wire(worker_stats(busy(1))), 0)
+    for engine, scale in (("0", 1), ("1", 2)):
+        assert shown("transfers_total", engine, direction="received", outcome="ok") == 2 * scale
+        assert shown("loads_in_flight", engine, rank="0") == 3 * scale
+        assert shown("load_seconds_count", engine) == 1
+
+
+def test_every_number_of_a_worker_has_a_series(clean_registry):
+    exported = prom()
+    metrics = Metrics(CollectorRegistry())
+    for family in FAMILIES:
+        number = metrics.families[family.name].labels(*family.labels)
+        (number.inc if family.kind == "counter" else number.set)(5)
+    exported.observe(over_the_wire(worker_stats(metrics)))
+    for family in FAMILIES:
+        if family.kind == "counter":
+            assert shown(f"{family.name}_total", **{label: label for label in family.labels}) == 5
+        else:
+            assert shown(family.name, rank="0") == 5
+
+
+def test_the_classes_that_vllm_gives_are_used(clean_registry):
+    """Under Ray they are not Prometheus' own."""
+
+    class OurGauge(Gauge):
+        pass
+
+    class OurCounter(Counter):
+        pass
+
+    class OurHistogram(Histogram):
+        pass
+
+    types = {Gauge: OurGauge, Counter: OurCounter, Histogram: OurHistogram}
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(**CHILD))
+    made = KVConnect.build_prom_metrics(config, types, LABELS, {0: ["tiny", "0"]})
+    assert {type(metric) for metric in made._families.values()} == {OurGauge, OurCounter, OurHistogram}
+
+
+def test_the_log_line():
+    logging = vllm_metrics.KVConnectorLogging(KVTransferConfig(**CHILD))
+    lines = []
+    for scale in (1, 2):
+        logging.observe(over_the_wire(worker_stats(busy(scale))))
+    logging.log(lambda *args: lines.append(args[0] % args[1:]))
+    assert lines == [
+        "KV Transfer metrics: Transfers received=8, MB received=12.0, MB/s received=12.0, "
+        "Avg load time (ms)=250.0, P90 load time (ms)=250.0, Failures (load)=2, Loads in flight=6"
+    ]
+    logging.log(lambda *args: lines.append(args))
+    assert len(lines) == 1
+
+
+# Beside others, in a MultiConnector
+
+MULTI = {
+    "kv_connector": "MultiConnector",
+    "kv_connector_module_path": None,
+    "kv_connector_extra_config": {
+        "connectors": [CHILD, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}]
+    },
+}
+
+
+def test_a_multi_connector_carries_our_stats(clean_registry):
+    children = [SimpleNamespace(get_kv_connector_stats=lambda: None), object.__new__(KVConnect)]
+    children[1]._worker = SimpleNamespace(changes=busy().changes, address=lambda: SimpleNamespace(rank=0))
+    multi = object.__new__(MultiConnector)
+    multi._connectors = children
+    stats = multi.get_kv_connector_stats()
+    assert isinstance(stats, MultiKVConnectorStats)
+    assert multi.get_kv_connector_stats() is None
+    data = over_the_wire(aggregated(stats, MultiKVConnectorStats({"KVConnect": worker_stats(busy(2), 1)})))
+    rebuilt = MultiConnector.build_kv_connector_stats(data)
+    assert isinstance(rebuilt["KVConnect"], TransferStats)
+    assert not rebuilt.is_empty()
+    assert rebuilt.reduce()["KVConnect"]["Transfers received"] == 8
+
+    exported = prom(**MULTI)
+    exported.observe(data)
+    assert shown("transfers_total", direction="received", outcome="ok") == 6
+    assert shown("loads_in_flight", rank="1") == 6
