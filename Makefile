@@ -27,8 +27,8 @@ test: setup ## all tests
 
 test-vllm: setup ## a prefill and a decode server of real vLLM (CPU build), in an environment of its own
 	@deploy/setup-vllm.sh
-	@echo "test-vllm: pytest over tests/vllm/, with real servers"
-	@.venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+	@echo "test-vllm: pytest over tests/vllm_contract/, and tests/vllm/ with real servers"
+	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm $(PYTEST_ARGS)
 
 check: setup ## lint, format, types
 	@echo "check: ruff check"

@@ -1,0 +1,59 @@
+"""Landed bytes against held bytes, as the observing connector wrote them down on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.vllm.servers import Server
+
+Pages = dict[tuple[str, str, int], str]
+"""A digest by layer, position of the block in the sequence, and head of the model."""
+
+
+def assert_bytes_landed(prefill: Server, decode: Server, at_least: int) -> set[str]:
+    """Every page that a rank of the decode server loaded equals that rank's of the prefill server.
+
+    Returns the layers that were compared.
+    """
+    held = {(record["handle"], record["rank"]): record for record in prefill.observed("hold")}
+    loads = decode.observed("load")
+    assert len(loads) >= at_least
+    compared = set()
+    for load in loads:
+        hold = held[load["handle"], load["rank"]]
+        assert load["pages"].keys() == hold["pages"].keys()
+        _assert_equal(_pages([load]), _pages([hold]))
+        compared |= load["pages"].keys()
+    same_ids = sum(held[load["handle"], load["rank"]]["ids"] == load["ids"] for load in loads)
+    # Equal ids on both sides would hide a mix-up. By chance some may be, but not many.
+    assert same_ids <= len(loads) // 4
+    return compared
+
+
+def assert_heads_landed(prefill: Server, decode: Server, at_least: int) -> None:
+    """The same where the two sides divide the heads over different numbers of ranks, each evenly."""
+    holds, loads = prefill.observed("hold"), decode.observed("load")
+    handles = {record["handle"] for record in loads}
+    assert len(handles) >= at_least
+    for handle in handles:
+        landed = _pages([record for record in loads if record["handle"] == handle])
+        held = _pages([record for record in holds if record["handle"] == handle])
+        assert landed.keys() <= held.keys()
+        assert {head for *_, head in landed} == {head for *_, head in held}
+        _assert_equal(landed, held)
+
+
+def _pages(records: list[dict[str, Any]]) -> Pages:
+    found: Pages = {}
+    for record in records:
+        for layer, pages in record["pages"].items():
+            for position, digests in pages.items():
+                first = record["rank"] * len(digests)
+                for head, digest in enumerate(digests, first):
+                    found[layer, position, head] = digest
+    return found
+
+
+def _assert_equal(landed: Pages, held: Pages) -> None:
+    differing = [key for key, digest in landed.items() if held[key] != digest]
+    assert not differing, f"{len(differing)} of {len(landed)} pages differ, the first is {differing[0]}"

@@ -1,0 +1,77 @@
+"""A connector that writes down the bytes it holds and loads, for a test to compare.
+
+Loaded by vLLM servers under test as ``kv_connector_module_path``. It shares no code with what plans and
+moves: pages are taken from the tensors that vLLM registered, by vLLM's own block ids, and hashed head by
+head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvconnect.orders import GroupBlocks
+from kvconnect.vllm.connector import KVConnect as Observed
+from kvconnect.vllm.connector import OrdersMetadata
+
+
+class KVConnect(Observed):
+    """Appends a JSON line per request held and per request loaded, rank by rank."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._observed = dict(kv_caches)
+        self._ordered: dict[str, tuple[GroupBlocks, ...]] = {}
+        address = self.get_handshake_metadata().address
+        folder = Path(os.environ["KVCONNECT_TEST_OBSERVATIONS"])
+        self._lines = folder / f"rank{address.rank}.jsonl"
+        self._rank = address.rank
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, OrdersMetadata)
+        for hold in metadata.orders.holds:
+            self._write("hold", hold.handle, hold.groups)
+        for load in metadata.orders.loads:
+            self._ordered[load.request_id] = (load.handle, load.groups)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        for request_id in results.finished_recving:
+            handle, groups = self._ordered.pop(request_id)
+            if request_id not in results.failed_recving:
+                self._write("load", handle, groups)
+        return results
+
+    def _write(self, kind: str, handle: str, groups: tuple[GroupBlocks, ...]) -> None:
+        pages: dict[str, dict[int, list[str]]] = {}
+        ids: dict[int, list[int]] = {}
+        for blocks in groups:
+            group = self._cache.kv_cache_groups[blocks.group]
+            ids[blocks.group] = list(blocks.block_ids)
+            for name in group.layer_names:
+                if name not in self._observed:
+                    continue
+                tensor = self._observed[name]
+                ratio = tensor.shape[0] // self._cache.num_blocks
+                pages[name] = {
+                    blocks.first_block + index: [
+                        _digest(tensor[block * ratio : (block + 1) * ratio, head])
+                        for head in range(tensor.shape[1])
+                    ]
+                    for index, block in enumerate(blocks.block_ids)
+                    if block
+                }
+        record = {"kind": kind, "handle": handle, "rank": self._rank, "pages": pages, "ids": ids}
+        with self._lines.open("a") as out:
+            out.write(json.dumps(record) + "\n")
+
+
+def _digest(rows: torch.Tensor) -> str:
+    return hashlib.blake2b(rows.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()

@@ -1,0 +1,264 @@
+"""Real vLLM servers as child processes, on two cores, and what tests ask of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvconnect.demo.http import BadAnswer, fetch, fetch_json
+from tests.vllm.tiny_models import Recipe
+
+START_TIMEOUT_S = 300
+ANSWER_TIMEOUT_S = 120
+ROOT = Path(__file__).parents[2]
+OBSERVED = "tests.vllm.observed"
+"""A connector module that writes down what it holds and loads; see there."""
+
+ASK_FOR_KV = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **more: Any) -> dict[str, Any]:
+    """A ``kv_transfer_config``; ``more`` are keys of it, those unknown to vLLM go to the extra part."""
+    top = {key: more.pop(key) for key in ("engine_id", "kv_load_failure_policy") if key in more}
+    return {
+        "kv_connector": "KVConnect",
+        "kv_connector_module_path": module,
+        "kv_role": f"kv_{role}",
+        **top,
+        "kv_connector_extra_config": {"engine": engine, "early_fetch_s": 1, **more},
+    }
+
+
+class Server:
+    """One vLLM server process. ``log`` has what it printed."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        name: str,
+        cpu: str,
+        config: dict[str, Any] | None = None,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{name}.log"
+        self.observations = folder / f"{name}.observed"
+        self.observations.mkdir(exist_ok=True)
+        self._command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(recipe.folder)]
+        self._command += ["--served-model-name", "tiny", "--port", str(self.port), "--enforce-eager"]
+        self._command += ["--max-model-len", "4096", "--dtype", "bfloat16", "--block-size", "128"]
+        self._command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "512", *recipe.options, *options]
+        if config:
+            self._command += ["--kv-transfer-config", json.dumps(config)]
+        self._environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": cpu,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+            "KVCONNECT_TEST_OBSERVATIONS": str(self.observations),
+            **(environment or {}),
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; again after it ended, at the same port."""
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                fetch(self.url + "/health", timeout_s=2)
+                break
+            except BadAnswer:
+                assert self.process.poll() is None, self.tail()
+                assert time.monotonic() < deadline, self.tail()
+                time.sleep(0.3)
+        # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
+        self.tokens([1, 2, 3, 4, 5])
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def ask(self, prompt: list[int], **more: object) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, **more}
+        answer: dict[str, Any] = fetch_json(self.url + "/v1/completions", body, ANSWER_TIMEOUT_S)
+        return answer
+
+    def tokens(self, prompt: list[int], **more: object) -> list[int]:
+        return list(self.ask(prompt, **more)["choices"][0]["token_ids"])
+
+    def local_tokens(self, prompt: list[int], **more: object) -> list[int]:
+        """What this server answers by itself: with a salt of its own, no prefix of others is used."""
+        return self.tokens(prompt, cache_salt=f"local {random.random()}", **more)
+
+    def prefilled(self, prompt: list[int], **more: object) -> dict[str, Any]:
+        """The parameters for a decode server, after this one computed the prompt."""
+        answer = self.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV, **more)
+        return dict(answer["kv_transfer_params"])
+
+    def abandon(self, prompt: list[int], after_s: float, **more: object) -> None:
+        """Ask as a client that closes its connection ``after_s`` later, whatever came until then."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 64, "ignore_eos": True, **more}
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_S)
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(after_s)
+        client.close()
+
+    def wait_idle(self, within_s: float = 30.0) -> None:
+        """Wait until no block is in use."""
+        deadline = time.monotonic() + within_s
+        while self.used_blocks() > 0:
+            assert time.monotonic() < deadline, (
+                f"{self.name}: {self.used_blocks():.4f} of the cache is in use"
+            )
+            time.sleep(0.1)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of ``/metrics``, summed over its labels."""
+        found: dict[str, float] = {}
+        for line in fetch(self.url + "/metrics").decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def loaded_tokens(self) -> float:
+        return self.metrics().get("vllm:external_prefix_cache_hits_total", 0.0)
+
+    def used_blocks(self) -> float:
+        """The part of the KV cache that is in use, 0 to 1."""
+        return self.metrics()["vllm:kv_cache_usage_perc"]
+
+    def observed(self, kind: str) -> list[dict[str, Any]]:
+        """What the observing connector wrote down, over all ranks: ``hold`` or ``load`` records."""
+        records = []
+        for path in sorted(self.observations.glob("*.jsonl")):
+            records += [json.loads(line) for line in path.read_text().splitlines()]
+        return [record for record in records if record["kind"] == kind]
+
+    def kill(self) -> None:
+        """End all of its processes at once, without a word."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+                self.process.wait(15)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def members(server: Server) -> list[int]:
+    """The processes of a server, the first one first."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            except (OSError, ValueError):
+                continue
+            if session == server.process.pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
+    """Wait until all of them answer, and end them in the end."""
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.end()
+
+
+@contextmanager
+def reference_pair(recipe: Recipe, folder: Path) -> Iterator[tuple[Server, Server]]:
+    """A pair over a connector of vLLM's own: it cuts a prompt where ours does, and shares no code with it."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    made = [
+        Server(
+            recipe, folder, name, cpu, config, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        )
+        for name, cpu in (("reference-prefill", "0"), ("reference-decode", "1"))
+    ]
+    with running(*made):
+        yield made[0], made[1]
+
+
+@contextmanager
+def pair(
+    recipe: Recipe,
+    folder: Path,
+    engine: str,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    options: Sequence[str] = (),
+    prefill_options: Sequence[str] = (),
+    decode_options: Sequence[str] = (),
+    cpus: tuple[str, str] = ("0", "1"),
+    **shared: Any,
+) -> Iterator[tuple[Server, Server]]:
+    """A prefill and a decode server that write down what they move."""
+    configs = [
+        transfer_config(role, engine, OBSERVED, **{**shared, **(own or {})})
+        for role, own in (("producer", prefill), ("consumer", decode))
+    ]
+    both = Server(recipe, folder, "prefill", cpus[0], configs[0], [*options, *prefill_options])
+    other = Server(recipe, folder, "decode", cpus[1], configs[1], [*options, *decode_options])
+    with running(both, other):
+        # Blocks that only the decode server has used: equal ids on both sides would hide a mix-up.
+        for seed in range(3):
+            other.tokens(random_prompt(300, seed + 100))
+        yield both, other

@@ -1,0 +1,115 @@
+"""Every kind of model over a pair of real vLLM servers: tokens, and the bytes that landed.
+
+A decode server computes the last token of a prompt by itself, as a step of one token. Where vLLM's CPU
+kernels give other roundings for that than for a whole prompt, the reference must be cut at the same place.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from tests.vllm.comparing import assert_bytes_landed
+from tests.vllm.servers import Server, pair, random_prompt, reference_pair
+from tests.vllm.tiny_models import write_model
+
+pytestmark = pytest.mark.timeout(1200)
+
+# Each kind over one engine; over the other one too where everything is run.
+ENGINES = {
+    "gqa": "nixl",
+    "sliding": "mooncake",
+    "hybrid": "nixl",
+    "eagle": "mooncake",
+    "mtp": "nixl",
+    "mla": "mooncake",
+    "fp8": "mooncake",
+}
+OTHER = {"nixl": "mooncake", "mooncake": "nixl"}
+CASES = [
+    *ENGINES.items(),
+    *(pytest.param((kind, OTHER[engine]), marks=pytest.mark.full) for kind, engine in ENGINES.items()),
+]
+LAYERS = {"gqa": 4, "sliding": 6, "hybrid": 4, "eagle": 5, "mtp": 4, "mla": 3, "fp8": 4}
+PREFIXES_ARE_KEPT = {"gqa", "sliding", "eagle", "fp8"}
+
+# Around the borders of blocks (128 tokens), of windows (256) and of chunks (512).
+BORDERS = [1, 2, 3, 5, 31, 64, 100, 127, 128, 129, 130, 200, 255, 256, 257, 300, 383, 384, 385, 400]
+BORDERS += [500, 511, 512, 513, 514, 600, 639, 640, 641, 767, 768, 769, 900, 1000, 1023, 1024, 1025, 1026]
+BORDERS += [1281, 1537, 1700]
+# Of these the prefill server's own last step has one token, as the decode server's first.
+SPLIT_ALIKE = [1, 513, 1025, 1537] * 10
+
+
+class Reference:
+    """What the tokens of a kind are compared with."""
+
+    def __init__(self, kind: str, recipe, folder) -> None:
+        self.lengths = SPLIT_ALIKE if kind == "hybrid" else BORDERS
+        self._kept: list[list[int]] = []
+        if kind in ("mla", "mtp"):
+            # Here the CPU build computes prompts whole. Only another connector cuts the last token off.
+            with reference_pair(recipe, folder) as (prefill, decode):
+                self._kept = [through_the_pair(prefill, decode, prompt) for prompt in self.prompts()]
+
+    def prompts(self) -> list[list[int]]:
+        return [random_prompt(length, seed) for seed, length in enumerate(self.lengths)]
+
+    def tokens(self, index: int, prompt: list[int], prefill: Server) -> list[int]:
+        return self._kept[index] if self._kept else prefill.local_tokens(prompt, max_tokens=12)
+
+
+def through_the_pair(prefill: Server, decode: Server, prompt: list[int]) -> list[int]:
+    return decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt), max_tokens=12)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def servers(request, tmp_path_factory):
+    kind, engine = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    recipe = write_model(kind, folder)
+    reference = Reference(kind, recipe, folder)
+    with pair(recipe, folder, engine) as (prefill, decode):
+        yield kind, prefill, decode, reference
+
+
+def test_every_request_is_token_exact_and_every_byte_landed(servers):
+    kind, prefill, decode, reference = servers
+    wrong = []
+    before = decode.loaded_tokens()
+    for index, prompt in enumerate(reference.prompts()):
+        got = through_the_pair(prefill, decode, prompt)
+        expected = reference.tokens(index, prompt, prefill)
+        if got != expected:
+            wrong.append((len(prompt), got, expected))
+    assert not wrong, f"{len(wrong)} of {len(reference.lengths)} differ: {wrong}"
+    loaded = decode.loaded_tokens() - before
+    # A hybrid leaves the last token of each prompt to the decode server, and of one token all.
+    assert loaded >= sum(reference.lengths) - len(reference.lengths), "KV was computed instead of loaded"
+    at_least = len([length for length in reference.lengths if length > 1])
+    layers = assert_bytes_landed(prefill, decode, at_least)
+    assert len(layers) == LAYERS[kind]
+
+
+def test_the_bytes_of_prompts_of_every_length_land(servers):
+    _, prefill, decode, reference = servers
+    if reference.lengths == BORDERS:
+        pytest.skip("the test of all tokens used them")
+    for length in BORDERS[::3]:
+        prompt = random_prompt(length, 1000 + length)
+        assert len(through_the_pair(prefill, decode, prompt)) == 12
+    assert_bytes_landed(prefill, decode, len(BORDERS[::3]) - 1)
+
+
+def test_only_what_the_decode_server_lacks_is_loaded(servers):
+    kind, prefill, decode, _ = servers
+    if kind not in PREFIXES_ARE_KEPT:
+        pytest.skip("vLLM's CPU build keeps no prefixes of this kind by itself")
+    prompt = random_prompt(700, 1)
+    decode.tokens(prompt[:400])
+    before = decode.loaded_tokens()
+    got = through_the_pair(prefill, decode, prompt)
+    assert got == prefill.local_tokens(prompt, max_tokens=12)
+    assert 0 < decode.loaded_tokens() - before < 700
+    assert_bytes_landed(prefill, decode, 1)

@@ -1,0 +1,160 @@
+"""What stands before the servers: kvconnect's router in both flows, and what else operators look at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from kvconnect.demo.http import BadAnswer, fetch, fetch_json
+from tests.vllm.comparing import assert_bytes_landed
+from tests.vllm.servers import ROOT, Server, free_port, pair, random_prompt
+from tests.vllm.tiny_models import write_model
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routed")
+    with pair(write_model("gqa", folder), folder, "mooncake", load_timeout_s=20) as both:
+        yield both
+
+
+@pytest.fixture(params=["sequential", "parallel"])
+def router(request, servers):
+    port = free_port()
+    command = [sys.executable, "-m", "kvconnect", "router", "--port", str(port), "--flow", request.param]
+    command += ["--prefill", servers[0].url, "--decode", servers[1].url]
+    process = subprocess.Popen(command, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                fetch(url + "/health", timeout_s=2)
+                break
+            except BadAnswer:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_through_the_router(servers, router):
+    prefill, decode = servers
+    prompts = [random_prompt(37 + 150 * number, 50 + number) for number in range(8)]
+    before = decode.loaded_tokens()
+
+    def ask(prompt):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        return fetch_json(router + "/v1/completions", {**body, "return_token_ids": True}, 120)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["choices"][0]["token_ids"] == prefill.local_tokens(prompt)
+    assert decode.loaded_tokens() - before == sum(map(len, prompts))
+    assert_bytes_landed(prefill, decode, 8)
+    prefill.wait_idle()
+    decode.wait_idle()
+
+
+def test_decode_is_asked_before_prefill(servers):
+    """The parallel flow at its most parallel: the decode server waits for a prompt nobody has sent yet."""
+    prefill, decode = servers
+    known = prefill.prefilled(random_prompt(10, 70))
+    where = {key: known[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    prompt = random_prompt(1000, 71)
+    transfer = {"transfer_id": str(uuid.uuid4())}
+    with ThreadPoolExecutor(2) as pool:
+        decoding = pool.submit(
+            decode.tokens,
+            prompt,
+            kv_transfer_params={"do_remote_prefill": True, "do_remote_decode": False, **where, **transfer},
+        )
+        time.sleep(0.3)
+        prefilling = pool.submit(
+            prefill.ask,
+            prompt,
+            max_tokens=1,
+            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+        )
+        got = decoding.result(120)
+        prefilling.result(120)
+    assert got == prefill.local_tokens(prompt)
+    assert_bytes_landed(prefill, decode, 1)
+
+
+def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
+    prefill, decode = servers
+    known = prefill.prefilled(random_prompt(10, 72))
+    where = {key: known[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    prompt = random_prompt(3900, 73)
+    transfer = {"transfer_id": str(uuid.uuid4())}
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(
+            prefill.abandon,
+            prompt,
+            0.3,
+            max_tokens=1,
+            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+        )
+        started = time.monotonic()
+        with pytest.raises(BadAnswer, match="answered 500"):
+            decode.ask(
+                prompt,
+                kv_transfer_params={
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    **where,
+                    **transfer,
+                },
+            )
+        leaving.result()
+    assert time.monotonic() - started < 15, "well before the load's deadline of 20 s"
+
+
+def _series(server: Server) -> dict[str, float]:
+    return {name: value for name, value in server.metrics().items() if name.startswith("vllm:kvconnect")}
+
+
+def test_metrics_of_both_servers(servers):
+    prefill, decode = servers
+    before = _series(prefill), _series(decode)
+    prompt = random_prompt(600, 74)
+    decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt))
+    # Told with a step: one more, so that what happened at the end of the last one is told too.
+    for server in servers:
+        server.tokens([1, 2, 3])
+        server.tokens([1, 2, 3])
+    after = _series(prefill), _series(decode)
+    text = fetch(decode.url + "/metrics").decode()
+    # 4 layers x 5 blocks of 128 tokens x 4 heads x (64 + 64) values of 2 bytes.
+    moved = 4 * 5 * 128 * 4 * 128 * 2
+    for was, now in zip(before, after, strict=True):
+        name = "vllm:kvconnect_transfer_bytes_total"
+        assert now[name] - was.get(name, 0.0) == moved
+        assert now["vllm:kvconnect_transfer_seconds_total"] > was.get(
+            "vllm:kvconnect_transfer_seconds_total", 0
+        )
+        assert now["vllm:kvconnect_copies_total"] > was.get("vllm:kvconnect_copies_total", 0)
+        assert now["vllm:kvconnect_leases_held"] == 0
+        assert now["vllm:kvconnect_loads_in_flight"] == 0
+        assert now["vllm:kvconnect_loads_waiting"] == 0
+    assert 'direction="received",' in text
+    assert 'path="direct"' in text
+    assert after[1]["vllm:kvconnect_load_seconds_count"] > 0
+    with pytest.raises(BadAnswer):
+        decode.ask(prompt[::-1], kv_transfer_params={"do_remote_prefill": True})
+    decode.tokens([1, 2, 3])
+    assert "vllm:kvconnect_failures_total" in _series(decode)

@@ -1,0 +1,61 @@
+"""Servers of several ranks: every rank gets its own heads, from whichever ranks have them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from tests.vllm.comparing import assert_bytes_landed, assert_heads_landed
+from tests.vllm.servers import pair, random_prompt
+from tests.vllm.tiny_models import write_model
+
+pytestmark = pytest.mark.timeout(1200)
+LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
+CPUS = {1: "0", 2: "0|1"}
+
+
+def _options(ranks: int) -> list[str]:
+    return ["--tensor-parallel-size", str(ranks)]
+
+
+def _run(prefill, decode):
+    prompts = [random_prompt(length, 40 + seed) for seed, length in enumerate(LENGTHS)]
+    return {
+        seed: (prompt, decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)))
+        for seed, prompt in enumerate(prompts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [("gqa", "nixl"), pytest.param("hybrid", "mooncake", marks=pytest.mark.full)],
+)
+def test_two_ranks_to_two_ranks(tmp_path, kind, engine):
+    recipe = write_model(kind, tmp_path)
+    with pair(recipe, tmp_path, engine, options=_options(2), cpus=(CPUS[2], CPUS[2])) as (prefill, decode):
+        answers = _run(prefill, decode)
+        loads = len(LENGTHS) if kind == "gqa" else len(LENGTHS) - 1
+        assert_bytes_landed(prefill, decode, 2 * loads)
+        for prompt, got in answers.values():
+            # Sums over ranks round by the number of tokens: only where the prefill server's last step had
+            # one token too must they be equal.
+            if len(prompt) % 512 == 1:
+                assert got == prefill.local_tokens(prompt)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
+def test_different_numbers_of_ranks(tmp_path, prefill_ranks, decode_ranks):
+    recipe = write_model("gqa", tmp_path)
+    with pair(
+        recipe,
+        tmp_path,
+        "nixl",
+        prefill_options=_options(prefill_ranks),
+        decode_options=_options(decode_ranks),
+        cpus=(CPUS[prefill_ranks], CPUS[decode_ranks]),
+    ) as (prefill, decode):
+        answers = _run(prefill, decode)
+        assert all(len(got) == 16 for _, got in answers.values())
+        assert_heads_landed(prefill, decode, len(LENGTHS))
