@@ -96,7 +96,7 @@ class Lease:
     ready: Callable[[], bool]
     busy_until: float = 0.0
     state: LeaseState = LeaseState.HELD
-    owner: tuple[str, str] | None = None
+    owner: str | None = None
     consumers: int | None = None
     served: set[Consumer] = field(default_factory=set)
     let_go: set[Consumer] = field(default_factory=set)
@@ -116,7 +116,8 @@ class Lease:
     @property
     def satisfied(self) -> bool:
         """Everybody who would fetch did, or said that they will not."""
-        return self.consumers is not None and len(self.served | self.let_go) >= self.consumers
+        ranks = {rank for _, _, rank in self.served | self.let_go}
+        return self.consumers is not None and len(ranks) >= self.consumers
 
 
 @dataclass(eq=False)

@@ -310,13 +310,13 @@ class PrefillSide:
         if fetch.num_tokens != lease.order.num_tokens:
             # Of another prompt, or of a node that counts differently: part of it is worse than none.
             raise PeerError(f"{fetch.num_tokens} tokens are wanted, {lease.order.num_tokens} are held")
-        if lease.owner not in (None, consumer[:2]):
+        if lease.owner not in (None, consumer[0]):
             raise PeerError("another engine has fetched this request")
         if consumer in lease.served or consumer in lease.let_go:
             raise PeerError("this rank has had this request")
         if any(self.sendings[other].consumer == consumer for other in lease.sending):
             raise PeerError("this rank is being sent this request")
-        lease.owner = consumer[:2]
+        lease.owner = consumer[0]
         lease.consumers = fetch.consumers
 
     def _feed(self, now: float) -> None:
@@ -396,9 +396,9 @@ class PrefillSide:
         if lease is None:
             self.waiting.refuse(message.handle, consumer, message.consumers, now)
             return
-        if lease.owner not in (None, consumer[:2]):
+        if lease.owner not in (None, consumer[0]):
             return
-        lease.owner = consumer[:2]
+        lease.owner = consumer[0]
         lease.consumers = message.consumers
         lease.let_go.add(consumer)
         self._end_if_due(lease, now)

@@ -41,7 +41,7 @@ class EarlyFetch:
 class EarlyLetGo:
     """Ranks of one engine that will not fetch what is not held yet. Others' words do not count."""
 
-    owner: tuple[str, str]
+    owner: str
     consumers: int
     received_at: float
     ranks: set[Consumer] = field(default_factory=set)
@@ -109,8 +109,8 @@ class WaitingRoom:
         if said is None:
             if len(self.let_go) >= self._capacity:
                 return
-            said = self.let_go[handle] = EarlyLetGo(consumer[:2], consumers, now)
-        if said.owner == consumer[:2]:
+            said = self.let_go[handle] = EarlyLetGo(consumer[0], consumers, now)
+        if said.owner == consumer[0]:
             said.consumers = consumers
             said.ranks.add(consumer)
 

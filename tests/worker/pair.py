@@ -82,7 +82,7 @@ class FakeWorker:
     def introduce(self) -> Introduction:
         return Introduction(
             self.engine_id,
-            f"{self.engine_id} started once",
+            f"{self.engine_id} rank {self.rank} started once",
             self.rank,
             self.meaning,
             "memory",

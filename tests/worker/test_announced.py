@@ -173,7 +173,7 @@ def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
     waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
     said = waiting.hold(HANDLE)
-    assert (said.owner, said.consumers, said.ranks) == (("D", "1"), 2, {("D", "1", 0)})
+    assert (said.owner, said.consumers, said.ranks) == ("D", 2, {("D", "1", 0)})
 
 
 def test_a_load_that_names_no_engine_takes_whoever_answers_there(pair):
