@@ -4,6 +4,7 @@ The folders are the data flow, and their order is the import order:
 
 ``cache``      what bytes exist: specs, kernel block sizes, block tables, the region table, shards
 ``plan``       pure: which bytes go where
+``pack``       kernels that move pages into a contiguous slot and out of one
 ``engine``     one narrow seam over the transfer libraries; the only place that imports them
 ``peer``       two sides talking: messages, session, leases, the ZeroMQ channel
 ``scheduler``  the half that lives with the request scheduler

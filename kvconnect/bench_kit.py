@@ -24,11 +24,11 @@ _RUNS = 50
 _WARM_UP = 5
 
 
-def _default_device() -> str:
+def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _device_us(call: Callable[[], None], device: str) -> float:
+def device_us(call: Callable[[], None], device: str) -> float:
     """Median microseconds of a call on the device; on a CPU by the clock."""
     for _ in range(_WARM_UP):
         call()
@@ -53,7 +53,7 @@ def _device_us(call: Callable[[], None], device: str) -> float:
 
 def bench_zero(*, page_bytes: int, regions: int, blocks: int) -> None:
     """Zero random blocks over many regions; beside it a memset of as many contiguous bytes."""
-    device = _default_device()
+    device = default_device()
     num_blocks = blocks * 4
     tokens, heads = 16, 2
     content = page_bytes // (tokens * heads)
@@ -72,9 +72,9 @@ def bench_zero(*, page_bytes: int, regions: int, blocks: int) -> None:
     ids = random.Random(0).sample(range(1, num_blocks), blocks)
     total = blocks * zeroer.bytes_per_block
     flat = torch.ones(total, dtype=torch.uint8, device=device)
-    zero_us = _device_us(lambda: zeroer.zero_block_ids(ids), device)
-    memset_us = _device_us(lambda: _memset(flat), device)
-    host_us = _host_us(lambda: zeroer.zero_block_ids(ids))
+    zero_us = device_us(lambda: zeroer.zero_block_ids(ids), device)
+    memset_us = device_us(lambda: _memset(flat), device)
+    spent_us = host_us(lambda: zeroer.zero_block_ids(ids))
     print(
         json.dumps(
             {
@@ -89,7 +89,7 @@ def bench_zero(*, page_bytes: int, regions: int, blocks: int) -> None:
                 "zero_gb_per_s": round(total / zero_us / 1e3, 1),
                 "memset_gb_per_s": round(total / memset_us / 1e3, 1),
                 "of_memset": round(memset_us / zero_us, 3),
-                "host_us": round(host_us, 2),
+                "host_us": round(spent_us, 2),
             }
         )
     )
@@ -99,7 +99,7 @@ def _memset(flat: torch.Tensor) -> None:
     flat.zero_()
 
 
-def _host_us(call: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
+def host_us(call: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
     """Median microseconds of the host in a call, the device idle before it; ``before`` is not counted."""
     times = []
     for run in range(_WARM_UP + _RUNS):
@@ -181,12 +181,12 @@ class _TableCase:
 
 def bench_tables(*, requests: int, groups: int) -> None:
     """Add one to eight blocks to every request in every group, and make them visible."""
-    device = _default_device()
+    device = default_device()
     case = _TableCase(requests, groups, device)
-    step_us = _host_us(case.whole_step, case.clear)
-    per_group_us = _host_us(case.whole_step_per_group, case.clear)
-    lists_us = _host_us(case.append_lists, case.clear)
-    apply_us = _host_us(case.tables.apply, case.stage_then_clear(case.append_columns))
+    step_us = host_us(case.whole_step, case.clear)
+    per_group_us = host_us(case.whole_step_per_group, case.clear)
+    lists_us = host_us(case.append_lists, case.clear)
+    apply_us = host_us(case.tables.apply, case.stage_then_clear(case.append_columns))
     print(
         json.dumps(
             {

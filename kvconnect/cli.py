@@ -237,6 +237,19 @@ def bench_scheduler_command(
     bench_scheduler(requests=requests, json_output=json_output)
 
 
+@bench_app.command("pack")
+def bench_pack_command(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; left out, the GPU if there is one.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Time the packing of pages into slots and back, beside a plain copy of as many bytes."""
+    from kvconnect.bench_pack import bench_pack
+
+    bench_pack(device=device, json_output=json_output)
+
+
 @bench_app.command("soak")
 def bench_soak_command(
     engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",

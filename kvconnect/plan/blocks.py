@@ -47,8 +47,8 @@ def pair_blocks(
     """
     if target_geometry.is_state:
         return _pair_state(source, target)
-    wanted_first, wanted = _kernel_positions(target, target_geometry)
-    held_first, held = _kernel_positions(source, source_geometry)
+    wanted_first, wanted = kernel_positions(target, target_geometry)
+    held_first, held = kernel_positions(source, source_geometry)
     block_tokens = target_geometry.block_tokens
     wanted = wanted[: max(0, div_ceil(num_tokens, block_tokens) - wanted_first)]
     position = np.arange(wanted_first, wanted_first + len(wanted))
@@ -86,7 +86,7 @@ def _pair_state(source: GroupBlocks, target: GroupBlocks) -> BlockPairs:
     )
 
 
-def _kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:
+def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int, BlockIds]:
     """The first kernel position and the kernel ids from there on; 0 where there is no block."""
     ratio = geometry.blocks_per_kv_block
     logical = np.asarray(blocks.block_ids, dtype=np.int64)

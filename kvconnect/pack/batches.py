@@ -1,0 +1,134 @@
+"""A chunk of one request as batches of like lanes: what a kernel needs to move it, as columns.
+
+Lanes are sorted into classes once per peer. A chunk then only looks up its rows and its blocks, by
+class; nothing here loops over pages or layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.block_table import BlockIds
+from kvconnect.errors import LayoutError, LocalError
+from kvconnect.pack.lanes import Access, Lane, Walk
+from kvconnect.plan.chunks import Chunk, Placement
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LaneClass:
+    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams."""
+
+    group: int
+    num_blocks: int
+    walk: Walk
+    access: Access
+    stream: Column
+    address: Column
+    wire_offset: Column
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one class moves in one chunk.
+
+    Lane ``i`` has its pages at ``address[i]`` and its first row at ``wire[i]`` bytes into the slot.
+    ``blocks`` are the kernel blocks of the pages in question, 0 for none. The first of these pages
+    begins ``-lead`` rows before the chunk, which has ``rows`` rows.
+    """
+
+    walk: Walk
+    access: Access
+    address: Column
+    wire: Column
+    blocks: BlockIds
+    lead: int
+    rows: int
+
+
+def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[LaneClass, ...]:
+    """Sort lanes into classes. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
+    classes: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
+    for lane in lanes:
+        classes[(lane.group, rows_alike[lane.stream], lane.walk, lane.access)].append(lane)
+    return tuple(
+        LaneClass(
+            group=alike[0].group,
+            num_blocks=min(lane.num_blocks for lane in alike),
+            walk=alike[0].walk,
+            access=alike[0].access,
+            stream=np.array([lane.stream for lane in alike], dtype=np.int64),
+            address=np.array([lane.address for lane in alike], dtype=np.int64),
+            wire_offset=np.array([lane.wire_offset for lane in alike], dtype=np.int64),
+        )
+        for alike in classes.values()
+    )
+
+
+@dataclass(frozen=True)
+class PageRange:
+    """The kernel positions ``first .. first + count - 1`` of a group."""
+
+    group: int
+    first: int
+    count: int
+
+
+def page_range(lanes: LaneClass, chunk: Chunk, placement: Placement) -> PageRange | None:
+    """The pages of a class that a chunk has rows of; None where it has none.
+
+    Raises:
+        LayoutError: they are more than the cache has, whoever asked for them.
+    """
+    start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
+    if start == stop:
+        return None
+    at = int(lanes.stream[start]) - chunk.first_stream
+    first_row, rows = int(placement.first_row[at]), int(placement.rows[at])
+    if not rows:
+        return None
+    first = first_row // lanes.walk.tokens
+    count = div_ceil(first_row + rows, lanes.walk.tokens) - first
+    if count > lanes.num_blocks:
+        raise LayoutError(
+            f"cache group {lanes.group}: a chunk has {count} kernel blocks, the cache {lanes.num_blocks}"
+        )
+    return PageRange(lanes.group, first, count)
+
+
+def make_batch(
+    lanes: LaneClass,
+    chunk: Chunk,
+    placement: Placement,
+    pages: PageRange,
+    blocks_of: Mapping[PageRange, BlockIds],
+) -> Batch:
+    """What a class moves in a chunk, ``blocks_of`` being the blocks of its pages.
+
+    Raises:
+        LocalError: a block is none of this cache.
+    """
+    blocks = blocks_of[pages]
+    if len(blocks) and (blocks.min() < 0 or blocks.max() >= lanes.num_blocks):
+        raise LocalError(
+            f"cache group {lanes.group}: kernel blocks {blocks.min()}..{blocks.max()} are to be moved, the "
+            f"cache has 0..{lanes.num_blocks - 1}"
+        )
+    start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
+    stream = lanes.stream[start:stop] - chunk.first_stream
+    return Batch(
+        walk=lanes.walk,
+        access=lanes.access,
+        address=lanes.address[start:stop],
+        wire=placement.base[stream] + lanes.wire_offset[start:stop],
+        blocks=blocks,
+        lead=pages.first * lanes.walk.tokens - int(placement.first_row[stream[0]]),
+        rows=int(placement.rows[stream[0]]),
+    )

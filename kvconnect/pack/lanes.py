@@ -1,0 +1,182 @@
+"""One side's pages as lanes of a wire: how to walk a page, and where each of its bytes goes.
+
+A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
+and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.cache.region_table import GroupGeometry, Region
+from kvconnect.errors import LayoutError
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.wire import Wire, WireStream
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How to walk a page: counts, and strides in bytes. ``run_bytes`` lie side by side on both ends."""
+
+    tokens: int
+    heads: int
+    planes: int
+    run_bytes: int
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    plane_stride: int
+    wire_token_stride: int
+    wire_head_stride: int
+    wire_plane_stride: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page that travel."""
+        return self.tokens * self.heads * self.planes * self.run_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first that travels to the last, gaps included."""
+        return (
+            (self.tokens - 1) * self.token_stride
+            + (self.heads - 1) * self.head_stride
+            + (self.planes - 1) * self.plane_stride
+            + self.run_bytes
+        )
+
+    def memory_step(self) -> int:
+        """The largest number of bytes, up to 16, that divides every step in memory."""
+        steps = (self.run_bytes, self.block_stride, self.token_stride, self.head_stride, self.plane_stride)
+        return math.gcd(16, *steps)
+
+    def wire_step(self) -> int:
+        """The largest number of bytes, up to 16, that divides every step on the wire."""
+        strides = (self.wire_token_stride, self.wire_head_stride, self.wire_plane_stride)
+        return math.gcd(16, self.run_bytes, *strides)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How wide a kernel's accesses are, in bytes.
+
+    ``unit`` bytes at a time on both ends, in words of ``word`` bytes, as the digest counts them.
+    ``memory`` is what the addresses of pages are multiples of; where that is less than a word, words
+    are put together from so many bytes.
+    """
+
+    unit: int
+    word: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One region of this side on the wire.
+
+    Its first page is at ``address``, and its rows begin ``wire_offset`` bytes into the stream's. Both
+    are those of the first head that travels.
+    """
+
+    stream: int
+    group: int
+    address: int
+    num_blocks: int
+    wire_offset: int
+    walk: Walk
+    access: Access
+
+
+def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
+    """The lanes of this side; ``side`` is ``"source"`` or ``"target"``.
+
+    Raises:
+        LayoutError: the wire is not one of this table's; the text names the layer.
+    """
+    groups = card.geometry()
+    by_layer: dict[str, list[Region]] = defaultdict(list)
+    for region in card.regions:
+        by_layer[region.layer].append(region)
+    lanes: list[Lane] = []
+    for index, stream in enumerate(wire.streams):
+        group = stream.source_group if side == "source" else stream.target_group
+        regions = [region for region in by_layer[stream.layer] if region.group == group]
+        if wire.order == "pages":
+            made = [_page_lane(index, stream, region) for region in regions if _is_region_of(stream, region)]
+        else:
+            made = [lane for region in regions if (lane := _row_lane(index, stream, region)) is not None]
+        _check_lanes(stream, groups.get(group), made)
+        lanes.extend(made)
+    return tuple(lanes)
+
+
+def _is_region_of(stream: WireStream, region: Region) -> bool:
+    return (region.first_plane, region.heads) == (stream.first_plane, stream.heads)
+
+
+def _page_lane(index: int, stream: WireStream, region: Region) -> Lane:
+    page = region.page_bytes
+    walk = Walk(1, 1, 1, page, region.block_stride, page, page, page, page, page, page)
+    return _lane(index, stream, region, region.address, 0, walk)
+
+
+def _row_lane(index: int, stream: WireStream, region: Region) -> Lane | None:
+    """The heads of a region that travel, or None where none do."""
+    axes = region.axes
+    heads, skipped, shift = axes.heads, 0, 0
+    if stream.heads is not None and region.heads is not None:
+        shared = region.heads.intersect(stream.heads)
+        heads, skipped = len(shared), shared.start - region.heads.start
+        shift = shared.start - stream.heads.start
+    if not heads:
+        return None
+    walk = Walk(
+        tokens=axes.tokens,
+        heads=heads,
+        planes=axes.planes,
+        run_bytes=axes.row_bytes,
+        block_stride=region.block_stride,
+        # The stride of an axis of one is never taken: it must not narrow the accesses.
+        token_stride=axes.token_stride if axes.tokens > 1 else 0,
+        head_stride=axes.head_stride if heads > 1 else 0,
+        plane_stride=axes.plane_stride if axes.planes > 1 else 0,
+        wire_token_stride=stream.width_bytes,
+        wire_head_stride=stream.head_bytes,
+        wire_plane_stride=axes.row_bytes,
+    )
+    address = region.address + skipped * axes.head_stride
+    offset = shift * stream.head_bytes + region.first_plane * axes.row_bytes
+    return _lane(index, stream, region, address, offset, walk)
+
+
+def _lane(index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk) -> Lane:
+    memory = math.gcd(walk.memory_step(), address)
+    unit = math.gcd(memory, walk.wire_step(), wire_offset)
+    word = stream.word_bytes
+    access = Access(unit, word, unit) if unit % word == 0 else Access(word, word, math.gcd(word, memory))
+    return Lane(index, region.group, address, region.num_blocks, wire_offset, walk, access)
+
+
+def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
+    """The lanes hold what the stream says: its tokens, and its rows exactly once."""
+    filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
+    if geometry is None or filled != stream.width_bytes:
+        raise LayoutError(
+            f"layer {stream.layer!r}: a row of the wire has {stream.width_bytes} bytes, one of this table "
+            f"{filled}"
+        )
+    for lane in lanes:
+        tokens = 1 if geometry.is_state else geometry.block_tokens
+        if (
+            geometry.is_state != stream.is_state
+            or lane.walk.tokens * stream.row_tokens != tokens
+            or lane.walk.run_bytes % stream.word_bytes
+        ):
+            raise LayoutError(
+                f"layer {stream.layer!r}: the wire has a row for {stream.row_tokens} tokens in words of "
+                f"{stream.word_bytes} bytes, this table {lane.walk.tokens} rows of {lane.walk.run_bytes} "
+                f"bytes for {tokens} tokens"
+            )

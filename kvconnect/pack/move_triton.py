@@ -1,0 +1,202 @@
+"""The kernel that moves pages to and from a slot.
+
+It knows memory by absolute addresses, so that it reaches every allocation. Its work is cut into items:
+some pages of one lane, and of these the same units of each page. Where the units of a page lie is worked
+out once per item; after that a page costs a block id and additions. Programs take items in turn, so that
+any number of programs can do all the work.
+
+All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
+address and a place in the slot per lane, and block ids.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix(x, MULTIPLIER: tl.constexpr):
+    x = x ^ (x >> 32)
+    x = x * MULTIPLIER
+    return x ^ (x >> 32)
+
+
+@triton.jit
+def _word_pointer(address, BYTES: tl.constexpr):
+    if BYTES == 8:
+        pointer = address.to(tl.pointer_type(tl.uint64))
+    elif BYTES == 4:
+        pointer = address.to(tl.pointer_type(tl.uint32))
+    elif BYTES == 2:
+        pointer = address.to(tl.pointer_type(tl.uint16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    return pointer
+
+
+@triton.jit
+def _load_words(address, mask, WORD: tl.constexpr, MEMORY: tl.constexpr, UNIT: tl.constexpr):
+    """Words as uint64, put together from smaller ones where memory is not aligned to them."""
+    step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
+    lanes = tl.arange(0, UNIT // WORD)[None, None, :]
+    if step == WORD:
+        pointer = tl.multiple_of(_word_pointer(address, WORD), [1, 1, UNIT]) + lanes
+        words = tl.load(pointer, mask=mask, other=0, eviction_policy="evict_first").to(tl.uint64)
+    else:
+        pointer = _word_pointer(address, step) + lanes * (WORD // step)
+        words = tl.load(pointer, mask=mask, other=0).to(tl.uint64)
+        for part in tl.static_range(1, WORD // step):
+            piece = tl.load(pointer + part, mask=mask, other=0).to(tl.uint64)
+            words = words | (piece << (8 * step * part))
+    return words
+
+
+@triton.jit
+def _store_words(address, words, mask, WORD: tl.constexpr, MEMORY: tl.constexpr, UNIT: tl.constexpr):
+    step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
+    lanes = tl.arange(0, UNIT // WORD)[None, None, :]
+    if step == WORD:
+        pointer = tl.multiple_of(_word_pointer(address, WORD), [1, 1, UNIT]) + lanes
+        tl.store(pointer, words.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        pointer = _word_pointer(address, step) + lanes * (WORD // step)
+        for part in tl.static_range(WORD // step):
+            piece = (words >> (8 * step * part)).to(pointer.dtype.element_ty)
+            tl.store(pointer + part, piece, mask=mask)
+
+
+@triton.jit
+def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, MEMORY: tl.constexpr):
+    """The token of each unit of a page, and where it lies: bytes into the page, units into its rows."""
+    if FLAT:
+        token = tl.zeros_like(unit)
+        memory_offset = unit * UNIT
+        wire_offset = unit
+    else:
+        run = tl.load(fields + 13).to(tl.int32)
+        planes = tl.load(fields + 14).to(tl.int32)
+        heads = tl.load(fields + 15).to(tl.int32)
+        within = unit % run
+        token = unit // run
+        plane = token % planes
+        token = token // planes
+        head = token % heads
+        token = token // heads
+        plane_stride = tl.load(fields + 16).to(tl.int32)
+        head_stride = tl.load(fields + 17).to(tl.int32)
+        token_stride = tl.load(fields + 18).to(tl.int32)
+        wire_head = tl.load(fields + 19).to(tl.int32)
+        # The strides of memory are counted in what it is aligned to, so that the compiler sees that.
+        memory_offset = plane * plane_stride + head * head_stride + token * token_stride
+        memory_offset = memory_offset * MEMORY + within * UNIT
+        wire_offset = (token * wire_token + head * wire_head) + (plane * run + within)
+    return token, memory_offset, wire_offset
+
+
+@triton.jit
+def _in_chunk(page, last, lead, rows, tokens, token, in_page, wire, wire_token):
+    """Which units of these pages travel, and where the pages' rows lie on the wire."""
+    row = lead + page * tokens
+    at_row = row[:, None] + token[None, :]
+    live = (page < last)[:, None] & in_page[None, :] & (at_row >= 0) & (at_row < rows)
+    return live[:, :, None], (wire + row.to(tl.int64) * wire_token)[:, None, None]
+
+
+@triton.jit
+def _move_words(
+    in_slot,
+    in_memory,
+    live,
+    kept,
+    PACK: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORD: tl.constexpr,
+    MEMORY: tl.constexpr,
+):
+    """Move what is live; ``kept`` is that of which there is a page. The words are those in the slot."""
+    if PACK:
+        words = _load_words(in_memory, kept, WORD, MEMORY, UNIT)
+        _store_words(in_slot, words, live, WORD, WORD, UNIT)
+    else:
+        words = _load_words(in_slot, live, WORD, WORD, UNIT)
+        _store_words(in_memory, words, kept, WORD, MEMORY, UNIT)
+    return words
+
+
+# Numbers that differ from chunk to chunk are not specialised on: a new value must not mean a new compile.
+@triton.jit(do_not_specialize=["batches_at", "num_batches", "num_items", "slot", "seed"])
+def move_kernel(
+    numbers,
+    batches_at,
+    num_batches,
+    num_items,
+    slot: tl.int64,
+    sums,
+    seed: tl.int64,
+    PACK: tl.constexpr,
+    DIGEST: tl.constexpr,
+    FLAT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORD: tl.constexpr,
+    MEMORY: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNITS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STEP: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+):
+    WORDS: tl.constexpr = UNIT // WORD
+    word_of_unit = tl.arange(0, WORDS)[None, None, :].to(tl.uint64)
+    table = numbers + batches_at
+    sum_of_words = tl.zeros((PAGES, UNITS), tl.uint64)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        batch = 0
+        for other in range(1, num_batches):
+            batch += (item >= tl.load(table + other * FIELDS)).to(tl.int32)
+        fields = table + batch * FIELDS
+        place = item - tl.load(fields).to(tl.int32)
+        items_per_lane = tl.load(fields + 1).to(tl.int32)
+        turns = tl.load(fields + 2).to(tl.int32)
+        pages_per_item = tl.load(fields + 3).to(tl.int32)
+        lane = numbers + tl.load(fields + 4) + (place // items_per_lane) * 2
+        blocks = numbers + tl.load(fields + 5)
+        num_pages = tl.load(fields + 6).to(tl.int32)
+        lead = tl.load(fields + 7).to(tl.int32)
+        rows = tl.load(fields + 8).to(tl.int32)
+        tokens = tl.load(fields + 9).to(tl.int32)
+        units = tl.load(fields + 10).to(tl.int32)
+        block_stride = tl.load(fields + 11)
+        wire_token = tl.load(fields + 12).to(tl.int32)
+        address = tl.load(lane)
+        wire = tl.load(lane + 1)
+
+        place = place % items_per_lane
+        unit = (place // turns) * UNITS + tl.arange(0, UNITS)
+        token, memory_offset, wire_offset = _offsets(fields, unit, wire_token, FLAT, UNIT, MEMORY)
+        unit_memory = memory_offset.to(tl.int64)[None, :, None]
+        unit_wire = wire_offset.to(tl.int64)[None, :, None]
+        unit_key = unit_wire.to(tl.uint64) * WORDS * STEP + word_of_unit * STEP
+        first = (place % turns) * pages_per_item
+        last = tl.minimum(first + pages_per_item, num_pages)
+        page = first + tl.arange(0, PAGES)
+        next_block = tl.load(blocks + page, mask=page < last, other=0)
+        for start in range(first, last, PAGES):
+            page = start + tl.arange(0, PAGES)
+            # The next pages' blocks are on their way while these pages move.
+            block = next_block
+            next_block = tl.load(blocks + page + PAGES, mask=page + PAGES < last, other=0)
+            live, page_wire = _in_chunk(page, last, lead, rows, tokens, token, unit < units, wire, wire_token)
+            in_slot = slot + (page_wire + unit_wire) * UNIT
+            in_memory = (address + block * block_stride)[:, None, None] + unit_memory
+            words = _move_words(
+                in_slot, in_memory, live, live & (block > 0)[:, None, None], PACK, UNIT, WORD, MEMORY
+            )
+            if DIGEST:
+                key = page_wire.to(tl.uint64) * WORDS * STEP + seed.to(tl.uint64)
+                mixed = _mix(words + (key + unit_key), MULTIPLIER)
+                # The words of a unit lie in one thread: summing them here halves what is carried on.
+                sum_of_words += tl.sum(tl.where(live, mixed, 0), axis=2)
+    if DIGEST:
+        # Nobody waits for anybody here: whoever reads the sum does so after the kernel.
+        tl.atomic_add(sums, tl.sum(sum_of_words).to(tl.int64, bitcast=True), sem="relaxed")

@@ -1,0 +1,230 @@
+"""Moving pages into a slot and out of one: a launch for a chunk, whatever its layers, groups and blocks.
+
+A packer belongs to one side of one wire and to one thread. It knows no engine, no peer and no lease: it
+is told where a slot is, and that its pages are quiet. On CUDA everything is asynchronous on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvconnect.cache.block_table import BlockIds
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.batches import Batch, PageRange, make_batch, make_classes, page_range
+from kvconnect.pack.lanes import make_lanes
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
+from kvconnect.plan.wire import Wire
+
+KERNELS = ("auto", "torch", "triton")
+SIDES = ("source", "target")
+SLOT_ALIGN_BYTES = 16
+
+
+class Ticket(Protocol):
+    """A pack or unpack that was asked for. On a CPU it is done at once."""
+
+    @property
+    def done(self) -> bool:
+        """The bytes have moved, and the digest is known."""
+        ...
+
+    @property
+    def digest(self) -> int | None:
+        """The 64-bit digest of the slot's bytes as they were moved; None where none was asked for.
+
+        Raises:
+            LocalError: it is not done yet.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done. For tests and benchmarks."""
+        ...
+
+
+@dataclass(frozen=True)
+class StagedChunk:
+    """A chunk with the blocks of a request, ready to be moved as often as is wanted.
+
+    ``streams`` are the streams that have bytes, as (offset, length, word) in bytes.
+    """
+
+    chunk: Chunk
+    total_bytes: int
+    streams: tuple[tuple[int, int, int], ...]
+    batches: tuple[Batch, ...]
+    handle: Any
+
+
+class PackOps(Protocol):
+    """The two implementations. Arguments were checked by the packer."""
+
+    def stage(self, chunks: Sequence[Sequence[Batch]]) -> Sequence[Any]:
+        """Bring the numbers of several chunks to where the kernels read them, in one copy."""
+        ...
+
+    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> Ticket:
+        """Move the pages into the slot at this address, or out of it."""
+        ...
+
+
+class Packer:
+    """Moves one side's pages to and from slots. Made once per peer.
+
+    Where the source has no block for a position, the slot holds zeros; where the target has none, the
+    slot's bytes are read and go nowhere. Bytes between streams, less than 16 each, are left as they are.
+
+    Args:
+        table: what bytes exist on this side. Its tensors must outlive the packer.
+        wire: what they mean to the other side.
+        side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
+        device: where the tensors are, and the slots.
+        kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
+        max_programs: at most so many programs of the kernel run, so that it leaves the other
+            multiprocessors alone; 0 for as many as there is work for.
+        cuda_stream: the stream of all work; None for the one that is current now.
+
+    Raises:
+        LayoutError: the wire is not one of this table's.
+        ConfigError: ``kernels`` or ``max_programs`` is not accepted, or Triton is not installed.
+    """
+
+    def __init__(
+        self,
+        table: RegionTable,
+        wire: Wire,
+        *,
+        side: str,
+        device: torch.device | str,
+        kernels: str = "auto",
+        max_programs: int = 0,
+        cuda_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if side not in SIDES:
+            raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
+        if kernels not in KERNELS:
+            raise ConfigError(f"kernels is {kernels!r}; accepted: {', '.join(KERNELS)}")
+        if max_programs < 0:
+            raise ConfigError(f"max_programs is {max_programs}; accepted: 0 for no bound, or more")
+        card = TableCard.of(table)
+        self.chunker = Chunker(wire)
+        self._wire = wire
+        self._side = side
+        self._groups = card.geometry()
+        lanes = make_lanes(wire, card, side)
+        if any(lane.walk.extent_bytes >= 2**31 for lane in lanes):
+            raise LayoutError("a page has 2 GiB or more; accepted: less")
+        self._classes = make_classes(
+            lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams]
+        )
+        device = torch.device(device)
+        self._ops: PackOps
+        if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+            try:
+                from kvconnect.pack.packer_triton import TritonPackOps
+            except ImportError as error:
+                raise ConfigError(
+                    f"kernels is {kernels!r}, which needs Triton: pip install triton"
+                ) from error
+            self._ops = TritonPackOps(self._classes, device, max_programs, cuda_stream)
+        elif device.type == "cuda":
+            raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
+        else:
+            from kvconnect.pack.packer_torch import TorchPackOps
+
+            self._ops = TorchPackOps(self._classes)
+
+    def stage(
+        self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int
+    ) -> tuple[StagedChunk, ...]:
+        """Make chunks of one request ready; on CUDA, with one copy to the device for all of them.
+
+        ``blocks`` are the request's logical blocks on this side, by this side's group indices, and
+        ``num_tokens`` are the tokens that it has.
+
+        Raises:
+            LayoutError: a chunk is not one of the wire's, names a group without blocks, or, on the
+                source, tokens that no block holds although they can be seen.
+            LocalError: a block is none of this cache.
+        """
+        held = {group.group: group for group in blocks}
+        found: dict[PageRange, BlockIds] = {}
+        placed: list[tuple[Placement, list[Batch]]] = []
+        for chunk in chunks:
+            placement = self.chunker.place(chunk)
+            batches = []
+            for lanes in self._classes:
+                pages = page_range(lanes, chunk, placement)
+                if pages is None:
+                    continue
+                if pages not in found:
+                    found[pages] = self._blocks_of(held, pages, num_tokens)
+                batches.append(make_batch(lanes, chunk, placement, pages, found))
+            placed.append((placement, batches))
+        handles = self._ops.stage([batches for _, batches in placed])
+        return tuple(
+            StagedChunk(chunk, placement.total_bytes, self._streams(chunk, placement), tuple(batches), handle)
+            for chunk, (placement, batches), handle in zip(chunks, placed, handles, strict=True)
+        )
+
+    def _streams(self, chunk: Chunk, placement: Placement) -> tuple[tuple[int, int, int], ...]:
+        streams = self._wire.streams[chunk.first_stream : chunk.stop_stream]
+        return tuple(
+            (base, rows * stream.width_bytes, stream.word_bytes)
+            for stream, base, rows in zip(
+                streams, placement.base.tolist(), placement.rows.tolist(), strict=True
+            )
+            if rows
+        )
+
+    def _blocks_of(self, held: dict[int, GroupBlocks], pages: PageRange, num_tokens: int) -> BlockIds:
+        if pages.group not in held:
+            raise LayoutError(
+                f"a chunk needs cache group {pages.group} of this side, the request has {sorted(held)}"
+            )
+        geometry = self._groups[pages.group]
+        ids = page_ids(held[pages.group], geometry, pages.first, pages.count)
+        if self._side == "source":
+            check_held(ids, pages.first, geometry, num_tokens)
+        return ids
+
+    def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> Ticket:
+        """Fill a slot with a chunk's pages.
+
+        ``slot`` is memory on the device, or its address; ``seed`` makes the digest that of one
+        generation of the slot, and is its low 64 bits; None for no digest.
+
+        Raises:
+            LocalError: the slot is too small or not aligned.
+        """
+        return self._ops.move(_slot_address(slot, staged), staged, seed, pack=True)
+
+    def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> Ticket:
+        """Write a slot's bytes to a chunk's pages. Arguments and errors as for ``pack``.
+
+        The digest is of the bytes that were written, known only after them: the caller serves nothing
+        from these blocks before it has compared it.
+        """
+        return self._ops.move(_slot_address(slot, staged), staged, seed, pack=False)
+
+
+def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
+    address = slot
+    if isinstance(slot, torch.Tensor):
+        address = slot.data_ptr()
+        if not slot.is_contiguous() or slot.nbytes < staged.total_bytes:
+            raise LocalError(
+                f"a slot has {slot.nbytes} bytes, contiguous: {slot.is_contiguous()}; the chunk needs "
+                f"{staged.total_bytes}, contiguous"
+            )
+    assert isinstance(address, int)
+    if address % SLOT_ALIGN_BYTES or address <= 0:
+        raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {SLOT_ALIGN_BYTES}")
+    return address

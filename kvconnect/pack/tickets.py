@@ -1,0 +1,103 @@
+"""How the host learns that kernels are done, and what their digests are.
+
+Kernels of one stream add to one sum that is never set back. After each, the sum is copied to a place in
+pinned memory; a digest is the difference of two such values. So no program of a kernel waits for another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from kvconnect.errors import LocalError
+
+_PLACES = 256
+
+
+class Tickets:
+    """Tickets of one stream, which is current when this is made and at each call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self.sum_of_all = torch.zeros(1, dtype=torch.int64, device=device)
+        self._places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=self._on_cuda)
+        self._values = self._places.numpy()
+        self._issued = 0
+        self._pending: deque[KernelTicket] = deque()
+        self._last_value = 0
+
+    def check_room(self) -> None:
+        """There is a place that nobody will read any more.
+
+        Raises:
+            LocalError: there is none.
+        """
+        if len(self._pending) == _PLACES:
+            if not self._pending[0].done:
+                raise LocalError(f"{_PLACES} packs and unpacks are under way; accepted: fewer")
+            self.settle(self._pending[0])
+
+    def issue(self, with_digest: bool, numbers: torch.Tensor) -> KernelTicket:
+        """A ticket of what was launched just now, which reads ``numbers``."""
+        place = self._issued % _PLACES
+        self._issued += 1
+        if with_digest:
+            self._places[place].copy_(self.sum_of_all[0], non_blocking=True)
+        event: Any = None
+        if self._on_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        ticket = KernelTicket(self, place, event, with_digest, numbers)
+        self._pending.append(ticket)
+        return ticket
+
+    def settle(self, ticket: KernelTicket) -> None:
+        """Read the digests up to this ticket's, which is done."""
+        while not ticket.settled:
+            oldest = self._pending.popleft()
+            if oldest.with_digest:
+                value = int(self._values[oldest.place])
+                oldest.settle((value - self._last_value) % 2**64)
+                self._last_value = value
+            else:
+                oldest.settle(None)
+
+
+class KernelTicket:
+    """A launched pack or unpack. See ``Ticket``."""
+
+    def __init__(
+        self, tickets: Tickets, place: int, event: Any, with_digest: bool, numbers: torch.Tensor
+    ) -> None:
+        self.place = place
+        self.with_digest = with_digest
+        self.settled = False
+        self._tickets = tickets
+        self._event = event
+        # The memory of the numbers must not be given to others before the kernel has read them.
+        self._numbers: torch.Tensor | None = numbers
+        self._digest: int | None = None
+
+    def settle(self, digest: int | None) -> None:
+        """It is done, and this is its digest."""
+        self.settled, self._digest, self._numbers = True, digest, None
+
+    @property
+    def done(self) -> bool:
+        """See ``Ticket``."""
+        return self.settled or self._event is None or bool(self._event.query())
+
+    @property
+    def digest(self) -> int | None:
+        """See ``Ticket``."""
+        if not self.done:
+            raise LocalError("the digest of a pack or unpack is not known before it is done")
+        self._tickets.settle(self)
+        return self._digest
+
+    def wait(self) -> None:
+        """See ``Ticket``."""
+        if not self.done:
+            self._event.synchronize()

@@ -1,0 +1,263 @@
+"""How a request is cut into chunks that fit a slot, and where each byte of a chunk lies.
+
+Where a byte lies is arithmetic: stream after stream, each from a multiple of ``ALIGN_BYTES`` on, row
+after row. Both sides work it out from the wire and the chunk alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.block_table import BlockIds
+from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.errors import LayoutError
+from kvconnect.orders import Count, GroupBlocks, Index
+from kvconnect.plan.blocks import NULL_BLOCK, kernel_positions
+from kvconnect.plan.wire import Wire
+
+ALIGN_BYTES = 16
+
+Column = NDArray[np.int64]
+_MOST_TOKENS = 2**31 - 1
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens ``start <= t < stop`` of a cache group of the target; of a state group ``0..1``."""
+
+    group: Index
+    start: Count
+    stop: Count
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """What travels in one slot: the streams ``first_stream..stop_stream - 1``, each as far as its span.
+
+    A stream whose group has no span has no bytes. A row that stands for several tokens belongs to a
+    span that touches any of them.
+    """
+
+    first_stream: Count
+    stop_stream: Count
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a chunk's rows lie: int64 columns, one entry a stream of the chunk.
+
+    Stream ``first_stream + i`` has ``rows[i]`` rows from ``first_row[i]`` of the sequence on, and they
+    begin ``base[i]`` bytes into the slot.
+    """
+
+    first_row: Column
+    rows: Column
+    base: Column
+    total_bytes: int
+
+
+class Chunker:
+    """The chunks of one wire. Holds the wire's streams as columns, and nothing of any request."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._groups = {
+            stream.target_group: (index, stream.is_state)
+            for index, stream in enumerate({stream.target_group: stream for stream in wire.streams}.values())
+        }
+        self._group = np.array([self._groups[stream.target_group][0] for stream in wire.streams])
+        self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
+        self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
+
+    def place(self, chunk: Chunk) -> Placement:
+        """Where the rows of a chunk lie in its slot.
+
+        Raises:
+            LayoutError: the chunk is none of this wire's.
+        """
+        streams = len(self.wire.streams)
+        if not 0 <= chunk.first_stream < chunk.stop_stream <= streams:
+            raise LayoutError(
+                f"a chunk has streams {chunk.first_stream}..{chunk.stop_stream - 1}, the wire has "
+                f"0..{streams - 1}"
+            )
+        if len({span.group for span in chunk.spans}) != len(chunk.spans):
+            raise LayoutError(f"a chunk names a cache group twice: {[span.group for span in chunk.spans]}")
+        for span in chunk.spans:
+            known, is_state = self._groups.get(span.group, (None, False))
+            last = 1 if is_state else _MOST_TOKENS
+            if known is None or not 0 <= span.start <= span.stop <= last:
+                raise LayoutError(
+                    f"a chunk has the span {span.start}..{span.stop} of cache group {span.group}; the wire "
+                    f"has groups {sorted(self._groups)}, and accepts 0..{last} there"
+                )
+        return self._place(chunk.first_stream, chunk.stop_stream, chunk.spans)
+
+    def cut(self, spans: Sequence[Span], slot_bytes: int, align_tokens: int = 1) -> tuple[Chunk, ...]:
+        """Cut a request into chunks that fit a slot: by tokens, and by streams only where that is not enough.
+
+        Each chunk takes as many tokens as fit, up to a multiple of ``align_tokens``: with a block's tokens,
+        no page is cut. States come last, with the last tokens if they fit.
+
+        Raises:
+            LayoutError: a slot cannot hold the fewest rows of a stream that can travel alone.
+        """
+        everything = (0, len(self.wire.streams))
+        whole = self.place(Chunk(*everything, tuple(spans))).total_bytes
+        spans = [span for span in spans if span.start < span.stop]
+        if whole <= slot_bytes:
+            return (Chunk(*everything, tuple(spans)),) if whole else ()
+        states = tuple(span for span in spans if self._groups[span.group][1])
+        tokens = tuple(span for span in spans if not self._groups[span.group][1])
+        chunks: list[Chunk] = []
+        if tokens:
+            wanted = {span.group for span in tokens}
+            step = math.lcm(
+                align_tokens,
+                *{stream.row_tokens for stream in self.wire.streams if stream.target_group in wanted},
+            )
+            one_step = tuple(Span(group, 0, step) for group in sorted(wanted))
+            for first, stop in self._parts(one_step, slot_bytes):
+                chunks.extend(self._by_tokens(first, stop, tokens, step, slot_bytes))
+        if states:
+            if chunks and (chunks[-1].first_stream, chunks[-1].stop_stream) == everything:
+                joined = Chunk(*everything, (*chunks[-1].spans, *states))
+                if self.place(joined).total_bytes <= slot_bytes:
+                    return (*chunks[:-1], joined)
+            chunks.extend(Chunk(first, stop, states) for first, stop in self._parts(states, slot_bytes))
+        return tuple(chunks)
+
+    def _place(self, first: int, stop: int, spans: Iterable[Span]) -> Placement:
+        start_of, stop_of = np.zeros((2, len(self._groups)), dtype=np.int64)
+        for span in spans:
+            index = self._groups[span.group][0]
+            start_of[index], stop_of[index] = span.start, span.stop
+        group, row_tokens = self._group[first:stop], self._row_tokens[first:stop]
+        first_row = start_of[group] // row_tokens
+        empty = stop_of[group] <= start_of[group]
+        rows = np.where(empty, 0, -(-stop_of[group] // row_tokens) - first_row)
+        sizes = -(-rows * self._width[first:stop] // ALIGN_BYTES) * ALIGN_BYTES
+        ends = np.cumsum(sizes)
+        return Placement(first_row, rows, ends - sizes, int(ends[-1]))
+
+    def _parts(self, spans: tuple[Span, ...], slot_bytes: int) -> list[tuple[int, int]]:
+        """Ranges of streams of which these spans fit a slot; as few as possible."""
+        placed = self._place(0, len(self.wire.streams), spans)
+        if placed.total_bytes <= slot_bytes:
+            return [(0, len(self.wire.streams))]
+        parts, first, filled = [], 0, 0
+        for index, size in enumerate(np.diff(placed.base, append=placed.total_bytes).tolist()):
+            if size > slot_bytes:
+                raise LayoutError(
+                    f"a slot has {slot_bytes} bytes, but layer {self.wire.streams[index].layer!r} needs at "
+                    f"least {size} in one"
+                )
+            if filled + size > slot_bytes:
+                parts.append((first, index))
+                first, filled = index, 0
+            filled += size
+        if filled:
+            parts.append((first, len(self.wire.streams)))
+        return parts
+
+    def _by_tokens(
+        self, first: int, stop: int, spans: tuple[Span, ...], step: int, slot_bytes: int
+    ) -> Iterator[Chunk]:
+        """Chunks of whole steps of tokens; one step always fits."""
+        groups = {stream.target_group for stream in self.wire.streams[first:stop]}
+        spans = tuple(span for span in spans if span.group in groups)
+        at = min(span.start for span in spans) // step
+        end = div_ceil(max(span.stop for span in spans), step)
+        while at < end:
+            # What fits for sure, then growing strides, then halves: a few looks, however many steps.
+            low, stride = min(at + self._at_least(first, stop, step, slot_bytes), end), 1
+            high = end
+            while low < end:
+                reached = min(low + stride, end)
+                if not self._fits(first, stop, _clip(spans, at * step, reached * step), slot_bytes):
+                    high = reached - 1
+                    break
+                low, stride = reached, 2 * stride
+            while low < high:
+                middle = (low + high + 1) // 2
+                if self._fits(first, stop, _clip(spans, at * step, middle * step), slot_bytes):
+                    low = middle
+                else:
+                    high = middle - 1
+            clipped = _clip(spans, at * step, low * step)
+            if clipped:
+                yield Chunk(first, stop, clipped)
+            at = low
+
+    def _fits(self, first: int, stop: int, spans: Iterable[Span], slot_bytes: int) -> bool:
+        return self._place(first, stop, spans).total_bytes <= slot_bytes
+
+    def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
+        """Steps that fit for sure, and one does: a step takes at most so much of every stream."""
+        width = int((self._width[first:stop] * (step // self._row_tokens[first:stop])).sum())
+        return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
+
+
+def _clip(spans: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
+    clipped = (Span(span.group, max(span.start, start), min(span.stop, stop)) for span in spans)
+    return tuple(span for span in clipped if span.start < span.stop)
+
+
+def wanted_spans(
+    geometry: Iterable[GroupGeometry], wanted: Sequence[GroupBlocks], num_tokens: int
+) -> tuple[Span, ...]:
+    """The span of every group that the target wants: from its first real block to ``num_tokens``."""
+    by_group = {group.group: group for group in geometry}
+    spans = []
+    for blocks in wanted:
+        group = by_group[blocks.group]
+        real = np.flatnonzero(np.asarray(blocks.block_ids, dtype=np.int64) != NULL_BLOCK)
+        if not len(real):
+            continue
+        if group.is_state:
+            spans.append(Span(blocks.group, 0, 1))
+            continue
+        tokens = group.block_tokens * group.blocks_per_kv_block
+        start = (blocks.first_block + int(real[0])) * tokens
+        stop = min(num_tokens, (blocks.first_block + int(real[-1]) + 1) * tokens)
+        if start < stop:
+            spans.append(Span(blocks.group, start, stop))
+    return tuple(spans)
+
+
+def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
+    """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
+    held_first, held = kernel_positions(blocks, geometry)
+    if geometry.is_state:
+        held_first = 0
+    ids = np.zeros(count, dtype=np.int64)
+    start, stop = max(first, held_first), min(first + count, held_first + len(held))
+    if start < stop:
+        ids[start - first : stop - first] = held[start - held_first : stop - held_first]
+    return ids
+
+
+def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
+    """Every position that a later token can see is held: none of ``ids``, from ``first`` on, is missing.
+
+    Raises:
+        LayoutError: one is, and not because it lies before the sliding window.
+    """
+    missing = ids == NULL_BLOCK
+    tokens = geometry.block_tokens
+    if geometry.sliding_window is not None and not geometry.is_state:
+        # As in `pair_blocks`: a block that ends before the window of the next token is read by nobody.
+        position = first + np.arange(len(ids))
+        missing &= (position + 1) * tokens > num_tokens - geometry.sliding_window
+    if missing.any():
+        at = first + int(np.argmax(missing))
+        what = "the state" if geometry.is_state else f"tokens {at * tokens} to {(at + 1) * tokens - 1}"
+        raise LayoutError(
+            f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"
+        )

@@ -1,0 +1,221 @@
+"""What the bytes of a packed transfer mean, whatever pages they come from and go to.
+
+A wire is made once per pair of workers, from both tables; either side makes the same one. It is a list
+of streams. In the order ``rows`` a stream is a layer: rows by token, of the heads that both sides keep,
+and for each head K before V. Block sizes, kernel splits and the order of axes do not show. In the order
+``pages`` a stream is a region and a row is a whole page, as it is; both sides must have equal pages.
+
+How a request is cut into chunks of a wire is in ``chunks.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from kvconnect.cache.region_table import GroupGeometry, Region
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.errors import LayoutError, LocalError
+from kvconnect.plan.align import TableCard
+
+ORDERS = ("pages", "rows")
+
+
+class WireStream(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one layer on the wire; in the order ``pages``, the pages of one region.
+
+    A row stands for ``row_tokens`` tokens and has ``width_bytes``: ``head_bytes`` for each of ``heads``,
+    or, where pages cannot be divided by head, all of what is kept. A state's one row stands for the
+    request. ``first_plane`` tells regions apart in the order ``pages``. ``word_bytes`` is the largest
+    power of two up to 8 that divides every run of bytes on either side; digests are made of such words.
+    """
+
+    layer: str
+    source_group: int
+    target_group: int
+    is_state: bool
+    first_plane: int
+    heads: HeadInterval | None
+    row_tokens: int
+    head_bytes: int
+    width_bytes: int
+    word_bytes: int
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True):
+    """The streams of a pair of workers, in their order on the wire."""
+
+    order: str
+    streams: tuple[WireStream, ...]
+
+
+def align_wire(source: TableCard, target: TableCard, order: str | None = None) -> Wire:
+    """The wire of two workers; left open, the order is ``pages`` where pages are equal, else ``rows``.
+
+    Raises:
+        LayoutError: some layer cannot be matched in this order; the text lists every reason.
+    """
+    if order not in (None, *ORDERS):
+        raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
+    refusals: list[str] = []
+    if order != "rows":
+        wire = _page_wire(source, target, refusals)
+        if not refusals:
+            return wire
+    if order != "pages":
+        refusals = []
+        wire = _row_wire(source, target, refusals)
+        if not refusals:
+            return wire
+    raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
+
+
+def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wire:
+    """Region by region; both sides' pages must be equal but for the gaps between them."""
+    ours = {(region.layer, region.first_plane, region.heads): region for region in source.regions}
+    source_groups, target_groups = source.geometry(), target.geometry()
+    streams = []
+    for theirs in target.regions:
+        region = ours.get((theirs.layer, theirs.first_plane, theirs.heads))
+        if region is None:
+            refusals.append(f"layer {theirs.layer!r}: the source has no region of the same planes and heads")
+            continue
+        source_group, target_group = source_groups[region.group], target_groups[theirs.group]
+        if (region.dtype, region.axes) != (theirs.dtype, theirs.axes):
+            refusals.append(f"layer {theirs.layer!r}: the pages of the two sides are not alike")
+        elif _tokens_differ(source_group, target_group):
+            refusals.append(_tokens_refusal(theirs.layer, source_group, target_group))
+        state = target_group.is_state
+        streams.append(
+            WireStream(
+                layer=theirs.layer,
+                source_group=region.group,
+                target_group=theirs.group,
+                is_state=state,
+                first_plane=theirs.first_plane,
+                heads=theirs.heads,
+                row_tokens=1 if state else target_group.block_tokens,
+                head_bytes=theirs.page_bytes,
+                width_bytes=theirs.page_bytes,
+                word_bytes=math.gcd(8, theirs.page_bytes),
+            )
+        )
+    return Wire("pages", tuple(streams))
+
+
+def _tokens_differ(source: GroupGeometry, target: GroupGeometry) -> bool:
+    if source.is_state or target.is_state:
+        return source.is_state != target.is_state
+    return source.block_tokens != target.block_tokens
+
+
+def _tokens_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str:
+    if source.is_state != target.is_state:
+        return f"layer {layer!r}: one side keeps state, the other keeps tokens"
+    return (
+        f"layer {layer!r}: kernel blocks differ, source {source.block_tokens} tokens, "
+        f"target {target.block_tokens} tokens"
+    )
+
+
+@dataclass(frozen=True)
+class _LayerRows:
+    """One side of a layer, without what the wire does not show."""
+
+    group: int
+    dtype: str
+    is_state: bool
+    heads: HeadInterval | None
+    undivided_heads: int
+    row_tokens: int | None
+    stored: str
+    head_bytes: int
+    piece_bytes: int
+
+
+def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
+    groups = card.geometry()
+    parts: dict[str, list[Region]] = {}
+    for region in card.regions:
+        parts.setdefault(region.layer, []).append(region)
+    made = {}
+    for layer, regions in parts.items():
+        first, geometry = regions[0], groups[regions[0].group]
+        spans = [region.heads for region in regions if region.heads is not None]
+        planes = max(region.first_plane + region.axes.planes for region in regions)
+        tokens = geometry.block_tokens
+        whole = geometry.is_state or tokens % first.axes.tokens == 0
+        made[layer] = _LayerRows(
+            group=first.group,
+            dtype=first.dtype,
+            is_state=geometry.is_state,
+            heads=HeadInterval(min(h.start for h in spans), max(h.stop for h in spans)) if spans else None,
+            undivided_heads=first.axes.heads,
+            row_tokens=(1 if geometry.is_state else tokens // first.axes.tokens) if whole else None,
+            stored=f"{first.axes.tokens} rows for {tokens} tokens",
+            head_bytes=planes * first.axes.row_bytes,
+            piece_bytes=first.axes.row_bytes,
+        )
+    return made
+
+
+def _row_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wire:
+    """Layer by layer, in the target's order."""
+    ours = _layer_rows(source)
+    streams = []
+    for layer, theirs in _layer_rows(target).items():
+        mine = ours.get(layer)
+        if mine is None:
+            refusals.append(f"layer {layer!r}: the source has none of the bytes that the target keeps")
+            continue
+        refusal = _row_refusal(mine, theirs)
+        if refusal:
+            refusals.append(f"layer {layer!r}: {refusal}")
+            continue
+        heads = None
+        if mine.heads is not None and theirs.heads is not None:
+            heads = mine.heads.intersect(theirs.heads)
+        streams.append(
+            WireStream(
+                layer=layer,
+                source_group=mine.group,
+                target_group=theirs.group,
+                is_state=theirs.is_state,
+                first_plane=0,
+                heads=heads,
+                row_tokens=theirs.row_tokens or 1,
+                head_bytes=theirs.head_bytes,
+                width_bytes=theirs.head_bytes * (theirs.undivided_heads if heads is None else len(heads)),
+                word_bytes=math.gcd(8, mine.piece_bytes, theirs.piece_bytes),
+            )
+        )
+    return Wire("rows", tuple(streams))
+
+
+def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
+    if source.is_state != target.is_state:
+        return "one side keeps state, the other keeps tokens"
+    if (source.heads is None) != (target.heads is None):
+        return "only one side's pages can be divided by head"
+    if source.heads is None and source.undivided_heads != target.undivided_heads:
+        return (
+            f"pages cannot be divided by head, and hold {source.undivided_heads} heads on the source, "
+            f"{target.undivided_heads} on the target"
+        )
+    if (
+        source.heads is not None
+        and target.heads is not None
+        and not len(source.heads.intersect(target.heads))
+    ):
+        return "the source has none of the heads that the target keeps"
+    if source.row_tokens is None or source.row_tokens != target.row_tokens:
+        return f"stored rows differ, source {source.stored}, target {target.stored}"
+    for what, ours, theirs in (
+        ("dtype", source.dtype, target.dtype),
+        ("bytes of a head and token", source.head_bytes, target.head_bytes),
+    ):
+        if ours != theirs:
+            return f"{what} differ, source {ours}, target {theirs}"
+    return None

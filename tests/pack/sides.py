@@ -1,0 +1,241 @@
+"""Two sides of a transfer in any shape, and the plainest possible way to read and write their rows.
+
+``Side.row`` and ``Side.page`` pick bytes out of tensors by indexing; they share no code with the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import HeadInterval, shard_heads
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+    UniformTypeSpec,
+)
+from kvconnect.orders import GroupBlocks
+from kvconnect.plan.align import TableCard
+from tests.caches import attention_layer, fill_random
+
+TOGETHER = ["block token head", "block head token", "head block token"]
+APART = [
+    "plane block token head",
+    "block plane head token",
+    "plane block head token",
+    "block token head plane",
+    "plane head block token",
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What both sides agree on. ``width`` are values of a head's K (or V), of a latent row or a state."""
+
+    name: str
+    group: int
+    kind: str
+    width: int
+    dtype: torch.dtype
+    row_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: tuple[Layer, ...]
+    total_heads: int
+    window: int
+    num_tokens: int
+
+    @property
+    def groups(self) -> list[int]:
+        return sorted({layer.group for layer in self.layers})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one side keeps the model: layouts and pads by layer, kernel tokens and ratio by group."""
+
+    layouts: dict[str, str]
+    pads: dict[str, int]
+    kernel: dict[int, int]
+    ratio: dict[int, int]
+
+
+class Side:
+    def __init__(self, model: Model, shape: Shape, heads: HeadInterval, num_blocks: int, seed: int) -> None:
+        self.model, self.shape, self.heads = model, shape, heads
+        self.tensors: dict[str, CacheTensor] = {}
+        specs = {}
+        for index, layer in enumerate(model.layers):
+            kernel, ratio = shape.kernel[layer.group], shape.ratio[layer.group]
+            pad = shape.pads[layer.name] if ratio == 1 else 0
+            layout, blocks, tokens = shape.layouts[layer.name], num_blocks * ratio, kernel // layer.row_tokens
+            content = layer.width * (2 if layer.kind in ("gqa", "window") and "plane" not in layout else 1)
+            cache = attention_layer(layout, blocks, len(heads), tokens, content, layer.dtype, pad)
+            fill_random(cache, seed + index)
+            self.tensors[layer.name] = on_device(cache)
+            specs[layer.name] = layer_spec(layer, model, kernel * ratio, len(heads))
+        made = []
+        for group in model.groups:
+            names = tuple(layer.name for layer in model.layers if layer.group == group)
+            alike = {name: specs[name] for name in names}
+            made.append(KVCacheGroup(names, UniformTypeSpec(alike) if len(names) > 1 else alike[names[0]]))
+        intervals = {layer.name: heads for layer in model.layers if layer.kind in ("gqa", "window")}
+        sizes = {group: shape.kernel[group] for group in model.groups}
+        self.table = RegionTable.build(KVCacheConfig(num_blocks, tuple(made)), sizes, self.tensors, intervals)
+
+    def card(self) -> TableCard:
+        return TableCard.of(self.table)
+
+    def storage(self, name: str) -> torch.Tensor:
+        """Every byte of a layer's storage; a copy."""
+        tensor = self.tensors[name].tensor
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return raw.set_(tensor.untyped_storage()).cpu().clone()
+
+    def reader(self, layer: Layer) -> Rows:
+        """The layer as it is now; a copy."""
+        cache = self.tensors[layer.name]
+        view = (
+            self.storage(layer.name)
+            .view(cache.tensor.dtype)
+            .as_strided(cache.tensor.shape, cache.tensor.stride(), cache.tensor.storage_offset())
+        )
+        return Rows(self, layer, view)
+
+    def kernel_block(self, layer: Layer, blocks: GroupBlocks, row: int) -> tuple[int, int]:
+        """The kernel block that has a row of the sequence, 0 for none, and the row's place in it."""
+        if layer.kind == "state":
+            return blocks.block_ids[0], 0
+        kernel, ratio = self.shape.kernel[layer.group], self.shape.ratio[layer.group]
+        token = row * layer.row_tokens
+        index = token // (kernel * ratio) - blocks.first_block
+        if not 0 <= index < len(blocks.block_ids) or not blocks.block_ids[index]:
+            return 0, 0
+        block = blocks.block_ids[index] * ratio + token % (kernel * ratio) // kernel
+        return block, token % kernel // layer.row_tokens
+
+
+class Rows:
+    """A copy of a layer's cache, read and written row by row."""
+
+    def __init__(self, side: Side, layer: Layer, view: torch.Tensor) -> None:
+        self.axes = side.tensors[layer.name].axes.split()
+        self.tensor = view
+        self.bytes = view.view(torch.uint8).numpy()
+
+    def at(self, block: int, token: int, head: int) -> list[np.ndarray]:
+        where = {"block": block, "token": token, "head": head}
+        planes = range(2) if "plane" in self.axes else range(1)
+        return [
+            self.bytes[tuple({**where, "plane": plane}[axis] for axis in self.axes if axis != "content")]
+            for plane in planes
+        ]
+
+    def row(self, block: int, token: int, head: int) -> bytes:
+        """K, then V, of one token and head."""
+        return b"".join(piece.tobytes() for piece in self.at(block, token, head))
+
+    def write(self, block: int, token: int, head: int, row: bytes) -> None:
+        data = np.frombuffer(row, dtype=np.uint8)
+        for piece in self.at(block, token, head):
+            piece[:], data = data[: len(piece)], data[len(piece) :]
+
+    def storage(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(self.tensor.untyped_storage())
+
+    def page(self, block: int, plane: int | None, heads: tuple[int, int] | None) -> np.ndarray:
+        """A page's bytes as they lie, of one plane and of some heads where these lie apart; a view."""
+        picked = [slice(None)] * len(self.axes)
+        picked[self.axes.index("block")] = slice(block, block + 1)
+        if plane is not None:
+            picked[self.axes.index("plane")] = slice(plane, plane + 1)
+        if heads is not None:
+            picked[self.axes.index("head")] = slice(*heads)
+        part = self.bytes[tuple(picked)]
+        return part.transpose(np.argsort([-stride for stride in part.strides], kind="stable"))
+
+
+def on_device(cache: CacheTensor) -> CacheTensor:
+    raw = torch.empty(0, dtype=torch.uint8).set_(cache.tensor.untyped_storage()).to(DEVICE)
+    view = raw.view(cache.tensor.dtype).as_strided(
+        cache.tensor.shape, cache.tensor.stride(), cache.tensor.storage_offset()
+    )
+    return CacheTensor(view, cache.axes)
+
+
+def layer_spec(layer: Layer, model: Model, block_tokens: int, heads: int):
+    if layer.kind == "gqa":
+        return FullAttentionSpec(block_tokens, heads, layer.width, layer.dtype)
+    if layer.kind == "window":
+        return SlidingWindowSpec(block_tokens, heads, layer.width, layer.dtype, sliding_window=model.window)
+    if layer.kind == "mla":
+        return MLASpec(
+            block_tokens, layer.width, layer.dtype, stored_block_size=block_tokens // layer.row_tokens
+        )
+    return StateSpec(block_tokens, ((layer.width,),), (layer.dtype,))
+
+
+DTYPES = [torch.float16, torch.uint8, torch.float32, torch.float64]
+
+
+@st.composite
+def models(draw, max_tokens: int = 14):
+    layers = [
+        Layer(f"full{index}", 0, "gqa", draw(st.sampled_from([1, 3, 4, 8])), draw(st.sampled_from(DTYPES)))
+        for index in range(draw(st.integers(1, 2)))
+    ]
+    if draw(st.booleans()):
+        layers.append(
+            Layer(
+                "latent",
+                0,
+                "mla",
+                draw(st.integers(1, 9)),
+                draw(st.sampled_from(DTYPES)),
+                draw(st.sampled_from([1, 2])),
+            )
+        )
+    group = 1
+    if draw(st.booleans()):
+        layers.append(Layer("window", group, "window", 4, torch.float16))
+        group += 1
+    if draw(st.booleans()):
+        layers.append(Layer("state", group, "state", draw(st.integers(1, 40)), torch.float16))
+    return Model(
+        tuple(layers),
+        draw(st.sampled_from([1, 2, 3, 4, 6])),
+        draw(st.integers(1, 8)),
+        draw(st.integers(1, max_tokens)),
+    )
+
+
+@st.composite
+def shapes(draw, model: Model):
+    layouts, pads, kernel, ratio = {}, {}, {}, {}
+    for group in model.groups:
+        kinds = {layer.kind for layer in model.layers if layer.group == group}
+        # Rows for two tokens need kernel blocks of an even number of them.
+        kernel[group] = (
+            draw(st.sampled_from([2, 4, 6])) if "mla" in kinds else draw(st.sampled_from([1, 2, 3, 4]))
+        )
+        ratio[group] = 1 if "state" in kinds else draw(st.integers(1, 3))
+    for layer in model.layers:
+        fixed = {"mla": "block token", "state": "block"}
+        layouts[layer.name] = fixed.get(layer.kind) or draw(st.sampled_from(TOGETHER + APART))
+        pads[layer.name] = draw(st.integers(0, 3))
+    return Shape(layouts, pads, kernel, ratio)
+
+
+def rank_heads(model: Model, rank: int, world: int) -> HeadInterval:
+    return shard_heads(model.total_heads, rank, world)

@@ -1,0 +1,530 @@
+"""Pack and unpack against byte-by-byte copying that shares no code, over caches of every shape."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.cache.shard import HeadInterval, partner_ranks
+from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.digest import MULTIPLIER, STEP
+from kvconnect.pack.packer import Packer
+from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.wire import align_wire
+from tests.pack.sides import DEVICE, Layer, Model, Shape, Side, models, rank_heads, shapes
+
+try:
+    import triton  # noqa: F401
+
+    KERNELS = ["triton"] if DEVICE == "cuda" else ["torch", "triton"]
+except ImportError:
+    KERNELS = ["torch"]
+NUM_BLOCKS = 40
+M64 = 2**64
+
+
+def digest_by_hand(streams, seed):
+    """The digest of (offset, word bytes, data), word by word."""
+    total = 0
+    for offset, word, data in streams:
+        for at in range(0, len(data), word):
+            x = int.from_bytes(data[at : at + word], "little") + seed + STEP * ((offset + at) // word)
+            x %= M64
+            x ^= x >> 32
+            x = x * MULTIPLIER % M64
+            x ^= x >> 32
+            total += x
+    return total % M64
+
+
+def rows_of(layer: Layer, chunk: Chunk) -> range:
+    for span in chunk.spans:
+        if span.group == layer.group:
+            return range(span.start // layer.row_tokens, -(-span.stop // layer.row_tokens))
+    return range(0)
+
+
+def expected_slot(source: Side, blocks, target: Side, wire, chunk):
+    """The streams of a chunk as (offset, word bytes, data): rows picked out one at a time."""
+    at, made = 0, []
+    by_name = {layer.name: layer for layer in source.model.layers}
+    for stream in wire.streams[chunk.first_stream : chunk.stop_stream]:
+        layer = by_name[stream.layer]
+        rows = source.reader(layer)
+        heads = [0]
+        if layer.kind in ("gqa", "window"):
+            shared = source.heads.intersect(target.heads)
+            heads = [head - source.heads.start for head in range(shared.start, shared.stop)]
+        data = b""
+        for row in rows_of(layer, chunk):
+            block, token = source.kernel_block(layer, blocks[layer.group], row)
+            for head in heads:
+                one = rows.row(block, token, head)
+                data += one if block else bytes(len(one))
+        made.append((at, stream.word_bytes, data))
+        at += -(-len(data) // 16) * 16
+    return at, made
+
+
+def write_by_hand(target: Side, blocks, wire, chunk, streams, source: Side, images):
+    """Put rows into copies of the target's caches, one at a time."""
+    by_name = {layer.name: layer for layer in target.model.layers}
+    for stream, (_, _, data) in zip(
+        wire.streams[chunk.first_stream : chunk.stop_stream], streams, strict=True
+    ):
+        layer = by_name[stream.layer]
+        heads = [0]
+        if layer.kind in ("gqa", "window"):
+            shared = source.heads.intersect(target.heads)
+            heads = [head - target.heads.start for head in range(shared.start, shared.stop)]
+        rows = rows_of(layer, chunk)
+        width = len(data) // (len(rows) * len(heads)) if len(rows) else 0
+        for row in rows:
+            block, token = target.kernel_block(layer, blocks[layer.group], row)
+            for head in heads:
+                one, data = data[:width], data[width:]
+                if block:
+                    images[layer.name].write(block, token, head, one)
+
+
+def slot_for(staged, fill=0xA5):
+    return torch.full((staged.total_bytes + 32,), fill, dtype=torch.uint8, device=DEVICE)
+
+
+def exchange(kernels, source, source_blocks, target, target_blocks, spans, slot_bytes, seed, max_programs=0):
+    """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
+    num_tokens = source.model.num_tokens
+    wire = align_wire(source.card(), target.card(), "rows")
+    packer = Packer(
+        source.table, wire, side="source", device=DEVICE, kernels=kernels, max_programs=max_programs
+    )
+    unpacker = Packer(
+        target.table, wire, side="target", device=DEVICE, kernels=kernels, max_programs=max_programs
+    )
+    try:
+        chunks = packer.chunker.cut(spans, slot_bytes)
+    except LayoutError:
+        chunks = packer.chunker.cut(spans, 1 << 20)
+    names = [layer.name for layer in source.model.layers]
+    untouched = {name: source.storage(name) for name in names}
+    images = {layer.name: target.reader(layer) for layer in target.model.layers}
+    outgoing = packer.stage(list(source_blocks.values()), chunks, num_tokens)
+    incoming = unpacker.stage(list(target_blocks.values()), chunks, num_tokens)
+    for chunk, ours, theirs in zip(chunks, outgoing, incoming, strict=True):
+        total, streams = expected_slot(source, source_blocks, target, wire, chunk)
+        assert total == ours.total_bytes == theirs.total_bytes
+        slot = slot_for(ours)
+        wanted = slot.cpu().numpy().copy()
+        for offset, _, data in streams:
+            wanted[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        ticket = packer.pack(slot, ours, seed)
+        ticket.wait()
+        assert np.array_equal(slot.cpu().numpy(), wanted)
+        assert ticket.digest == digest_by_hand(streams, seed)
+        landed = unpacker.unpack(slot, theirs, seed)
+        landed.wait()
+        assert landed.digest == ticket.digest
+        write_by_hand(target, target_blocks, wire, chunk, streams, source, images)
+    for name in names:
+        assert torch.equal(source.storage(name), untouched[name])
+        assert torch.equal(target.storage(name), images[name].storage())
+
+
+@st.composite
+def held_blocks(draw, model: Model, shape: Shape, may_skip: bool):
+    """Blocks of every group. The source lacks only what lies before a window; the target lacks any."""
+    ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
+    made = {}
+    for layer in model.layers:
+        group = layer.group
+        if group in made:
+            continue
+        if layer.kind == "state":
+            made[group] = GroupBlocks(group, 0, (next(ids),))
+            continue
+        tokens = shape.kernel[group] * shape.ratio[group]
+        blocks = []
+        for position in range(-(-model.num_tokens // tokens)):
+            gone = layer.kind == "window" and (position + 1) * tokens <= model.num_tokens - model.window
+            missing = draw(st.booleans()) if gone else may_skip and draw(st.integers(0, 4)) == 0
+            blocks.append(0 if missing else next(ids))
+        first = 0
+        while blocks and not blocks[0] and draw(st.booleans()):
+            first, blocks = first + 1, blocks[1:]
+        made[group] = GroupBlocks(group, first, tuple(blocks))
+    return made
+
+
+@st.composite
+def exchanges(draw):
+    model = draw(models())
+    spans = []
+    for group in model.groups:
+        if any(layer.kind == "state" and layer.group == group for layer in model.layers):
+            spans.append(Span(group, 0, 1))
+            continue
+        start = draw(st.integers(0, model.num_tokens - 1))
+        stop = draw(st.integers(start, model.num_tokens))
+        spans.append(Span(group, start, stop))
+    ours, theirs = draw(shapes(model)), draw(shapes(model))
+    worlds = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    return (
+        model,
+        ours,
+        theirs,
+        worlds,
+        draw(held_blocks(model, ours, False)),
+        draw(held_blocks(model, theirs, True)),
+        spans,
+        draw(st.sampled_from([64, 200, 1000, 1 << 20])),
+        draw(st.integers(0, M64 - 1)),
+        draw(st.integers(0, 3)),
+    )
+
+
+def check(kernels, case):
+    model, ours, theirs, worlds, held, wanted, spans, slot_bytes, seed, max_programs = case
+    attention = any(layer.kind in ("gqa", "window") for layer in model.layers)
+    sources = [
+        Side(model, ours, rank_heads(model, rank, worlds[0]), NUM_BLOCKS, 100) for rank in range(worlds[0])
+    ]
+    rank = seed % worlds[1]
+    target = Side(model, theirs, rank_heads(model, rank, worlds[1]), NUM_BLOCKS, 7)
+    for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
+        exchange(kernels, sources[partner], held, target, wanted, spans, slot_bytes, seed, max_programs)
+
+
+@pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
+@settings(max_examples=300)
+@given(exchanges())
+def test_torch_moves_exactly_the_rows(case):
+    check("torch", case)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
+@settings(max_examples=50 if DEVICE == "cpu" else 300)
+@given(exchanges())
+def test_triton_moves_exactly_the_rows(case):
+    check("triton", case)
+
+
+@st.composite
+def equal_sides(draw):
+    model = draw(models())
+    shape = draw(shapes(model))
+    stop = {group: draw(st.integers(1, model.num_tokens)) for group in model.groups}
+    start = {group: draw(st.integers(0, stop[group])) for group in model.groups}
+    pads = {layer.name: draw(st.integers(0, 3)) for layer in model.layers}
+    other = Shape(shape.layouts, pads, shape.kernel, shape.ratio)
+    return (
+        model,
+        shape,
+        other,
+        draw(held_blocks(model, shape, False)),
+        draw(held_blocks(model, other, True)),
+        start,
+        stop,
+        draw(st.integers(0, M64 - 1)),
+    )
+
+
+def region_pages(side: Side, stream, blocks, span, images):
+    """The pages of a region that a span touches, as (block, view of the page in a copy)."""
+    layer = next(layer for layer in side.model.layers if layer.name == stream.layer)
+    rows = images.setdefault(layer.name, side.reader(layer))
+    kernel = side.shape.kernel[layer.group]
+    region = next(
+        region
+        for region in side.table.regions
+        if (region.layer, region.first_plane, region.heads) == (layer.name, stream.first_plane, stream.heads)
+    )
+    plane = region.first_plane if "plane" in rows.axes and region.axes.planes == 1 else None
+    heads = (region.heads.start, region.heads.stop) if region.heads and "head" in rows.axes else None
+    positions = range(1) if layer.kind == "state" else range(span.start // kernel, -(-span.stop // kernel))
+    if layer.kind != "state" and span.start == span.stop:
+        return
+    for position in positions:
+        row = 0 if layer.kind == "state" else position * kernel // layer.row_tokens
+        block, _ = side.kernel_block(layer, blocks[layer.group], row)
+        yield block, rows.page(block, plane, heads)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@settings(max_examples=30)
+@given(case=equal_sides())
+def test_whole_pages_are_moved_as_they_are(kernels, case):
+    model, ours, theirs, held, wanted, start, stop, seed = case
+    everything = HeadInterval(0, model.total_heads)
+    source = Side(model, ours, everything, NUM_BLOCKS, 100)
+    target = Side(model, theirs, everything, NUM_BLOCKS, 7)
+    wire = align_wire(source.card(), target.card())
+    assert wire.order == "pages"
+    spans = tuple(
+        Span(group, *((0, 1) if wire_state(wire, group) else (start[group], stop[group])))
+        for group in model.groups
+    )
+    packer = Packer(source.table, wire, side="source", device=DEVICE, kernels=kernels)
+    unpacker = Packer(target.table, wire, side="target", device=DEVICE, kernels=kernels)
+    chunk = Chunk(0, len(wire.streams), spans)
+    (out,) = packer.stage(list(held.values()), [chunk], model.num_tokens)
+    (back,) = unpacker.stage(list(wanted.values()), [chunk], model.num_tokens)
+    slot = slot_for(out)
+    expected = slot.cpu().numpy().copy()
+    at, found, copies, images = 0, [], {}, {}
+    for stream in wire.streams:
+        span = next(span for span in spans if span.group == stream.target_group)
+        data = b""
+        taken = list(region_pages(source, stream, held, span, copies))
+        put = list(region_pages(target, stream, wanted, span, images))
+        for (block, page), (into, place) in zip(taken, put, strict=True):
+            one = page.tobytes() if block else bytes(page.size)
+            if into:
+                place[...] = np.frombuffer(one, dtype=np.uint8).reshape(place.shape)
+            data += one
+        expected[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        found.append((at, stream.word_bytes, data))
+        at += -(-len(data) // 16) * 16
+    ticket = packer.pack(slot, out, seed)
+    ticket.wait()
+    assert out.total_bytes == at
+    assert np.array_equal(slot.cpu().numpy(), expected)
+    assert ticket.digest == digest_by_hand(found, seed)
+    landed = unpacker.unpack(slot, back, seed)
+    landed.wait()
+    assert landed.digest == ticket.digest
+    for layer in model.layers:
+        rows = images.get(layer.name) or target.reader(layer)
+        assert torch.equal(target.storage(layer.name), rows.storage())
+
+
+def wire_state(wire, group):
+    return any(stream.is_state for stream in wire.streams if stream.target_group == group)
+
+
+def simple_model(num_tokens=12, heads=4, width=8):
+    return Model(
+        (Layer("a", 0, "gqa", width, torch.float16), Layer("b", 0, "gqa", width, torch.float16)),
+        heads,
+        1,
+        num_tokens,
+    )
+
+
+def simple_shape(layout="block token head", kernel=4, ratio=1, pad=0):
+    names = ("a", "b")
+    return Shape(dict.fromkeys(names, layout), dict.fromkeys(names, pad), {0: kernel}, {0: ratio})
+
+
+def simple_blocks(model, shape):
+    tokens = shape.kernel[0] * shape.ratio[0]
+    return {0: GroupBlocks(0, 0, tuple(range(3, 3 + -(-model.num_tokens // tokens))))}
+
+
+@pytest.mark.parametrize("worlds", [(1, 16), (16, 1), (3, 8), (8, 3), (5, 16), (16, 5), (6, 4)])
+@pytest.mark.parametrize("heads", [1, 4, 8])
+def test_any_tensor_parallel_sizes(worlds, heads):
+    """Every rank of the target gets each of its heads, from one rank of the source, whatever the sizes."""
+    model = simple_model(5, heads, 2)
+    ours, theirs = simple_shape("plane block token head", 2, 2), simple_shape("block head token", 3)
+    held, wanted = simple_blocks(model, ours), simple_blocks(model, theirs)
+    world, own_world = worlds
+    sources = [
+        Side(model, ours, rank_heads(model, rank, world), 12, 1000 * rank_heads(model, rank, world).start + 1)
+        for rank in range(world)
+    ]
+    for rank in range(own_world):
+        target = Side(model, theirs, rank_heads(model, rank, own_world), 12, 7)
+        for partner in partner_ranks(rank, own_world, world, heads):
+            exchange(
+                KERNELS[0],
+                sources[partner],
+                held,
+                target,
+                wanted,
+                [Span(0, 0, model.num_tokens)],
+                1 << 20,
+                rank,
+            )
+        full = {
+            head: sources[owner].reader(layer)
+            for layer in model.layers[:1]
+            for head in range(target.heads.start, target.heads.stop)
+            for owner in partner_ranks(rank, own_world, world, heads)
+            if sources[owner].heads.start <= head < sources[owner].heads.stop
+        }
+        assert set(full) == set(range(target.heads.start, target.heads.stop))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("sizes", [(16, 256), (256, 16), (64, 96), (128, 16)])
+def test_block_sizes_in_any_ratio(kernels, sizes):
+    model = simple_model(300, 2, 16)
+    ours, theirs = (
+        simple_shape("block token head", sizes[0]),
+        simple_shape("plane block head token", sizes[1]),
+    )
+    source, target = (
+        Side(model, shape, HeadInterval(0, 2), 24, seed) for shape, seed in ((ours, 1), (theirs, 2))
+    )
+    exchange(
+        kernels,
+        source,
+        simple_blocks(model, ours),
+        target,
+        simple_blocks(model, theirs),
+        [Span(0, 3, 299)],
+        20_000,
+        5,
+    )
+
+
+def one_way(kernels, word_width=8):
+    model, shape = simple_model(width=word_width), simple_shape()
+    side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
+    wire = align_wire(side.card(), side.card(), "rows")
+    packer = Packer(side.table, wire, side="source", device=DEVICE, kernels=kernels)
+    chunk = Chunk(0, 2, (Span(0, 1, 11),))
+    (staged,) = packer.stage(list(simple_blocks(model, shape).values()), [chunk], 12)
+    return side, packer, staged
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_digest_tells_any_damage(kernels, data):
+    _, packer, staged = one_way(kernels)
+    slot = slot_for(staged)
+    seed = data.draw(st.integers(0, M64 - 1))
+    packed = packer.pack(slot, staged, seed)
+    packed.wait()
+    raw = slot.cpu().numpy()[: staged.total_bytes].copy()
+    damage = data.draw(st.sampled_from(["bit", "swap", "generation", "zeros", "shift", "high bits"]))
+    other_seed = seed
+    words = raw.view(np.uint64)
+    a, b = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
+    if damage == "bit":
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    elif damage == "swap":
+        words[[a, b]] = words[[b, a]]
+    elif damage == "generation":
+        other_seed = data.draw(st.integers(0, M64 - 1).filter(lambda other: other != seed))
+    elif damage == "zeros":
+        words[min(a, b) : max(a, b)] = 0
+    elif damage == "shift":
+        words[:] = np.roll(words, 1)
+    else:
+        words[[a, b]] ^= np.uint64(1 << 63)
+    slot[: staged.total_bytes] = torch.from_numpy(raw)
+    landed = packer.unpack(slot, staged, other_seed)
+    landed.wait()
+    assert landed.digest != packed.digest
+    again = packer.pack(slot, staged, other_seed)
+    again.wait()
+    assert again.digest == landed.digest, "what was written is what was digested"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(kernels):
+    _, packer, staged = one_way(kernels)
+    slot = slot_for(staged)
+    tickets = [packer.pack(slot, staged, seed) for seed in (1, None, 2, 1)]
+    for ticket in reversed(tickets):
+        ticket.wait()
+        assert ticket.done
+    assert tickets[3].digest == tickets[0].digest != tickets[2].digest
+    assert tickets[1].digest is None
+    for _ in range(300):
+        last = packer.pack(slot, staged, 1) if kernels == "torch" else tickets[3]
+    assert last.digest == tickets[0].digest
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
+def test_more_tickets_than_places_keep_their_digests(monkeypatch):
+    monkeypatch.setattr("kvconnect.pack.tickets._PLACES", 8)
+    _, packer, staged = one_way("triton")
+    slot = slot_for(staged)
+    seeds = list(range(30))
+    tickets = []
+    for seed in seeds:
+        tickets.append(packer.pack(slot, staged, seed))
+        if seed % 5 == 4:
+            tickets[-1].wait()
+    tickets[-1].wait()
+    digests = [ticket.digest for ticket in tickets]
+    assert len(set(digests)) == len(seeds)
+    once = packer.pack(slot, staged, 0)
+    once.wait()
+    assert once.digest == digests[0]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_slots_that_are_too_small_or_askew_are_refused(kernels):
+    _, packer, staged = one_way(kernels)
+    slot = slot_for(staged)
+    with pytest.raises(LocalError, match=f"the chunk needs {staged.total_bytes}"):
+        packer.pack(slot[:-64], staged, 1)
+    with pytest.raises(LocalError, match="multiples of 16"):
+        packer.pack(slot[8:], staged, 1)
+    with pytest.raises(LocalError, match="multiples of 16"):
+        packer.unpack(slot.data_ptr() + 4, staged, 1)
+    packer.pack(slot.data_ptr(), staged, 1).wait()
+
+
+def test_what_cannot_be_staged_is_refused():
+    model, shape = simple_model(), simple_shape()
+    side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
+    wire = align_wire(side.card(), side.card(), "rows")
+    packer = Packer(side.table, wire, side="source", device=DEVICE)
+    chunk = Chunk(0, 2, (Span(0, 0, 12),))
+    with pytest.raises(LocalError, match=rf"the\s+cache has 0..{NUM_BLOCKS - 1}"):
+        packer.stage([GroupBlocks(0, 0, (3, NUM_BLOCKS, 4))], [chunk], 12)
+    with pytest.raises(LayoutError, match="tokens 4 to 7 of the request"):
+        packer.stage([GroupBlocks(0, 0, (3, 0, 4))], [chunk], 12)
+    with pytest.raises(LayoutError, match="tokens 8 to 11 of the request"):
+        packer.stage([GroupBlocks(0, 0, (3, 4))], [chunk], 12)
+    with pytest.raises(LayoutError, match="group 0 of this side, the request has \\[\\]"):
+        packer.stage([], [chunk], 12)
+    with pytest.raises(LayoutError, match="the cache 40"):
+        packer.stage([GroupBlocks(0, 0, (3,))], [Chunk(0, 2, (Span(0, 0, 2**31 - 1),))], 12)
+    for bad in (
+        Chunk(0, 3, ()),
+        Chunk(1, 1, ()),
+        Chunk(0, 2, (Span(1, 0, 1),)),
+        Chunk(0, 2, (Span(0, 4, 3),)),
+        Chunk(0, 2, (Span(0, 0, 1), Span(0, 1, 2))),
+    ):
+        with pytest.raises(LayoutError, match="a chunk"):
+            packer.stage([GroupBlocks(0, 0, (3, 4, 5))], [bad], 12)
+
+
+def test_choices_that_do_not_exist_are_refused(monkeypatch):
+    side, _, _ = one_way(KERNELS[0])
+    wire = align_wire(side.card(), side.card())
+    with pytest.raises(ConfigError, match="'cuda'"):
+        Packer(side.table, wire, side="source", device=DEVICE, kernels="cuda")
+    with pytest.raises(ConfigError, match="max_programs is -1"):
+        Packer(side.table, wire, side="source", device=DEVICE, max_programs=-1)
+    with pytest.raises(LocalError, match="side is 'P'"):
+        Packer(side.table, wire, side="P", device=DEVICE)
+    monkeypatch.setitem(sys.modules, "kvconnect.pack.packer_triton", None)
+    with pytest.raises(ConfigError, match="pip install triton"):
+        Packer(side.table, wire, side="source", device=DEVICE, kernels="triton")
+
+
+def test_a_wire_of_other_tables_is_refused():
+    model = simple_model()
+    one = Side(model, simple_shape(), HeadInterval(0, 4), NUM_BLOCKS, 1)
+    half = Side(model, simple_shape(), HeadInterval(0, 2), NUM_BLOCKS, 1)
+    long = Side(model, simple_shape(kernel=8), HeadInterval(0, 4), NUM_BLOCKS, 1)
+    for wire, table in (
+        (align_wire(one.card(), one.card(), "rows"), half.table),
+        (align_wire(one.card(), one.card(), "pages"), long.table),
+    ):
+        with pytest.raises(LayoutError, match="layer 'a'"):
+            Packer(table, wire, side="target", device=DEVICE)
