@@ -86,8 +86,8 @@ class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
     ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` stands for
-    whichever engine answers at the address. ``refusal`` is set where the request's parameters are no use: nothing is fetched, and the request
-    is reported failed with that text.
+    whichever engine answers at the address. ``refusal`` is set where the request's parameters are no use:
+    nothing is fetched, and the request is reported failed with that text.
     """
 
     request_id: str

@@ -292,7 +292,8 @@ def test_whatever_the_nodes_do_every_client_is_answered_and_nothing_is_left() ->
         streams(b"x", end="abort"),
         never,
     ]
-    decodes = [*(DONE,) * 3, answers(502), answers(503), streams(end="abort"), streams(b"x", end="abort"), never]
+    decodes = [*(DONE,) * 3, answers(502), answers(503)]
+    decodes += [streams(end="abort"), streams(b"x", end="abort"), never]
 
     def any_of(scripts):
         async def script(request):
