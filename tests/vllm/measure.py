@@ -81,7 +81,8 @@ def first_token(
         pairs = {}
         for connector in connectors:
             made = (
-                _server(recipe, folder, connector, "producer", "0", space_gib, *options),
+                # Both cores for the prompts: nobody else computes meanwhile.
+                _server(recipe, folder, connector, "producer", "0-1", space_gib, *options),
                 _server(
                     recipe,
                     folder,
@@ -177,7 +178,7 @@ def long_prompts(connector: str, length: int, requests: int, space_gib: int) -> 
         folder = Path(name)
         recipe = write_model("heavy", folder)
         options = ["--max-model-len", str(length + 128), "--max-num-batched-tokens", "2048"]
-        prefill = _server(recipe, folder, connector, "producer", "0", space_gib, *options)
+        prefill = _server(recipe, folder, connector, "producer", "0-1", space_gib, *options)
         decode = _server(
             recipe, folder, connector, "consumer", "1", space_gib, *options, "--no-enable-prefix-caching"
         )

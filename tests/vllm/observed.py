@@ -10,14 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators import shm_broadcast
 
 from kvconnect.orders import GroupBlocks
 from kvconnect.vllm.connector import KVConnect as Observed
 from kvconnect.vllm.connector import OrdersMetadata
+
+# Ranks of vLLM spin while they wait for each other's messages. Where there are more ranks than cores, those
+# that spin keep the others from running, with and without a connector.
+shm_broadcast.sched_yield = lambda: time.sleep(50e-6)
 
 
 class KVConnect(Observed):

@@ -176,7 +176,7 @@ def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path)
             assert prefill.local_tokens(prompt, max_tokens=len(got)) == got
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.full), "recompute"])
 def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, policy):
     recipe = write_model("gqa", tmp_path)
     port = free_port()

@@ -16,7 +16,7 @@ from tests.vllm.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1200)
 
-# Each kind over one engine; over the other one too where everything is run.
+# Where everything is run, each kind goes over both engines; else most kinds go over one of them.
 ENGINES = {
     "gqa": "nixl",
     "sliding": "mooncake",
@@ -27,8 +27,12 @@ ENGINES = {
     "fp8": "mooncake",
 }
 OTHER = {"nixl": "mooncake", "mooncake": "nixl"}
+SHORT = {"gqa", "sliding", "hybrid", "eagle", "mtp"}
 CASES = [
-    *ENGINES.items(),
+    *(
+        pytest.param((kind, engine), marks=[] if kind in SHORT else [pytest.mark.full])
+        for kind, engine in ENGINES.items()
+    ),
     *(pytest.param((kind, OTHER[engine]), marks=pytest.mark.full) for kind, engine in ENGINES.items()),
 ]
 LAYERS = {"gqa": 4, "sliding": 6, "hybrid": 4, "eagle": 5, "mtp": 4, "mla": 3, "fp8": 4}

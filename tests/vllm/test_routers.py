@@ -27,6 +27,14 @@ def servers(tmp_path_factory):
         yield both
 
 
+def _address(prefill: Server, decode: Server) -> dict[str, object]:
+    """Where a prefill server listens, as one of its answers says; the answer is used up."""
+    prompt = random_prompt(10, 70)
+    params = prefill.prefilled(prompt)
+    decode.tokens(prompt, kv_transfer_params=params)
+    return {key: params[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+
+
 @pytest.fixture(params=["sequential", "parallel"])
 def router(request, servers):
     port = free_port()
@@ -44,7 +52,7 @@ def router(request, servers):
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-        yield url
+        yield url, request.param
     finally:
         process.terminate()
         process.wait(60)
@@ -52,12 +60,14 @@ def router(request, servers):
 
 def test_through_the_router(servers, router):
     prefill, decode = servers
-    prompts = [random_prompt(37 + 150 * number, 50 + number) for number in range(8)]
+    url, flow = router
+    # Other prompts for each flow: what the decode server has already is not loaded again.
+    prompts = [random_prompt(37 + 150 * number, len(flow) + 100 * number) for number in range(8)]
     before = decode.loaded_tokens()
 
     def ask(prompt):
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        return fetch_json(router + "/v1/completions", {**body, "return_token_ids": True}, 120)
+        return fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, prompts))
@@ -72,8 +82,7 @@ def test_through_the_router(servers, router):
 def test_decode_is_asked_before_prefill(servers):
     """The parallel flow at its most parallel: the decode server waits for a prompt nobody has sent yet."""
     prefill, decode = servers
-    known = prefill.prefilled(random_prompt(10, 70))
-    where = {key: known[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    where = _address(prefill, decode)
     prompt = random_prompt(1000, 71)
     transfer = {"transfer_id": str(uuid.uuid4())}
     with ThreadPoolExecutor(2) as pool:
@@ -97,8 +106,7 @@ def test_decode_is_asked_before_prefill(servers):
 
 def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
     prefill, decode = servers
-    known = prefill.prefilled(random_prompt(10, 72))
-    where = {key: known[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    where = _address(prefill, decode)
     prompt = random_prompt(3900, 73)
     transfer = {"transfer_id": str(uuid.uuid4())}
     with ThreadPoolExecutor(1) as pool:
