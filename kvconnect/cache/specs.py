@@ -92,7 +92,7 @@ class MLASpec:
 
     ``stored_block_size`` is the number of rows that a block of ``block_size`` tokens really keeps.
     Compressed and indexer caches keep fewer rows than tokens. With ``sliding_window`` only the blocks of
-    the last so many tokens are kept; 0 keeps all.
+    the last so many tokens are kept.
     """
 
     block_size: int
@@ -100,7 +100,7 @@ class MLASpec:
     dtype: torch.dtype
     stored_block_size: int | None = None
     page_size_padded: int | None = None
-    sliding_window: int = 0
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         _positive("MLASpec", block_size=self.block_size, head_size=self.head_size)
@@ -227,7 +227,7 @@ class KVCacheGroup:
     def sliding_window(self) -> int | None:
         """The group's window in tokens, the widest of its layers, or None if a layer sees all."""
         windows = [
-            (spec.sliding_window or None) if isinstance(spec, (SlidingWindowSpec, MLASpec)) else None
+            spec.sliding_window if isinstance(spec, (SlidingWindowSpec, MLASpec)) else None
             for _, spec in self.layer_specs()
         ]
         if not windows or None in windows:

@@ -238,7 +238,7 @@ def _spec(theirs: Any, tensor: torch.Tensor, ratio: int, *, divisible: bool) -> 
     if is_state(theirs):
         return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
     # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
-    window = int(theirs.sliding_window) if "SlidingWindow" in kind else 0
+    window = int(theirs.sliding_window) if "SlidingWindow" in kind else None
     whole = tokens * ratio == block_size
     if not whole or not divisible or "MLA" in kind:
         # Latent rows, caches that keep fewer rows than tokens, heads of which nobody says which they are:
