@@ -82,7 +82,12 @@ class ZmqChannel:
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a monitored connection under ``link``, in place of one of that name."""
         self.drop(link)
-        dealer = self._socket(zmq.DEALER)
+        try:
+            dealer = self._socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            logger.warning("side channel: no socket for %s:%d: %s", host, port, error)
+            self._stillborn.append(link)
+            return
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         monitor = dealer.get_monitor_socket(

@@ -34,6 +34,7 @@ from kvconnect.scheduler.params import (
     RemotePrefill,
     read_remote_prefill,
     read_transfer_id,
+    transfer_params,
 )
 from kvconnect.scheduler.promises import Promises
 from kvconnect.scheduler.shares import Share, Shares, Turn
@@ -94,7 +95,7 @@ class SchedulerConnector:
         On P a router's transfer id is taken note of here: without this call nothing is held for it. On
         D it makes requests of one handle known to each other before the first of them is admitted.
         """
-        if not request.kv_transfer_params:
+        if not transfer_params(request):
             return
         self._share(request)
         if self._wants_decode(request):
@@ -228,22 +229,21 @@ class SchedulerConnector:
         }
 
     def _wants_decode(self, request: RequestView) -> bool:
-        params = request.kv_transfer_params
-        return self._config.is_producer and params is not None and bool(params.get("do_remote_decode"))
+        return self._config.is_producer and bool(transfer_params(request).get("do_remote_decode"))
 
     def _share(self, request: RequestView) -> Share | None:
         """The handle that a request names on D, with all that name it; None if it is not fetched."""
-        if not request.kv_transfer_params or not self._config.is_consumer:
+        if not self._config.is_consumer or not transfer_params(request):
             return None
         share = self._shares.of(request.request_id)
         if share is not None:
             return share
-        remote = read_remote_prefill(request.kv_transfer_params)
+        remote = read_remote_prefill(transfer_params(request))
         return None if remote is None else self._shares.join(request.request_id, remote)
 
     def _promise(self, request: RequestView) -> None:
         """Take note of a router's transfer id: whoever fetches under it may come before the KV is there."""
-        transfer = read_transfer_id(request.kv_transfer_params)
+        transfer = read_transfer_id(transfer_params(request))
         if transfer is None:
             return
         if transfer.refusal:
@@ -323,7 +323,7 @@ class SchedulerConnector:
             return False, None, self._complain_full()
         handle = self._promises.of(request.request_id)
         if handle is None:
-            if (request.kv_transfer_params or {}).get(TRANSFER_KEY) is not None:
+            if transfer_params(request).get(TRANSFER_KEY) is not None:
                 return False, None, "its transfer id was refused"
             handle = self._new_handle()
         hold = Hold(
@@ -337,7 +337,7 @@ class SchedulerConnector:
         self._held.add(request.request_id)
         params = self._params(hold, block_ids)
         if self._promises.of(request.request_id) is not None:
-            params[TRANSFER_KEY] = (request.kv_transfer_params or {})[TRANSFER_KEY]
+            params[TRANSFER_KEY] = transfer_params(request)[TRANSFER_KEY]
         return True, params, ""
 
     def _params(self, hold: Hold, block_ids: BlockIdsByGroup) -> dict[str, Any]:

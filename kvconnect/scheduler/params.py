@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.orders import RequestView
+
 HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""
 
@@ -50,6 +52,15 @@ class TransferId(msgspec.Struct, frozen=True):
 
 class _Unusable(Exception):
     """A field cannot be used. The text names it, its value and what is accepted."""
+
+
+def transfer_params(request: RequestView) -> Mapping[str, Any]:
+    """The dictionary of a request; empty where it has none, or something that is no dictionary.
+
+    Some front ends let a client put any value there, and a scheduler must not end of it.
+    """
+    params: object = request.kv_transfer_params
+    return params if isinstance(params, Mapping) else {}
 
 
 def read_transfer_id(params: Mapping[str, Any] | None) -> TransferId | None:

@@ -150,9 +150,19 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         for meta in metadata.values():
             if isinstance(meta, AddressMetadata):
                 self._addresses[meta.address.rank] = meta.address
+        if not self._addresses:
+            kinds = sorted({type(meta).__name__ for meta in metadata.values()})
+            raise ConfigError(
+                f"the workers told where they listen by {', '.join(kinds)}, which is not ours: vLLM passes "
+                "on what the first connector of a MultiConnector says; put KVConnect first"
+            )
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. One that is prefilled for others stops where they take over."""
+        if getattr(request, "resumable", False) and request.kv_transfer_params:
+            # More of its prompt comes later, and vLLM does not say when it is whole.
+            logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
+            request.kv_transfer_params = None
         self._half.new_request(request)
         excess = request.num_tokens - self._half.prefill_tokens(request)
         # With prompt log probabilities D loads nothing, and computes the whole prompt itself.
@@ -341,6 +351,11 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
         )
     cache = vllm_config.cache_config
+    if getattr(cache, "mamba_cache_mode", "none") == "all" and speculative is not None:
+        raise ConfigError(
+            "mamba_cache_mode is 'all' with speculative_config: which block holds the running state cannot "
+            "be told; accepted: none, align"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "

@@ -220,9 +220,14 @@ class DecodeSide:
                 self._lose_rank(peer, rank, reason, now)
                 return
         if rank == 0:
-            peer.world_size = introduction.meaning.world_size
+            world_size = introduction.meaning.world_size
+            if not {address.rank for address in directory} >= set(range(1, world_size)):
+                # Its scheduler has not told it yet where its other ranks listen. It knows soon.
+                self._lose_rank(peer, rank, "the peer does not know its own ranks yet", now)
+                return
+            peer.world_size = world_size
             peer.directory = directory
-            self._route(peer, introduction.meaning.world_size)
+            self._route(peer, world_size)
         self._tell_let_go(peer, now)
 
     def _route(self, peer: Peer, peer_world_size: int) -> None:
@@ -266,6 +271,11 @@ class DecodeSide:
                 self._leave(loading, leg, LegEvent.FAIL if refused else LegEvent.LOSE, now)
                 if gone:
                     leg.busy_until = now + DEAD_PEER_GRACE_S
+            if rank == 0 and 0 not in peer.links:
+                # Nobody would ask the other ranks for what has not been asked yet.
+                waiting = [other for other in loading.legs.values() if other.state is LegState.MEETING]
+                if waiting and not loading.error:
+                    self._fail(loading, reason)
 
     def _forget_idle_peers(self, now: float) -> None:
         if len(self.peers) <= self._config.max_peers:

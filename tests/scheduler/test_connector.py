@@ -251,3 +251,19 @@ def test_no_dictionary_of_a_client_raises(params):
     assert remote is None or remote.refusal or (0 < remote.port <= 65535 and remote.handle)
     transfer = read_transfer_id(params)
     assert transfer is None or bool(transfer.refusal) != bool(transfer.handle)
+
+
+@pytest.mark.parametrize("params", ["", "x", [], ["do_remote_decode"], 0, 0.0, 7, True])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_parameters_that_are_no_dictionary_are_none(role, params):
+    half = connector(role)
+    request = Request("r", 40, params)
+    half.new_request(request)
+    assert half.prefill_tokens(request) == 40
+    assert half.matched_tokens(request, 0) == (0, False)
+    half.update_after_alloc(request, ([1, 2, 3],), 0)
+    assert half.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
+    orders = half.build_orders()
+    asked = (*orders.holds, *orders.loads, *orders.let_go, *orders.expected, *orders.withdrawn)
+    assert asked == ()
+    assert set(half.state().values()) == {0}

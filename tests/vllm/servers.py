@@ -90,6 +90,8 @@ class Server:
             "VLLM_CPU_OMP_THREADS_BIND": cpu,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # vLLM compiles a piece of its sampler, and dies of it where there is no compiler.
+            "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": str(ROOT),
             "KVCONNECT_TEST_OBSERVATIONS": str(self.observations),
             **(environment or {}),
