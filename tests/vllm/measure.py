@@ -20,6 +20,7 @@ from typing import Any
 
 from tests.vllm.servers import (
     ASK_FOR_KV,
+    NIXL_CONNECTOR,
     Server,
     free_port,
     members,
@@ -29,7 +30,9 @@ from tests.vllm.servers import (
 )
 from tests.vllm.tiny_models import write_model
 
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+_ANSWER_TIMEOUT_S = 1200
+"""A prompt of 16k tokens takes vLLM's CPU build minutes."""
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,7 +40,7 @@ def _config(connector: str, role: str) -> dict[str, Any] | None:
     if connector == "none":
         return None
     if connector == "NixlConnector":
-        return NIXL
+        return NIXL_CONNECTOR
     return transfer_config(role, connector.removeprefix("kvconnect-"), load_timeout_s=300, lease_s=300)
 
 
@@ -49,7 +52,16 @@ def _server(
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }
     name = f"{connector}-{role}"
-    return Server(recipe, folder, name, cpu, _config(connector, role), options, environment)
+    return Server(
+        recipe,
+        folder,
+        name,
+        cpu,
+        _config(connector, role),
+        options,
+        environment,
+        answer_timeout_s=_ANSWER_TIMEOUT_S,
+    )
 
 
 def _signal(server: Server, number: int) -> None:

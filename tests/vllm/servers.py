@@ -20,7 +20,7 @@ from kvconnect.demo.http import BadAnswer, fetch, fetch_json
 from tests.vllm.tiny_models import Recipe
 
 START_TIMEOUT_S = 300
-ANSWER_TIMEOUT_S = 1200
+ANSWER_TIMEOUT_S = 120
 ROOT = Path(__file__).parents[2]
 OBSERVED = "tests.vllm.observed"
 """A connector module that writes down what it holds and loads; see there."""
@@ -33,6 +33,10 @@ ASK_FOR_KV = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+NIXL_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+"""A connector of vLLM's own, to compare with."""
 
 
 def free_port() -> int:
@@ -71,7 +75,9 @@ class Server:
         options: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         python: str = sys.executable,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
+        self._answer_timeout_s = answer_timeout_s
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -130,7 +136,7 @@ class Server:
     def ask(self, prompt: list[int], **more: object) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, **more}
-        answer: dict[str, Any] = fetch_json(self.url + "/v1/completions", body, ANSWER_TIMEOUT_S)
+        answer: dict[str, Any] = fetch_json(self.url + "/v1/completions", body, self._answer_timeout_s)
         return answer
 
     def tokens(self, prompt: list[int], **more: object) -> list[int]:
@@ -229,10 +235,14 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
 @contextmanager
 def reference_pair(recipe: Recipe, folder: Path) -> Iterator[tuple[Server, Server]]:
     """A pair over a connector of vLLM's own: it cuts a prompt where ours does, and shares no code with it."""
-    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     made = [
         Server(
-            recipe, folder, name, cpu, config, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            recipe,
+            folder,
+            name,
+            cpu,
+            NIXL_CONNECTOR,
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
         )
         for name, cpu in (("reference-prefill", "0"), ("reference-decode", "1"))
     ]

@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from kvconnect.demo.http import fetch, fetch_json
 from tests.deploy.commands import KINDS, deployment
 from tests.deploy.running import localised, running
+from tests.vllm.servers import ASK_FOR_KV
 
 pytestmark = pytest.mark.timeout(900)
 START_TIMEOUT_S = 400
@@ -25,14 +26,6 @@ SERVE_ARGS = (
     "--served-model-name tiny --skip-tokenizer-init --enforce-eager --max-model-len 4096 --dtype bfloat16 "
     "--block-size 128 --max-num-seqs 8 --max-num-batched-tokens 512"
 )
-ASK_FOR_KV = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 PROMPT = [index * 37 % 256 for index in range(400)]
 
 

@@ -27,12 +27,17 @@ def servers(tmp_path_factory):
         yield both
 
 
-def _address(prefill: Server, decode: Server) -> dict[str, object]:
-    """Where a prefill server listens, as one of its answers says; the answer is used up."""
+def _announced(prefill: Server, decode: Server) -> tuple[dict[str, object], dict[str, object]]:
+    """What a router tells both servers at once. Where P listens is taken from an answer, which is used up."""
     prompt = random_prompt(10, 70)
     params = prefill.prefilled(prompt)
     decode.tokens(prompt, kv_transfer_params=params)
-    return {key: params[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    where = {key: params[key] for key in ("remote_host", "remote_port", "remote_engine_id")}
+    transfer = {"transfer_id": str(uuid.uuid4())}
+    return (
+        {"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+        {"do_remote_prefill": True, "do_remote_decode": False, **where, **transfer},
+    )
 
 
 @pytest.fixture(params=["sequential", "parallel"])
@@ -82,21 +87,20 @@ def test_through_the_router(servers, router):
 def test_decode_is_asked_before_prefill(servers):
     """The parallel flow at its most parallel: the decode server waits for a prompt nobody has sent yet."""
     prefill, decode = servers
-    where = _address(prefill, decode)
+    for_prefill, for_decode = _announced(prefill, decode)
     prompt = random_prompt(1000, 71)
-    transfer = {"transfer_id": str(uuid.uuid4())}
     with ThreadPoolExecutor(2) as pool:
         decoding = pool.submit(
             decode.tokens,
             prompt,
-            kv_transfer_params={"do_remote_prefill": True, "do_remote_decode": False, **where, **transfer},
+            kv_transfer_params=for_decode,
         )
         time.sleep(0.3)
         prefilling = pool.submit(
             prefill.ask,
             prompt,
             max_tokens=1,
-            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+            kv_transfer_params=for_prefill,
         )
         got = decoding.result(120)
         prefilling.result(120)
@@ -106,27 +110,21 @@ def test_decode_is_asked_before_prefill(servers):
 
 def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
     prefill, decode = servers
-    where = _address(prefill, decode)
+    for_prefill, for_decode = _announced(prefill, decode)
     prompt = random_prompt(3900, 73)
-    transfer = {"transfer_id": str(uuid.uuid4())}
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(
             prefill.abandon,
             prompt,
             0.3,
             max_tokens=1,
-            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **transfer},
+            kv_transfer_params=for_prefill,
         )
         started = time.monotonic()
         with pytest.raises(BadAnswer, match="answered 500"):
             decode.ask(
                 prompt,
-                kv_transfer_params={
-                    "do_remote_prefill": True,
-                    "do_remote_decode": False,
-                    **where,
-                    **transfer,
-                },
+                kv_transfer_params=for_decode,
             )
         leaving.result()
     assert time.monotonic() - started < 15, "well before the load's deadline of 20 s"
