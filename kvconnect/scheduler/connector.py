@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 BlockIdsByGroup = Sequence[Sequence[int]]
 
-_NOTHING = Orders()
-
 
 class SchedulerConnector:
     """Decides, per request, whether its KV is fetched, computed or handed out.
@@ -160,16 +158,6 @@ class SchedulerConnector:
 
     def build_orders(self) -> Orders:
         """The orders since the last call; once per step, also for a step without tokens."""
-        if self._directory_sent and not (
-            self._holds
-            or self._loads
-            or self._let_go
-            or self._aborted
-            or self._expected
-            or self._withdrawn
-            or self._failures
-        ):
-            return _NOTHING
         orders = Orders(
             holds=tuple(self._holds),
             loads=tuple(self._loads),
