@@ -254,11 +254,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         comes with a later step: what is recorded on the device then comes after the draft's kernels too.
         """
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests sent and received since the last call, for vLLM before 0.30."""
-        results = self._results()
-        return set(results.sent) or None, set(results.received) or None
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
         results = self._results()

@@ -39,6 +39,7 @@ LEFT_TO_BASE: dict[str, str] = {
     "bind_gpu_block_pool": "block ids come with each hook, vLLM's pool is not asked",
     "register_finished_partial_tail": "a partly filled last block is fetched like any other",
     "take_events": "a hand-over stores nothing that others could look up",
+    "get_finished": "only the base's get_transfer_results asks for it, and ours tells failures too",
     "get_finished_count": "every rank reports every request, which is what vLLM assumes",
     "supports_divergent_local_hybrid_hits": "a fetch starts where every group of D's own cache agrees",
     "get_required_kvcache_layout": "any layout is moved as it is",
