@@ -82,7 +82,8 @@ def _fp8(kind: str, folder: Path) -> Recipe:
 def _heavy(kind: str, folder: Path) -> Recipe:
     """128 KiB of KV per token, in 32 layers: what a model of eight thousand million parameters keeps."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-    _save(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=32, **_COMMON, **heads)), folder)
+    shape = {**_COMMON, **heads, "max_position_embeddings": 40960}
+    _save(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=32, **shape)), folder)
     return Recipe(kind, folder)
 
 
