@@ -17,7 +17,7 @@ import msgspec
 from kvconnect.errors import ConfigError
 
 CONNECTOR = "KVConnect"
-ENGINES = ("auto", "mooncake", "nixl", "memory")
+ENGINES = ("auto", "mooncake", "nixl", "nvlink", "memory")
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,11 +26,22 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         engine: the transfer library; ``auto`` takes one that works here and logs which.
         protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
-            ``tcp`` and ``rdma``; NIXL takes the name of a backend such as ``UCX``.
+            ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host; NIXL takes the name of a backend such
+            as ``UCX``.
         device_name: network devices for the engine, comma separated; empty for all.
         host: the address of this node that peers use; the side channel listens there.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
-        path: how pages travel. ``direct`` copies page to page; ``packed`` is not in this version.
+        path: how pages travel. ``direct`` copies page to page, and needs equal pages; ``packed`` packs them
+            into slots, whatever they are on the other side; ``auto`` takes the cheaper one for each request.
+        slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
+        num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
+        pack_programs: most programs of a packing kernel that may run on a GPU at one time, so that the
+            other multiprocessors are the model's; 0 for no bound.
+        check_digest: whether packed chunks carry a digest, and only what has the right one is used.
+        convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
+            packed path, with the scales of the quantised side; both sides must say so.
+        stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
+            asked both nodes at once and the packed path is open; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         transfer_timeout_s: how long the engine may take for one batch.
@@ -48,12 +59,18 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         engine_options: passed to the engine's adapter as they are.
     """
 
-    engine: Literal["auto", "mooncake", "nixl", "memory"] = "auto"
+    engine: Literal["auto", "mooncake", "nixl", "nvlink", "memory"] = "auto"
     protocol: str = "auto"
     device_name: str = ""
     host: str = "127.0.0.1"
     port: int = 0
     path: Literal["auto", "direct", "packed"] = "auto"
+    slot_bytes: int = 0
+    num_slots: int = 4
+    pack_programs: int = 0
+    check_digest: bool = True
+    convert_dtype: bool = False
+    stream_min_tokens: int = 4096
     lease_s: float = 30.0
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 30.0
@@ -191,8 +208,18 @@ def _check_combination(config: TransferConfig) -> None:
             f"{where}.host is {extra.host!r}, which peers cannot connect to; "
             "set the address of the interface that they reach this node on"
         )
-    if extra.path == "packed":
-        raise ConfigError(f"{where}.path is 'packed', which this version cannot do; accepted: auto, direct")
+    if extra.slot_bytes < 0 or extra.slot_bytes % 4096:
+        raise ConfigError(
+            f"{where}.slot_bytes is {extra.slot_bytes}, accepted: multiples of 4096, and 0 for a size that "
+            "suits the device"
+        )
+    if extra.num_slots < 0 or (extra.path == "packed" and not extra.num_slots):
+        least = 1 if extra.path == "packed" else 0
+        raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
+    if extra.pack_programs < 0:
+        raise ConfigError(f"{where}.pack_programs is {extra.pack_programs}, it must be at least 0")
+    if extra.stream_min_tokens < 0:
+        raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
             f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least handshake_timeout_s, "

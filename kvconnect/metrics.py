@@ -43,23 +43,39 @@ TRANSFER_SECONDS = Family(
     ("direction",),
 )
 COPIES = Family("copies", "counter", "Copies given to the engine", ("direction", "path"))
+STREAMED = Family("streamed", "counter", "Requests that were sent while they were prefilled")
+STREAMED_BYTES = Family("streamed_bytes", "counter", "KV bytes sent before the end of their prefill")
 FAILURES = Family("failures", "counter", "What went wrong, by reason", ("reason",))
 LEASES_HELD = Family("leases_held", "gauge", "Requests that wait to be fetched")
 LOADS_IN_FLIGHT = Family("loads_in_flight", "gauge", "Requests that are being fetched, or wait for it")
 LOADS_WAITING = Family("loads_waiting", "gauge", "Requests whose fetch waits for its turn")
 QUARANTINED = Family("quarantined", "gauge", "Requests whose blocks may still be written")
 INFLIGHT_BYTES = Family("inflight_bytes", "gauge", "Bytes under way to peers")
+SLOTS_LANDING = Family("slots_landing", "gauge", "Landing slots that are lent, unpacked or in quarantine")
+SLOTS_SEND = Family("slots_send", "gauge", "Send slots that are packed, sent or in quarantine")
+LINK = {
+    "direct_copy_s": Family("link_direct_copy_seconds", "gauge", "A copy on the link calibrated last"),
+    "direct_bytes_per_s": Family("link_direct_bytes_per_second", "gauge", "Its bytes, page by page"),
+    "packed_chunk_s": Family("link_packed_chunk_seconds", "gauge", "A chunk on the link calibrated last"),
+    "packed_bytes_per_s": Family("link_packed_bytes_per_second", "gauge", "Its bytes, chunk by chunk"),
+}
+"""What is believed of a link, by its name in ``LinkCost.as_metrics``."""
 FAMILIES = (
     TRANSFERS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     COPIES,
+    STREAMED,
+    STREAMED_BYTES,
     FAILURES,
     LEASES_HELD,
     LOADS_IN_FLIGHT,
     LOADS_WAITING,
     QUARANTINED,
     INFLIGHT_BYTES,
+    SLOTS_LANDING,
+    SLOTS_SEND,
+    *LINK.values(),
 )
 
 LOAD_SECONDS = "load_seconds"
@@ -159,12 +175,17 @@ class Metrics:
         self.transfer_bytes = self.families[TRANSFER_BYTES.name]
         self.transfer_seconds = self.families[TRANSFER_SECONDS.name]
         self.copies = self.families[COPIES.name]
+        self.streamed = self.families[STREAMED.name].labels()
+        self.streamed_bytes = self.families[STREAMED_BYTES.name].labels()
         self.failures = self.families[FAILURES.name]
         self.leases = self.families[LEASES_HELD.name].labels()
         self.loads = self.families[LOADS_IN_FLIGHT.name].labels()
         self.loads_waiting = self.families[LOADS_WAITING.name].labels()
         self.quarantined = self.families[QUARANTINED.name].labels()
         self.inflight_bytes = self.families[INFLIGHT_BYTES.name].labels()
+        self.link = {what: self.families[family.name].labels() for what, family in LINK.items()}
+        self.slots_landing = self.families[SLOTS_LANDING.name].labels()
+        self.slots_send = self.families[SLOTS_SEND.name].labels()
         self.load_seconds = Observations(self, LOAD_SECONDS_BUCKETS)
         self._seen_revision = 0
         self._seen: dict[str, dict[tuple[str, ...], float]] = {}

@@ -184,6 +184,12 @@ class Engine(Protocol):
         ...
 
 
+def bounds_to(engine: Engine, peer: str) -> Capabilities:
+    """The bounds for batches to one connected peer, which an engine may have wider than for all."""
+    of_peer = getattr(engine, "capabilities_of", None)
+    return engine.capabilities if of_peer is None else of_peer(peer)
+
+
 class SpanSet:
     """The registered spans of an engine, and the checks that no library makes in time.
 

@@ -27,11 +27,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet, Verb
 from kvconnect.engine.batches import check_batch, local_problem
 from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
 from kvconnect.engine.mooncake_library import (
+    NVLINK,
     built_for_cuda,
     load_library,
     prepare_environment,
@@ -40,6 +42,9 @@ from kvconnect.engine.mooncake_library import (
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.mooncake")
+
+_MAX_TCP_BYTES = 64 << 20
+_MAX_BYTES = 256 << 20
 
 # Threads that the library keeps in a call long after their batch was answered; most per peer.
 _MAX_STUCK_SENDERS = 3
@@ -76,12 +81,13 @@ class MooncakeEngine:
 
     Args:
         host: the address at which peers reach this node.
-        protocol: ``"tcp"`` or ``"rdma"``; another transport than this one is never used.
+        protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink"`` between GPUs of one host; another transport than
+            this one is never used.
         device_name: the RDMA adapters to use, separated by commas; empty for all.
         settle_s: how long a batch that failed may take to be proven quiet.
         library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
             What it has not given up cannot be proven quiet.
-        max_copies, max_bytes: the bounds to announce.
+        max_copies, max_bytes: the bounds to announce; 0 bytes for what suits the protocol.
 
     Raises:
         EngineError: Mooncake is missing, cannot start, or would use another protocol.
@@ -96,7 +102,7 @@ class MooncakeEngine:
         settle_s: float = 5.0,
         library_timeout_s: int = 10,
         max_copies: int = 1024,
-        max_bytes: int = 64 << 20,
+        max_bytes: int = 0,
     ) -> None:
         if not 0 < max_copies <= 1024:
             raise EngineError(f"max_copies is {max_copies}: Mooncake takes 1 to 1024 at once to a peer")
@@ -115,12 +121,13 @@ class MooncakeEngine:
         self._home: Any = self._make_engine()
         self._session = f"[{host}]" if ":" in host else host
         self._session += f":{self._home.get_rpc_port()}"
-        self._pool = LanePool(self._make_lane)
+        self._pool = LanePool(self._make_lane, self._enter_device)
         self._capabilities = Capabilities(
             name="mooncake",
             verbs=frozenset(Verb),
             max_copies=max_copies,
-            max_bytes=max_bytes,
+            # A batch cannot be called back: over TCP a large one would outlive its deadline.
+            max_bytes=max_bytes or (_MAX_TCP_BYTES if protocol == "tcp" else _MAX_BYTES),
             # The second waits here, not in the library: it only spares the gap between two polls.
             max_batches_per_peer=2,
             target_must_poll=False,
@@ -320,13 +327,20 @@ class MooncakeEngine:
 
     def _make_engine(self) -> Any:
         engine = self._library.TransferEngine()
-        code = engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device_name)
+        protocol = "rdma" if self._protocol == NVLINK else self._protocol
+        code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, self._device_name)
         if code != 0:
             raise EngineError(
                 f"Mooncake cannot start at {self._host!r} with {self._protocol} "
                 f"{self._device_name!r}: it returned {code}"
             )
         return engine
+
+    def _enter_device(self) -> None:
+        """The library asks CUDA about memory in whichever thread it is called."""
+        device = next((span.device for span in self._spans if span.device != "cpu"), None)
+        if device is not None:
+            torch.cuda.set_device(device)
 
     def _make_lane(self) -> Any:
         engine = self._make_engine()

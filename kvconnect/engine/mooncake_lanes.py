@@ -95,10 +95,18 @@ class Lane:
 
 
 class LanePool:
-    """The current lane of each key, made when it is first needed."""
+    """The current lane of each key, made when it is first needed.
 
-    def __init__(self, make_engine: Callable[[], Any]) -> None:
+    Args:
+        make_engine: makes a sending engine.
+        prepare_thread: called in every thread before it uses a lane.
+    """
+
+    def __init__(
+        self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None] = lambda: None
+    ) -> None:
         self._make_engine = make_engine
+        self.prepare_thread = prepare_thread
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
 
@@ -230,6 +238,7 @@ class Sender:
             self._results.put(outcome)
 
     def _run(self, job: Job) -> Outcome:
+        self._pool.prepare_thread()
         lane = self._pool.acquire(self._key)
         try:
             problem = self._open(lane, job)

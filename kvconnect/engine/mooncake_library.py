@@ -15,6 +15,9 @@ from typing import Any
 from kvconnect.engine.base import Span
 from kvconnect.errors import EngineError
 
+NVLINK = "nvlink"
+"""Between GPUs of one host. The library is told by its environment alone."""
+
 
 def register_spans(engine: Any, spans: Sequence[Span]) -> int:
     """Register all spans in one call; the library's code, 0 if it was done."""
@@ -39,8 +42,17 @@ def prepare_environment(protocol: str, device_name: str, library_timeout_s: int)
                 "engine of this process that uses 'tcp'"
             )
         _check_adapters(device_name)
+    elif protocol == NVLINK:
+        for name in ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL"):
+            if os.environ.get(name):
+                raise EngineError(f"protocol 'nvlink' was asked for, but {name} is set: unset it")
+        if not built_for_cuda():
+            raise EngineError(
+                "protocol 'nvlink' needs Mooncake built with CUDA; pip install kvconnect[mooncake]"
+            )
+        os.environ.setdefault("MC_INTRANODE_NVLINK", "true")
     else:
-        raise EngineError(f"protocol is {protocol!r}: Mooncake engines know 'tcp' and 'rdma'")
+        raise EngineError(f"protocol is {protocol!r}: Mooncake engines know 'tcp', 'rdma' and 'nvlink'")
     # It logs every batch at INFO, to standard error; what matters comes back as errors.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("GLOG_minloglevel", "2")

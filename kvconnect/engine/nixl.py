@@ -82,7 +82,7 @@ class NixlEngine:
         backend_options: dict[str, str] | None = None,
         settle_s: float = 1.0,
         max_copies: int = 1024,
-        max_bytes: int = 64 << 20,
+        max_bytes: int = 256 << 20,
         max_batches_per_peer: int = 8,
     ) -> None:
         library = load_library()
@@ -261,8 +261,9 @@ class NixlEngine:
         remote_gpu, remote_number = peer.devices.lookup(batch.remote)
         # A descriptor list has one memory type, so a batch that mixes types becomes several posts.
         kind = local_gpu.astype(np.int8) * 2 + remote_gpu
-        for value in np.unique(kind).tolist():
-            pick = slice(None) if bool((kind == value).all()) else np.flatnonzero(kind == value)
+        is_one = bool((kind == kind[0]).all())
+        for value in (int(kind[0]),) if is_one else np.unique(kind).tolist():
+            pick = slice(None) if is_one else np.flatnonzero(kind == value)
             length = batch.length[pick]
             local = descriptors(self._agent, batch.local[pick], length, local_number[pick], bool(value & 2))
             remote = descriptors(

@@ -19,8 +19,13 @@ from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine")
 
-# The order in which ``auto`` tries them. The memory engine comes last: it is for tests.
+# The order in which ``auto`` tries them. The memory engine comes last: it is for tests. NVLink reaches one
+# host only, so it is never chosen alone, but it is joined to what is chosen.
 _PREFERENCE = ("nixl", "mooncake", "memory")
+
+
+# What an engine's class is given otherwise, and what is there for its tests.
+_NO_OPTIONS = {"host", "protocol", "backend", "memory", "make_copier"}
 
 
 def create_engine(
@@ -29,32 +34,59 @@ def create_engine(
     """Make an engine.
 
     Args:
-        name: ``"nixl"``, ``"mooncake"``, ``"memory"`` or ``"auto"``, which takes the first of these
-            that works here and logs which.
+        name: ``"nixl"``, ``"mooncake"``, ``"memory"``, ``"nvlink"`` or ``"auto"``. That takes the first of
+            the first three that works here, joins NVLink to it where there are GPUs, and logs both.
         host: the address at which peers reach this node.
         protocol: for Mooncake ``"tcp"`` or ``"rdma"``, for NIXL the backend; empty for the default.
-        options: further arguments of the engine's class.
+        options: further arguments of the engine's class. With ``"auto"``, ``nvlink`` holds those of the
+            NVLink engine, or False to do without it.
 
     Raises:
         ConfigError: no engine has this name, or it does not take an option.
         EngineError: the engine does not work here; the text says what to install.
     """
-    chosen = _choose() if name == "auto" else name
-    if chosen not in _MAKERS:
-        raise ConfigError(f"engine is {name!r}: one of {', '.join(_PREFERENCE)} or auto is known")
-    problem = _PROBLEM[chosen]()
-    if problem:
-        raise EngineError(f"engine {chosen!r} does not work here: {problem}")
-    return _MAKERS[chosen](host, protocol, dict(options or {}))
+    options = dict(options or {})
+    if name == "auto":
+        for_nvlink = options.pop("nvlink", {})
+        return _with_nvlink(_create(_choose(), host, protocol, options), for_nvlink)
+    return _create(name, host, protocol, options)
 
 
 def available_engines() -> dict[str, str]:
     """Every engine by name: empty if it is usable here, else why it is not and what to install."""
-    return {name: _PROBLEM[name]() for name in _PREFERENCE}
+    return {name: problem() for name, problem in _PROBLEM.items()}
+
+
+def _create(name: str, host: str, protocol: str, options: dict[str, Any]) -> Engine:
+    if name not in _MAKERS:
+        raise ConfigError(f"engine is {name!r}: one of nvlink, {', '.join(_PREFERENCE)} or auto is known")
+    problem = _PROBLEM[name]()
+    if problem:
+        raise EngineError(f"engine {name!r} does not work here: {problem}")
+    return _MAKERS[name](host, protocol, options)
+
+
+def _with_nvlink(network: Engine, options: object) -> Engine:
+    """Join the NVLink engine to what ``auto`` has chosen, if there is one and it moves GPU memory."""
+    if options is False or available_engines().get("nvlink") != "" or not network.capabilities.device_memory:
+        return network
+    from kvconnect.engine.paired import PairedEngine
+
+    try:
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"engine_options.nvlink is {options!r}, accepted: an object of options, or false"
+            )
+        joined = PairedEngine(network, _create("nvlink", "", "", dict(options)))
+    except (ConfigError, EngineError):
+        network.close()
+        raise
+    log.info("engine auto joins 'nvlink' to %r for GPUs of this host", network.capabilities.name)
+    return joined
 
 
 def _choose() -> str:
-    problems = available_engines()
+    problems = {name: _PROBLEM[name]() for name in _PREFERENCE}
     chosen = next(name for name in _PREFERENCE if not problems[name])
     skipped = "; ".join(f"{name}: {why}" for name, why in problems.items() if why)
     if chosen == "memory":
@@ -68,7 +100,7 @@ def _choose() -> str:
 
 
 def _check_options(kind: Callable[..., Any], options: dict[str, Any]) -> None:
-    known = set(inspect.signature(kind).parameters) - {"host", "protocol", "backend"}
+    known = set(inspect.signature(kind).parameters) - _NO_OPTIONS
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"unknown engine options {unknown}: {sorted(known)} are known")
@@ -95,6 +127,15 @@ def _make_nixl(host: str, protocol: str, options: dict[str, Any]) -> Engine:
 
     _check_options(NixlEngine, options)
     return cast(Engine, NixlEngine(protocol or "UCX", **options))
+
+
+def _make_nvlink(host: str, protocol: str, options: dict[str, Any]) -> Engine:
+    from kvconnect.engine.nvlink import NvlinkEngine
+
+    if protocol:
+        raise ConfigError(f"protocol is {protocol!r}: the NVLink engine has none, leave it at 'auto'")
+    _check_options(NvlinkEngine, options)
+    return cast(Engine, NvlinkEngine(**options))
 
 
 def _memory_problem() -> str:
@@ -127,6 +168,21 @@ def _nixl_problem() -> str:
     return ""
 
 
+def _nvlink_problem() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no GPU on this machine"
+    if not _installed("triton"):
+        return "the package triton is not installed; pip install triton"
+    try:
+        from kvconnect.engine.ipc import peer_access_problem
+
+        return peer_access_problem()
+    except EngineError as error:
+        return str(error)
+
+
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
@@ -145,9 +201,11 @@ _MAKERS: dict[str, Callable[[str, str, dict[str, Any]], Engine]] = {
     "memory": _make_memory,
     "mooncake": _make_mooncake,
     "nixl": _make_nixl,
+    "nvlink": _make_nvlink,
 }
 _PROBLEM: dict[str, Callable[[], str]] = {
     "memory": _memory_problem,
     "mooncake": _mooncake_problem,
     "nixl": _nixl_problem,
+    "nvlink": _nvlink_problem,
 }

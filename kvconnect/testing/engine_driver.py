@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvconnect.engine.base import Batch, Completion, Engine, Span, Verb
+from kvconnect.testing.engine_buffers import Allocate, on_host, part
 from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, wait_until
 
 MIB = 1 << 20
@@ -20,12 +21,22 @@ BUFFER_BYTES = 4 * MIB
 
 
 class Driver:
-    """An engine of this process with one registered buffer, and the account of its batches."""
+    """An engine of this process with one registered buffer, and the account of its batches.
 
-    def __init__(self, engine: Engine, length_bytes: int = BUFFER_BYTES, seed: int = 1) -> None:
+    ``allocate`` says where its buffers lie.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        length_bytes: int = BUFFER_BYTES,
+        seed: int = 1,
+        allocate: Allocate = on_host,
+    ) -> None:
         self.engine = engine
-        self.buffer = random_bytes(length_bytes, seed)
-        self.span = Span(self.address, length_bytes)
+        self.allocate = allocate
+        self._memory = allocate(random_bytes(length_bytes, seed))
+        self.span = part(self._memory, 0, length_bytes)
         self.engine.register([self.span])
         self.answers: dict[int, Completion] = {}
         self.pending: set[int] = set()
@@ -34,7 +45,16 @@ class Driver:
     @property
     def address(self) -> int:
         """Where the buffer begins."""
-        return int(self.buffer.ctypes.data)
+        return self._memory.address
+
+    @property
+    def buffer(self) -> np.ndarray:
+        """The buffer's bytes. Of host memory these are the bytes themselves, else a copy."""
+        return self._memory.read()
+
+    def part(self, offset: int, length_bytes: int) -> Span:
+        """A stretch of the buffer, which may also lie beside it."""
+        return part(self._memory, offset, length_bytes)
 
     def submit(
         self,
@@ -98,10 +118,24 @@ class EngineCases:
     Attributes:
         make_engine: makes the engine under test; called here and in the peer's process.
         settle_s: how long after a batch's timeout the engine may take to answer it.
+        allocate: where the buffers of this process lie.
+        allocate_peer: where those of the peer's process lie.
     """
 
     make_engine: MakeEngine
     settle_s: float = 6.0
+    allocate: Allocate = staticmethod(on_host)
+    allocate_peer: Allocate = staticmethod(on_host)
+
+    @classmethod
+    def new_driver(cls) -> Driver:
+        """A fresh engine of this process with a registered buffer."""
+        return Driver(cls.make_engine(), allocate=cls.allocate)
+
+    @classmethod
+    def new_peer(cls) -> PeerProcess:
+        """A fresh peer."""
+        return PeerProcess(cls.make_engine, cls.allocate_peer)
 
     def silent_card(self, port: int) -> bytes | None:
         """A card that leads to ``127.0.0.1:port``, where nobody answers; None if there is no such."""
@@ -113,21 +147,21 @@ class EngineCases:
     @classmethod
     def shared_peer(cls) -> Iterator[PeerProcess]:
         """A peer for the cases that leave it unharmed."""
-        peer = PeerProcess(cls.make_engine)
+        peer = cls.new_peer()
         yield peer
         peer.close()
 
     @pytest.fixture
     def driver(self) -> Iterator[Driver]:
         """A fresh engine of this process."""
-        driver = Driver(type(self).make_engine())
+        driver = self.new_driver()
         yield driver
         driver.engine.close()
 
     @pytest.fixture
     def own_peer(self) -> Iterator[PeerProcess]:
         """A peer that the case may kill."""
-        peer = PeerProcess(type(self).make_engine)
+        peer = self.new_peer()
         yield peer
         peer.close()
 

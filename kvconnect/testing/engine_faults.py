@@ -10,7 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Span, Verb
+from kvconnect.engine.base import Verb
+from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
 from kvconnect.testing.engine_peer import PeerProcess
 
@@ -115,8 +116,8 @@ class FaultCases(EngineCases):
     ) -> None:
         """One refused copy and a large good one: the good one must be at rest when it is quiet."""
         size = min(48 * MIB, driver.engine.capabilities.max_bytes - 4096)
-        large = np.full(size, 7, dtype=np.uint8)
-        driver.engine.register([Span(large.ctypes.data, size)])
+        large = driver.allocate(np.full(size, 7, dtype=np.uint8))
+        driver.engine.register([part(large, 0, size)])
         remote = self._meet(driver, shared_peer, length_bytes=size)
         # Far beyond anything that is mapped, so that no engine's check can find it registered.
         nowhere = 1 << 45
@@ -124,7 +125,7 @@ class FaultCases(EngineCases):
             driver.submit(
                 "peer",
                 Verb.WRITE,
-                [driver.address, large.ctypes.data],
+                [driver.address, large.address],
                 [nowhere, remote],
                 [4096, size],
             )
@@ -132,7 +133,7 @@ class FaultCases(EngineCases):
         assert not answer.ok
         if not answer.quiet:
             pytest.skip("the engine does not claim that it is quiet")
-        large[:] = 9
+        large.write(np.full(size, 9, dtype=np.uint8))
         time.sleep(0.7)
         assert not (shared_peer.content(self._buffer) == 9).any(), "a later source byte arrived"
         assert driver.copy("peer", remote).ok
@@ -145,7 +146,7 @@ class FaultCases(EngineCases):
         assert driver.copy("peer", remote).ok, "after a restart of the engine"
         own_peer.kill()
         assert not driver.copy("peer", remote, BUFFER_BYTES, timeout_s=3.0).ok
-        successor = PeerProcess(type(self).make_engine)
+        successor = self.new_peer()
         try:
             remote = self._meet(driver, successor)
             answer = driver.copy("peer", remote, MIB)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvconnect.engine.base import Engine, Span
+from kvconnect.testing.engine_buffers import Allocate, Buffer, on_host, part
 
 MakeEngine = Callable[[], Engine]
 Range = tuple[str, int, int]  # buffer name, offset, length in bytes
@@ -32,12 +33,13 @@ class PeerProcess:
 
     Args:
         make_engine: a function of a module that the child can import.
+        allocate: another one, which says where the child's buffers lie.
     """
 
-    def __init__(self, make_engine: MakeEngine) -> None:
+    def __init__(self, make_engine: MakeEngine, allocate: Allocate = on_host) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child_end, make_engine), daemon=True)
+        self._process = context.Process(target=_serve, args=(child_end, make_engine, allocate), daemon=True)
         self._process.start()
         child_end.close()
         self.card()
@@ -89,8 +91,10 @@ class PeerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process without any farewell."""
+        """End the process without any farewell, and wait until it has ended. It is not reaped yet."""
         os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     def close(self) -> None:
         """End the process, by force if it does not go."""
@@ -117,17 +121,17 @@ class PeerProcess:
 class _Child:
     """What runs in the spawned process: one method per command."""
 
-    def __init__(self, make_engine: MakeEngine) -> None:
+    def __init__(self, make_engine: MakeEngine, allocate: Allocate) -> None:
         self._make_engine = make_engine
+        self._allocate = allocate
         self.engine = make_engine()
-        self._buffers: dict[str, np.ndarray] = {}
+        self._buffers: dict[str, Buffer] = {}
 
     def allocate(self, name: str, length_bytes: int, seed: int | None) -> int:
-        if seed is None:
-            self._buffers[name] = np.zeros(length_bytes, dtype=np.uint8)
-        else:
-            self._buffers[name] = random_bytes(length_bytes, seed)
-        return self._buffers[name].ctypes.data
+        zeros = np.zeros(length_bytes, dtype=np.uint8)
+        content = zeros if seed is None else random_bytes(length_bytes, seed)
+        self._buffers[name] = self._allocate(content)
+        return self._buffers[name].address
 
     def register(self, ranges: Sequence[Range]) -> None:
         self.engine.register(self._spans(ranges))
@@ -139,24 +143,24 @@ class _Child:
         return self.engine.card()
 
     def content(self, name: str) -> bytes:
-        return self._buffers[name].tobytes()
+        return self._buffers[name].read().tobytes()
 
     def count(self, name: str, value: int) -> int:
-        return int(np.count_nonzero(self._buffers[name] == value))
+        return int(np.count_nonzero(self._buffers[name].read() == value))
 
     def digest(self, name: str) -> str:
-        return digest_of(self._buffers[name])
+        return digest_of(self._buffers[name].read())
 
     def restart(self) -> None:
         self.engine.close()
         self.engine = self._make_engine()
 
     def _spans(self, ranges: Sequence[Range]) -> list[Span]:
-        return [Span(self._buffers[name].ctypes.data + offset, length) for name, offset, length in ranges]
+        return [part(self._buffers[name], offset, length) for name, offset, length in ranges]
 
 
-def _serve(pipe: Connection, make_engine: MakeEngine) -> None:
-    child = _Child(make_engine)
+def _serve(pipe: Connection, make_engine: MakeEngine, allocate: Allocate) -> None:
+    child = _Child(make_engine, allocate)
     while True:
         child.engine.poll()
         if not pipe.poll(_POLL_EVERY_S):

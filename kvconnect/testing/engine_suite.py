@@ -13,8 +13,9 @@ import time
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Span, Verb
+from kvconnect.engine.base import Verb
 from kvconnect.errors import EngineError, LocalError
+from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
 from kvconnect.testing.engine_faults import FaultCases
 from kvconnect.testing.engine_peer import PeerProcess, digest_of, random_bytes, wait_until
@@ -88,8 +89,8 @@ class EngineSuite(FaultCases):
 
     def test_unregistered_local_memory_fails(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
-        stranger = random_bytes(4096, 5)
-        answer = driver.wait(driver.submit("peer", Verb.WRITE, [stranger.ctypes.data], [remote], [4096]))
+        stranger = driver.allocate(random_bytes(4096, 5))
+        answer = driver.wait(driver.submit("peer", Verb.WRITE, [stranger.address], [remote], [4096]))
         assert not answer.ok
         assert answer.quiet
         beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
@@ -113,25 +114,21 @@ class EngineSuite(FaultCases):
         self, driver: Driver, shared_peer: PeerProcess
     ) -> None:
         remote = self._meet(driver, shared_peer)
-        fresh = random_bytes(8192, 6)
-        good = Span(fresh.ctypes.data, 8192)
-        for bad in (
-            Span(driver.address + 4096, 4096),
-            Span(driver.address, 0),
-            Span(fresh.ctypes.data + 8191, 2),
-        ):
+        fresh = driver.allocate(random_bytes(8192, 6))
+        good = part(fresh, 0, 8192)
+        for bad in (driver.part(4096, 4096), driver.part(0, 0), part(fresh, 8191, 2)):
             with pytest.raises(EngineError):
                 driver.engine.register([good, bad])
-            sent = driver.submit("peer", Verb.WRITE, [fresh.ctypes.data], [remote], [8192])
+            sent = driver.submit("peer", Verb.WRITE, [fresh.address], [remote], [8192])
             assert not driver.wait(sent).ok, "a span stayed registered after its batch was refused"
         driver.engine.register([good])
-        sent = driver.submit("peer", Verb.WRITE, [fresh.ctypes.data], [remote], [8192])
+        sent = driver.submit("peer", Verb.WRITE, [fresh.address], [remote], [8192])
         assert driver.wait(sent).ok
 
     def test_unregistered_again_and_registered_again(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
-        stranger = Span(driver.address + 1, 10)
+        stranger = driver.part(1, 10)
         with pytest.raises(EngineError):
             driver.engine.unregister([driver.span, stranger])
         assert driver.copy("peer", remote).ok, "a refused unregister took something back"
@@ -219,7 +216,7 @@ class EngineSuite(FaultCases):
         assert driver.copy("peer", remote).ok
 
     def test_close_is_bounded_and_idempotent(self, own_peer: PeerProcess) -> None:
-        driver = Driver(type(self).make_engine())
+        driver = self.new_driver()
         remote = self._meet(driver, own_peer)
         assert driver.copy("peer", remote).ok
         own_peer.stop()

@@ -40,7 +40,7 @@ class TestMooncakeEngine(EngineSuite):
 def test_another_protocol_than_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvconnect.engine.mooncake import MooncakeEngine
 
-    with pytest.raises(EngineError, match="'tcp' and 'rdma'"):
+    with pytest.raises(EngineError, match="'tcp', 'rdma' and 'nvlink'"):
         MooncakeEngine("127.0.0.1", "carrier-pigeon")
     monkeypatch.setenv("MC_FORCE_TCP", "1")
     with pytest.raises(EngineError, match="MC_FORCE_TCP"):
