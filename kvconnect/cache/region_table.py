@@ -11,6 +11,7 @@ Blocks here are *kernel* blocks. A logical block is ``blocks_per_kv_block`` of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +21,15 @@ import torch
 from kvconnect.arithmetic import div_exact
 from kvconnect.cache.coverage import check_overlays, check_pages_apart
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.cache.specs import KVCacheConfig, LayerSpec, MLASpec, StateSpec
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
 
 AXES = ("plane", "block", "head", "token", "content")
 _SPLIT_AXES = ("plane", "head")
+
+Scales = tuple[float, float]
+"""Of K and of V. A quantised cache's value stands for ``value * scale``."""
+UNSCALED: Scales = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,14 @@ class CacheTensor:
 
     tensor: torch.Tensor
     axes: str = "block content"
+
+
+SCALE_RANGE = "finite numbers above 0 that a float32 keeps"
+
+
+def are_scales(scales: Scales) -> bool:
+    """Whether these can be the scales of a layer: see ``SCALE_RANGE``."""
+    return all(math.isfinite(scale) and 2.0**-126 <= scale < 2.0**127 for scale in scales)
 
 
 class PageAxes(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +73,9 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     ``heads`` is the interval of the model's heads that a page holds, or None where a page cannot be
     divided by head (latent and state pages). ``first_plane`` is the first of the planes that a page
-    holds; only a region split by plane starts above 0.
+    holds; only a region split by plane starts above 0. ``scales`` are those of the layer's quantised
+    values. ``key_bytes`` of each row, from its start on, are K's where K and V share rows; None where a
+    row is of one kind.
     """
 
     layer: str
@@ -73,6 +88,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     block_stride: int
     page_bytes: int
     axes: PageAxes
+    scales: Scales = UNSCALED
+    key_bytes: int | None = None
 
     @property
     def length_bytes(self) -> int:
@@ -124,12 +141,14 @@ class RegionTable:
         kernel_block_sizes: Mapping[int, int],
         tensors: Mapping[str, CacheTensor],
         heads: Mapping[str, HeadInterval] | None = None,
+        scales: Mapping[str, Scales] | None = None,
     ) -> RegionTable:
         """Describe the cache of this worker.
 
         ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers that live on
         other ranks. ``heads`` says which heads of the model a layer's tensor holds, where that is not
-        all of them from 0.
+        all of them from 0. ``scales`` are those of K and of V by layer, 1 where none are given; they mean
+        nothing to layers whose values are wider than a byte, and are not kept for them.
 
         Raises:
             LayoutError: a tensor does not match its spec or cannot be expressed; the text names the
@@ -137,12 +156,20 @@ class RegionTable:
         """
         regions: list[Region] = []
         extents: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for layer in scales or {}:
+            config.group_of(layer)
         for layer, cache in tensors.items():
             group = config.group_of(layer)
             spec = config.groups[group].spec_of(layer)
             ratio = div_exact(spec.block_size, kernel_block_sizes[group])
             view = _TensorView(layer, cache)
-            made = view.regions(group, config.num_blocks * ratio, spec, (heads or {}).get(layer))
+            made = view.regions(
+                group,
+                config.num_blocks * ratio,
+                spec,
+                (heads or {}).get(layer),
+                view.scales(spec, (scales or {}).get(layer, UNSCALED)),
+            )
             _check_page(layer, spec, ratio, made)
             view.check_inside_storage(made)
             storage = (cache.tensor.untyped_storage().data_ptr(), str(cache.tensor.device))
@@ -212,8 +239,34 @@ class _TensorView:
             )
         self.row_bytes = self.size["content"] * item
 
+    def scales(self, spec: LayerSpec, given: Scales) -> Scales:
+        """The scales of this tensor's values.
+
+        Raises:
+            LayoutError: they are none, or nobody could tell which of the values are K's.
+        """
+        if not are_scales(given):
+            raise LayoutError(f"layer {self.layer!r}: scales of K and V are {given}; accepted: {SCALE_RANGE}")
+        if self.tensor.element_size() > 1:
+            return UNSCALED
+        apart = self.size.get("plane") == 2 or self.key_bytes(spec) is not None
+        if given[0] != given[1] and not apart:
+            raise LayoutError(
+                f"layer {self.layer!r}: scales of K and V are {given}, but its rows do not say where K ends; "
+                "accepted: two equal ones"
+            )
+        return given
+
+    def key_bytes(self, spec: LayerSpec) -> int | None:
+        """Bytes of a row that are K's, where it holds the K and then the V of one head and token."""
+        if not isinstance(spec, FullAttentionSpec) or spec.head_size_v == 0:
+            return None
+        key, item = spec.head_size, spec.dtype.itemsize
+        value = key if spec.head_size_v is None else spec.head_size_v
+        return key * item if (key + value) * item == self.row_bytes else None
+
     def regions(
-        self, group: int, num_blocks: int, spec: LayerSpec, heads: HeadInterval | None
+        self, group: int, num_blocks: int, spec: LayerSpec, heads: HeadInterval | None, scales: Scales
     ) -> list[Region]:
         """The regions of the tensor: one, or one per plane or head that lies outside the page."""
         if self.size["block"] != num_blocks:
@@ -249,6 +302,8 @@ class _TensorView:
                 block_stride=self._block_stride(axes),
                 page_bytes=axes.planes * axes.heads * axes.tokens * axes.row_bytes,
                 axes=axes,
+                scales=scales,
+                key_bytes=self.key_bytes(spec),
             )
             for place in made
         ]

@@ -39,7 +39,8 @@ class FullAttentionSpec:
 
     ``block_size`` counts tokens; ``num_kv_heads`` are the heads of this rank. ``head_size_v``
     defaults to ``head_size``. ``page_size_padded`` is the page's size in bytes where it is larger
-    than what it holds.
+    than what it holds. ``stored_block_size`` is the number of rows that a block keeps for each head where
+    that is not one per token: a backend may order a whole block's values in a way of its own.
     """
 
     block_size: int
@@ -48,6 +49,7 @@ class FullAttentionSpec:
     dtype: torch.dtype
     head_size_v: int | None = None
     page_size_padded: int | None = None
+    stored_block_size: int | None = None
 
     def __post_init__(self) -> None:
         _positive(
@@ -55,19 +57,20 @@ class FullAttentionSpec:
             block_size=self.block_size,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
+            stored_block_size=self.rows_per_block,
         )
         _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
 
     @property
     def rows_per_block(self) -> int:
-        """Rows that a block stores: one per token."""
-        return self.block_size
+        """Rows that a block stores for each head."""
+        return self.block_size if self.stored_block_size is None else self.stored_block_size
 
     @property
     def content_bytes(self) -> int:
         """Bytes of a page that mean something."""
         width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
-        return self.block_size * self.num_kv_heads * width * self.dtype.itemsize
+        return self.rows_per_block * self.num_kv_heads * width * self.dtype.itemsize
 
     @property
     def page_size_bytes(self) -> int:

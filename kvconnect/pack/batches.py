@@ -24,7 +24,10 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LaneClass:
-    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams."""
+    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
+
+    ``scales`` are float32, two a lane, for those that are cast: see ``Lane``.
+    """
 
     group: int
     num_blocks: int
@@ -33,6 +36,8 @@ class LaneClass:
     stream: Column
     address: Column
     wire_offset: Column
+    key_values: int
+    scales: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -51,24 +56,29 @@ class Batch:
     blocks: BlockIds
     lead: int
     rows: int
+    key_values: int
+    scales: NDArray[np.float32]
 
 
 def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[LaneClass, ...]:
     """Sort lanes into classes. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
     classes: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
     for lane in lanes:
-        classes[(lane.group, rows_alike[lane.stream], lane.walk, lane.access)].append(lane)
+        alike = (lane.group, rows_alike[lane.stream], lane.walk, lane.access, lane.key_values)
+        classes[alike].append(lane)
     return tuple(
         LaneClass(
-            group=alike[0].group,
-            num_blocks=min(lane.num_blocks for lane in alike),
-            walk=alike[0].walk,
-            access=alike[0].access,
-            stream=np.array([lane.stream for lane in alike], dtype=np.int64),
-            address=np.array([lane.address for lane in alike], dtype=np.int64),
-            wire_offset=np.array([lane.wire_offset for lane in alike], dtype=np.int64),
+            group=members[0].group,
+            num_blocks=min(lane.num_blocks for lane in members),
+            walk=members[0].walk,
+            access=members[0].access,
+            stream=np.array([lane.stream for lane in members], dtype=np.int64),
+            address=np.array([lane.address for lane in members], dtype=np.int64),
+            wire_offset=np.array([lane.wire_offset for lane in members], dtype=np.int64),
+            key_values=members[0].key_values,
+            scales=np.array([lane.scales for lane in members], dtype=np.float32),
         )
-        for alike in classes.values()
+        for members in classes.values()
     )
 
 
@@ -131,4 +141,6 @@ def make_batch(
         blocks=blocks,
         lead=pages.first * lanes.walk.tokens - int(placement.first_row[stream[0]]),
         rows=int(placement.rows[stream[0]]),
+        key_values=lanes.key_values,
+        scales=lanes.scales[start:stop],
     )

@@ -2,6 +2,7 @@
 
 A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
 and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
+Where this side's values are not of the type that travels, a lane also says how they are cast.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvconnect.cache.region_table import GroupGeometry, Region
+from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, Scales
 from kvconnect.errors import LayoutError
+from kvconnect.pack.casts import Cast
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.wire import Wire, WireStream
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How to walk a page: counts, and strides in bytes. ``run_bytes`` lie side by side on both ends."""
+    """How to walk a page: counts, and strides in bytes.
+
+    ``run_bytes`` lie side by side in memory and are ``wire_run_bytes`` on the wire: as many, but for a cast.
+    """
 
     tokens: int
     heads: int
@@ -32,15 +37,16 @@ class Walk:
     wire_token_stride: int
     wire_head_stride: int
     wire_plane_stride: int
+    wire_run_bytes: int
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page that travel."""
-        return self.tokens * self.heads * self.planes * self.run_bytes
+        """Bytes that a page has on the wire."""
+        return self.tokens * self.heads * self.planes * self.wire_run_bytes
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes from the first that travels to the last, gaps included."""
+        """Bytes in memory from the first that travels to the last, gaps included."""
         return (
             (self.tokens - 1) * self.token_stride
             + (self.heads - 1) * self.head_stride
@@ -56,21 +62,32 @@ class Walk:
     def wire_step(self) -> int:
         """The largest number of bytes, up to 16, that divides every step on the wire."""
         strides = (self.wire_token_stride, self.wire_head_stride, self.wire_plane_stride)
-        return math.gcd(16, self.run_bytes, *strides)
+        return math.gcd(16, self.wire_run_bytes, *strides)
 
 
 @dataclass(frozen=True)
 class Access:
-    """How wide a kernel's accesses are, in bytes.
+    """How wide a kernel's accesses are, in bytes, and what happens to what it moves.
 
-    ``unit`` bytes at a time on both ends, in words of ``word`` bytes, as the digest counts them.
+    ``unit`` bytes of the wire at a time, in words of ``word`` bytes, as the digest counts them.
     ``memory`` is what the addresses of pages are multiples of; where that is less than a word, words
-    are put together from so many bytes.
+    are put together from so many bytes. With a ``cast`` a unit is one word.
     """
 
     unit: int
     word: int
     memory: int
+    cast: Cast | None = None
+
+    @property
+    def memory_unit(self) -> int:
+        """Bytes of memory that a unit is made from."""
+        return self.unit if self.cast is None else self.unit * self.cast.widening
+
+    @property
+    def stride_bytes(self) -> int:
+        """What kernels count the strides of memory in."""
+        return min(self.memory, self.memory_unit)
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,8 @@ class Lane:
     """One region of this side on the wire.
 
     Its first page is at ``address``, and its rows begin ``wire_offset`` bytes into the stream's. Both
-    are those of the first head that travels.
+    are those of the first head that travels. Where values are cast, the first ``key_values`` of each head
+    in this lane have the first scale, the others the second.
     """
 
     stream: int
@@ -88,6 +106,8 @@ class Lane:
     wire_offset: int
     walk: Walk
     access: Access
+    key_values: int = 0
+    scales: Scales = UNSCALED
 
 
 def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
@@ -107,7 +127,10 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
         if wire.order == "pages":
             made = [_page_lane(index, stream, region) for region in regions if _is_region_of(stream, region)]
         else:
-            made = [lane for region in regions if (lane := _row_lane(index, stream, region)) is not None]
+            cast = _stream_cast(stream, side, regions)
+            made = [
+                lane for region in regions if (lane := _row_lane(index, stream, region, cast)) is not None
+            ]
         _check_lanes(stream, groups.get(group), made)
         lanes.extend(made)
     return tuple(lanes)
@@ -119,11 +142,24 @@ def _is_region_of(stream: WireStream, region: Region) -> bool:
 
 def _page_lane(index: int, stream: WireStream, region: Region) -> Lane:
     page = region.page_bytes
-    walk = Walk(1, 1, 1, page, region.block_stride, page, page, page, page, page, page)
+    walk = Walk(1, 1, 1, page, region.block_stride, page, page, page, page, page, page, page)
     return _lane(index, stream, region, region.address, 0, walk)
 
 
-def _row_lane(index: int, stream: WireStream, region: Region) -> Lane | None:
+def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
+    """How this side's values become those that travel; None where they are."""
+    if stream.conversion is None:
+        return None
+    dtype = stream.conversion.dtype_of(side)
+    for region in regions:
+        if region.dtype != dtype:
+            raise LayoutError(
+                f"layer {stream.layer!r}: the wire has {dtype} on this side, this table {region.dtype}"
+            )
+    return None if dtype == stream.conversion.wire_dtype else Cast(dtype, stream.conversion.wire_dtype)
+
+
+def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None) -> Lane | None:
     """The heads of a region that travel, or None where none do."""
     axes = region.axes
     heads, skipped, shift = axes.heads, 0, 0
@@ -133,6 +169,7 @@ def _row_lane(index: int, stream: WireStream, region: Region) -> Lane | None:
         shift = shared.start - stream.heads.start
     if not heads:
         return None
+    wire_row_bytes = axes.row_bytes if cast is None else axes.row_bytes // cast.widening
     walk = Walk(
         tokens=axes.tokens,
         heads=heads,
@@ -145,11 +182,40 @@ def _row_lane(index: int, stream: WireStream, region: Region) -> Lane | None:
         plane_stride=axes.plane_stride if axes.planes > 1 else 0,
         wire_token_stride=stream.width_bytes,
         wire_head_stride=stream.head_bytes,
-        wire_plane_stride=axes.row_bytes,
+        wire_plane_stride=wire_row_bytes,
+        wire_run_bytes=wire_row_bytes,
     )
     address = region.address + skipped * axes.head_stride
-    offset = shift * stream.head_bytes + region.first_plane * axes.row_bytes
+    offset = shift * stream.head_bytes + region.first_plane * wire_row_bytes
+    if cast is not None:
+        return _cast_lane(index, stream, region, address, offset, walk, cast)
     return _lane(index, stream, region, address, offset, walk)
+
+
+def _cast_lane(
+    index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk, cast: Cast
+) -> Lane:
+    memory, word = math.gcd(walk.memory_step(), address), stream.word_bytes
+    if memory % cast.memory_bytes or word % cast.wire_bytes:
+        raise LayoutError(
+            f"layer {stream.layer!r}: values of {cast.memory} are {memory} bytes apart, those of {cast.wire} "
+            f"travel in words of {word}"
+        )
+    access = Access(word, word, math.gcd(word * cast.widening, memory), cast)
+    conversion = stream.conversion
+    assert conversion is not None
+    key_values = conversion.key_values - region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
+    return Lane(
+        index,
+        region.group,
+        address,
+        region.num_blocks,
+        wire_offset,
+        walk,
+        access,
+        key_values if cast.is_scaled else 0,
+        conversion.scales,
+    )
 
 
 def _lane(index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk) -> Lane:
@@ -173,10 +239,10 @@ def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequ
         if (
             geometry.is_state != stream.is_state
             or lane.walk.tokens * stream.row_tokens != tokens
-            or lane.walk.run_bytes % stream.word_bytes
+            or lane.walk.wire_run_bytes % stream.word_bytes
         ):
             raise LayoutError(
                 f"layer {stream.layer!r}: the wire has a row for {stream.row_tokens} tokens in words of "
-                f"{stream.word_bytes} bytes, this table {lane.walk.tokens} rows of {lane.walk.run_bytes} "
-                f"bytes for {tokens} tokens"
+                f"{stream.word_bytes} bytes, this table {lane.walk.tokens} rows of "
+                f"{lane.walk.wire_run_bytes} bytes for {tokens} tokens"
             )

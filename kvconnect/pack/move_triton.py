@@ -6,7 +6,8 @@ out once per item; after that a page costs a block id and additions. Programs ta
 any number of programs can do all the work.
 
 All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
-address and a place in the slot per lane, and block ids.
+address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
+Casts are arithmetic on bits, since not every device has the types; what they do is said in ``casts.py``.
 """
 
 from __future__ import annotations
@@ -67,12 +68,38 @@ def _store_words(address, words, mask, WORD: tl.constexpr, MEMORY: tl.constexpr,
 
 
 @triton.jit
+def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
+    """The row of the batch that an item belongs to."""
+    batch = 0
+    for other in range(1, num_batches):
+        batch += (item >= tl.load(table + other * FIELDS)).to(tl.int32)
+    return table + batch * FIELDS
+
+
+@triton.jit
+def _sizes(fields):
+    """What a batch's pages have in common."""
+    num_pages = tl.load(fields + 6).to(tl.int32)
+    lead = tl.load(fields + 7).to(tl.int32)
+    rows = tl.load(fields + 8).to(tl.int32)
+    tokens = tl.load(fields + 9).to(tl.int32)
+    units = tl.load(fields + 10).to(tl.int32)
+    block_stride = tl.load(fields + 11)
+    wire_token = tl.load(fields + 12).to(tl.int32)
+    return num_pages, lead, rows, tokens, units, block_stride, wire_token
+
+
+@triton.jit
 def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, MEMORY: tl.constexpr):
-    """The token of each unit of a page, and where it lies: bytes into the page, units into its rows."""
+    """Where each unit of a page is: its token, bytes into the page, units into the page's rows and its head.
+
+    ``UNIT`` is its size in memory.
+    """
     if FLAT:
         token = tl.zeros_like(unit)
         memory_offset = unit * UNIT
         wire_offset = unit
+        in_head = unit
     else:
         run = tl.load(fields + 13).to(tl.int32)
         planes = tl.load(fields + 14).to(tl.int32)
@@ -91,7 +118,8 @@ def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, M
         memory_offset = plane * plane_stride + head * head_stride + token * token_stride
         memory_offset = memory_offset * MEMORY + within * UNIT
         wire_offset = (token * wire_token + head * wire_head) + (plane * run + within)
-    return token, memory_offset, wire_offset
+        in_head = plane * run + within
+    return token, memory_offset, wire_offset, in_head
 
 
 @triton.jit
@@ -104,18 +132,114 @@ def _in_chunk(page, last, lead, rows, tokens, token, in_page, wire, wire_token):
 
 
 @triton.jit
+def _from_bits(bits, TYPE: tl.constexpr):
+    """The float32 that bits of a type stand for."""
+    if TYPE == "bfloat16":
+        value = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif TYPE == "float16":
+        value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        bits = bits.to(tl.uint32)
+        size = bits & 0x7F
+        # Exponents count from 7 here and from 127 there; below the smallest normal value steps are 2**-9.
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+        signed = value.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)
+        value = tl.where(size == 0x7F, 0x7FC00000, signed).to(tl.uint32).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _to_bits(value, TYPE: tl.constexpr):
+    """The bits of a type that are nearest to a float32, as uint32."""
+    bits = value.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    if TYPE == "bfloat16":
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        made = tl.where(size > 0x7F800000, 0x7FC0, nearest)
+    elif TYPE == "float16":
+        nearest = value.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        made = tl.where(size > 0x7F800000, 0x7E00, nearest)
+    else:
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Next to 2**14 a float32 has steps of 2**-9, so that the addition rounds to those of small values.
+        raised = size.to(tl.float32, bitcast=True) + 16384.0
+        small = raised.to(tl.uint32, bitcast=True) - 0x46800000
+        nearest = tl.where(size < 0x3C800000, small, normal)
+        nearest = tl.where(size >= 0x43E00000, 0x7E, nearest) | ((bits >> 24) & 0x80)
+        made = tl.where(size > 0x7F800000, 0x7F, nearest)
+    return made.to(tl.uint32)
+
+
+@triton.jit
+def _scale_of_values(lane, fields, in_head, UNIT: tl.constexpr, WIRE_TYPE: tl.constexpr):
+    """The scale of each value of each unit: K's or V's. Only fp8 has any."""
+    if WIRE_TYPE == "float8_e4m3fn":
+        both = tl.load(lane + 2).to(tl.uint64, bitcast=True)
+        of_key = both.to(tl.uint32).to(tl.float32, bitcast=True)
+        of_value = (both >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+        key_values = tl.load(fields + 20).to(tl.int32)
+        value = in_head[None, :, None] * UNIT + tl.arange(0, UNIT)[None, None, :]
+        scale = tl.where(value < key_values, of_key, of_value)
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
+def _cast_words(
+    in_slot,
+    in_memory,
+    live,
+    kept,
+    scale,
+    PACK: tl.constexpr,
+    WORD: tl.constexpr,
+    MEMORY: tl.constexpr,
+    MEMORY_TYPE: tl.constexpr,
+    WIRE_TYPE: tl.constexpr,
+):
+    """As ``_move_words``, for words whose values are cast."""
+    memory_item: tl.constexpr = 1 if MEMORY_TYPE == "float8_e4m3fn" else 2
+    item: tl.constexpr = 1 if WIRE_TYPE == "float8_e4m3fn" else 2
+    lanes = tl.arange(0, WORD // item)[None, None, :]
+    shift = (lanes * (8 * item)).to(tl.uint64)
+    pointer = tl.multiple_of(_word_pointer(in_memory, memory_item), [1, 1, MEMORY]) + lanes
+    if PACK:
+        value = _from_bits(tl.load(pointer, mask=kept, other=0), MEMORY_TYPE)
+        if WIRE_TYPE == "float8_e4m3fn":
+            value = tl.div_rn(value, scale)
+        bits = _to_bits(value, WIRE_TYPE).to(tl.uint64)
+        words = tl.sum(bits << shift, axis=2)[:, :, None]
+        _store_words(in_slot, words, live, WORD, WORD, WORD)
+    else:
+        words = _load_words(in_slot, live, WORD, WORD, WORD)
+        value = _from_bits((words >> shift) & ((1 << (8 * item)) - 1), WIRE_TYPE)
+        if WIRE_TYPE == "float8_e4m3fn":
+            value = value * scale
+        bits = _to_bits(value, MEMORY_TYPE)
+        tl.store(pointer, bits.to(pointer.dtype.element_ty), mask=kept)
+    return words
+
+
+@triton.jit
 def _move_words(
     in_slot,
     in_memory,
     live,
     kept,
+    scale,
     PACK: tl.constexpr,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
     MEMORY: tl.constexpr,
+    MEMORY_TYPE: tl.constexpr,
+    WIRE_TYPE: tl.constexpr,
 ):
     """Move what is live; ``kept`` is that of which there is a page. The words are those in the slot."""
-    if PACK:
+    if WIRE_TYPE is not None:
+        words = _cast_words(in_slot, in_memory, live, kept, scale, PACK, WORD, MEMORY, MEMORY_TYPE, WIRE_TYPE)
+    elif PACK:
         words = _load_words(in_memory, kept, WORD, MEMORY, UNIT)
         _store_words(in_slot, words, live, WORD, WORD, UNIT)
     else:
@@ -140,6 +264,8 @@ def move_kernel(
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
     MEMORY: tl.constexpr,
+    MEMORY_TYPE: tl.constexpr,
+    WIRE_TYPE: tl.constexpr,
     PAGES: tl.constexpr,
     UNITS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -147,33 +273,29 @@ def move_kernel(
     MULTIPLIER: tl.constexpr,
 ):
     WORDS: tl.constexpr = UNIT // WORD
+    WIDER: tl.constexpr = 2 if WIRE_TYPE == "float8_e4m3fn" else 1
+    NUMBERS: tl.constexpr = 2 if WIRE_TYPE is None else 3
     word_of_unit = tl.arange(0, WORDS)[None, None, :].to(tl.uint64)
     table = numbers + batches_at
     sum_of_words = tl.zeros((PAGES, UNITS), tl.uint64)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        batch = 0
-        for other in range(1, num_batches):
-            batch += (item >= tl.load(table + other * FIELDS)).to(tl.int32)
-        fields = table + batch * FIELDS
+        fields = _fields_of(item, table, num_batches, FIELDS)
         place = item - tl.load(fields).to(tl.int32)
         items_per_lane = tl.load(fields + 1).to(tl.int32)
         turns = tl.load(fields + 2).to(tl.int32)
         pages_per_item = tl.load(fields + 3).to(tl.int32)
-        lane = numbers + tl.load(fields + 4) + (place // items_per_lane) * 2
+        lane = numbers + tl.load(fields + 4) + (place // items_per_lane) * NUMBERS
         blocks = numbers + tl.load(fields + 5)
-        num_pages = tl.load(fields + 6).to(tl.int32)
-        lead = tl.load(fields + 7).to(tl.int32)
-        rows = tl.load(fields + 8).to(tl.int32)
-        tokens = tl.load(fields + 9).to(tl.int32)
-        units = tl.load(fields + 10).to(tl.int32)
-        block_stride = tl.load(fields + 11)
-        wire_token = tl.load(fields + 12).to(tl.int32)
+        num_pages, lead, rows, tokens, units, block_stride, wire_token = _sizes(fields)
         address = tl.load(lane)
         wire = tl.load(lane + 1)
 
         place = place % items_per_lane
         unit = (place // turns) * UNITS + tl.arange(0, UNITS)
-        token, memory_offset, wire_offset = _offsets(fields, unit, wire_token, FLAT, UNIT, MEMORY)
+        token, memory_offset, wire_offset, in_head = _offsets(
+            fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY
+        )
+        scale = _scale_of_values(lane, fields, in_head, UNIT, WIRE_TYPE)
         unit_memory = memory_offset.to(tl.int64)[None, :, None]
         unit_wire = wire_offset.to(tl.int64)[None, :, None]
         unit_key = unit_wire.to(tl.uint64) * WORDS * STEP + word_of_unit * STEP
@@ -189,8 +311,9 @@ def move_kernel(
             live, page_wire = _in_chunk(page, last, lead, rows, tokens, token, unit < units, wire, wire_token)
             in_slot = slot + (page_wire + unit_wire) * UNIT
             in_memory = (address + block * block_stride)[:, None, None] + unit_memory
+            kept = live & (block > 0)[:, None, None]
             words = _move_words(
-                in_slot, in_memory, live, live & (block > 0)[:, None, None], PACK, UNIT, WORD, MEMORY
+                in_slot, in_memory, live, kept, scale, PACK, UNIT, WORD, MEMORY, MEMORY_TYPE, WIRE_TYPE
             )
             if DIGEST:
                 key = page_wire.to(tl.uint64) * WORDS * STEP + seed.to(tl.uint64)

@@ -80,6 +80,7 @@ class Packer:
 
     Where the source has no block for a position, the slot holds zeros; where the target has none, the
     slot's bytes are read and go nowhere. Bytes between streams, less than 16 each, are left as they are.
+    Where the wire carries another type than this side keeps, values are converted as they move, both ways.
 
     Args:
         table: what bytes exist on this side. Its tensors must outlive the packer.

@@ -27,6 +27,7 @@ from kvconnect.pack.packer import StagedChunk, Ticket
 from kvconnect.pack.tickets import Tickets
 
 FIELDS = 20
+CAST_FIELDS = FIELDS + 1
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class TritonPackOps:
             flat = walk.tokens == walk.heads == walk.planes == 1
             self._flat[lanes.access] = flat and self._flat.get(lanes.access, True)
         self._units = {
-            access: units_at_once(found, self._tuning.tile_bytes // access.unit)
-            for access, found in sizes.items()
+            access: units_at_once(found, self._tile_units(access)) for access, found in sizes.items()
         }
         with self._on_stream():
             self._tickets = Tickets(device)
@@ -131,10 +131,7 @@ class TritonPackOps:
                     placed[id(batch.blocks)] = put(batch.blocks)
             made = []
             for access, alike in by_access.items():
-                lanes_at = [
-                    put(np.stack((batch.address, batch.wire // access.unit), axis=1).reshape(-1))
-                    for batch in alike
-                ]
+                lanes_at = [put(_lane_numbers(access, batch)) for batch in alike]
                 blocks_at = [placed[id(batch.blocks)] for batch in alike]
                 rows, num_items = self._rows(access, alike, lanes_at, blocks_at)
                 made.append(self._launch(access, put(rows), len(alike), num_items))
@@ -143,10 +140,13 @@ class TritonPackOps:
             numbers = self._upload(columns, at)
         return [_Numbers(numbers, made) for made in launches]
 
+    def _tile_units(self, access: Access) -> int:
+        return self._tuning.tile_bytes // access.memory_unit
+
     def _launch(self, access: Access, batches_at: int, num_batches: int, num_items: int) -> _Launch:
         units = self._units[access]
         programs = min(num_items, self._max_programs)
-        pages = max(1, self._tuning.tile_bytes // access.unit // units)
+        pages = max(1, self._tile_units(access) // units)
         return _Launch(access, self._flat[access], pages, units, batches_at, num_batches, num_items, programs)
 
     def _rows(
@@ -154,7 +154,7 @@ class TritonPackOps:
     ) -> tuple[NDArray[np.int64], int]:
         """The batches' rows, and how many items they have together."""
         units = self._units[access]
-        pages = max(1, self._tuning.tile_bytes // access.unit // units)
+        pages = max(1, self._tile_units(access) // units)
         tiles = [div_ceil(batch.walk.page_bytes // access.unit, units) for batch in batches]
         turns = [div_ceil(len(batch.blocks), pages) for batch in batches]
         all_turns = sum(
@@ -167,7 +167,7 @@ class TritonPackOps:
         at_once = max(at_once, min(_LEAST_TURNS, all_turns // max(1, self._max_programs // 4)))
         at_once = min(at_once, self._tuning.max_turns)
         rows, first = [], 0
-        step = min(access.memory, access.unit)
+        step = access.stride_bytes
         for batch, count, turn, lanes, blocks in zip(batches, tiles, turns, lanes_at, blocks_at, strict=True):
             walk = batch.walk
             turn = div_ceil(turn, at_once)
@@ -186,13 +186,14 @@ class TritonPackOps:
                     walk.page_bytes // access.unit,
                     walk.block_stride,
                     walk.wire_token_stride // access.unit,
-                    walk.run_bytes // access.unit,
+                    walk.wire_run_bytes // access.unit,
                     walk.planes,
                     walk.heads,
                     walk.plane_stride // step,
                     walk.head_stride // step,
                     walk.token_stride // step,
                     walk.wire_head_stride // access.unit,
+                    *(() if access.cast is None else (batch.key_values,)),
                 )
             )
             first += count * turn * len(batch.address)
@@ -229,10 +230,12 @@ class TritonPackOps:
                     FLAT=launch.flat,
                     UNIT=launch.access.unit,
                     WORD=launch.access.word,
-                    MEMORY=min(launch.access.memory, launch.access.unit),
+                    MEMORY=launch.access.stride_bytes,
+                    MEMORY_TYPE=None if launch.access.cast is None else launch.access.cast.memory,
+                    WIRE_TYPE=None if launch.access.cast is None else launch.access.cast.wire,
                     PAGES=launch.pages,
                     UNITS=launch.units,
-                    FIELDS=FIELDS,
+                    FIELDS=FIELDS if launch.access.cast is None else CAST_FIELDS,
                     STEP=STEP,
                     MULTIPLIER=MULTIPLIER,
                     num_warps=self._tuning.num_warps,
@@ -240,7 +243,18 @@ class TritonPackOps:
             return self._tickets.issue(seed is not None, numbers.tensor)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        # To change the stream and back costs more than to look: the owner's thread may be on it already.
+        if self._stream is None or torch.cuda.current_stream(self._device) == self._stream:
+            return nullcontext()
+        return torch.cuda.stream(self._stream)
+
+
+def _lane_numbers(access: Access, batch: Batch) -> NDArray[np.int64]:
+    """For each lane its address and its place in the slot; with a cast also its scales, two to a number."""
+    columns = [batch.address, batch.wire // access.unit]
+    if access.cast is not None:
+        columns.append(batch.scales.view(np.int64).reshape(-1))
+    return np.stack(columns, axis=1).reshape(-1)
 
 
 def units_at_once(pages: Sequence[tuple[int, int]], most: int) -> int:

@@ -24,6 +24,9 @@ class Tickets:
         self.sum_of_all = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=self._on_cuda)
         self._values = self._places.numpy()
+        # Views that are made once: they cost as much as the copy from one to the other.
+        self._sum = self.sum_of_all[0]
+        self._each_place = list(self._places.unbind())
         self._issued = 0
         self._pending: deque[KernelTicket] = deque()
         self._last_value = 0
@@ -44,7 +47,7 @@ class Tickets:
         place = self._issued % _PLACES
         self._issued += 1
         if with_digest:
-            self._places[place].copy_(self.sum_of_all[0], non_blocking=True)
+            self._each_place[place].copy_(self._sum, non_blocking=True)
         event: Any = None
         if self._on_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable
+from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable, are_scales
 from kvconnect.errors import LayoutError
 from kvconnect.plan.pieces import Pieces, page_pieces
 
@@ -74,8 +74,11 @@ def card_refusal(card: TableCard) -> str | None:
             and all(0 <= stride < _MOST_BYTES for stride in strides)
             and 0 <= region.first_plane < _MOST_ROWS
             and (region.heads is None or 0 <= region.heads.start <= region.heads.stop <= _MOST_ROWS)
+            and (region.key_bytes is None or 0 <= region.key_bytes <= axes.row_bytes)
         ):
             return f"layer {region.layer[:200]!r} of the peer's table has impossible sizes"
+        if not are_scales(region.scales):
+            return f"layer {region.layer[:200]!r} of the peer's table has impossible scales {region.scales}"
     return None
 
 
@@ -174,6 +177,7 @@ def align_tables(source: TableCard, target: TableCard) -> Link:
 def _region_refusal(source: Region, target: Region) -> str | None:
     for what, ours, theirs in (
         ("dtype", source.dtype, target.dtype),
+        ("scales of K and V", source.scales, target.scales),
         ("row bytes", source.axes.row_bytes, target.axes.row_bytes),
         ("rows in a page", source.axes.tokens, target.axes.tokens),
     ):

@@ -212,11 +212,17 @@ def _clip(spans: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
 def wanted_spans(
     geometry: Iterable[GroupGeometry], wanted: Sequence[GroupBlocks], num_tokens: int
 ) -> tuple[Span, ...]:
-    """The span of every group that the target wants: from its first real block to ``num_tokens``."""
+    """The span of every group that the target wants: from its first real block to ``num_tokens``.
+
+    Raises:
+        LayoutError: it wants a group that it does not have.
+    """
     by_group = {group.group: group for group in geometry}
     spans = []
     for blocks in wanted:
-        group = by_group[blocks.group]
+        group = by_group.get(blocks.group)
+        if group is None:
+            raise LayoutError(f"cache group {blocks.group} is wanted, the cache has {sorted(by_group)}")
         real = np.flatnonzero(np.asarray(blocks.block_ids, dtype=np.int64) != NULL_BLOCK)
         if not len(real):
             continue

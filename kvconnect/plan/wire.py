@@ -4,6 +4,8 @@ A wire is made once per pair of workers, from both tables; either side makes the
 of streams. In the order ``rows`` a stream is a layer: rows by token, of the heads that both sides keep,
 and for each head K before V. Block sizes, kernel splits and the order of axes do not show. In the order
 ``pages`` a stream is a region and a row is a whole page, as it is; both sides must have equal pages.
+Where that was asked for, a layer's values may be of another type on either side, in the order ``rows``:
+see ``conversion.py``.
 
 How a request is cut into chunks of a wire is in ``chunks.py``.
 """
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnect.cache.region_table import GroupGeometry, Region
+from kvconnect.cache.region_table import GroupGeometry, Region, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
 
 ORDERS = ("pages", "rows")
 
@@ -30,6 +33,7 @@ class WireStream(msgspec.Struct, frozen=True, array_like=True):
     or, where pages cannot be divided by head, all of what is kept. A state's one row stands for the
     request. ``first_plane`` tells regions apart in the order ``pages``. ``word_bytes`` is the largest
     power of two up to 8 that divides every run of bytes on either side; digests are made of such words.
+    With a ``conversion`` all of these count bytes of the type that travels.
     """
 
     layer: str
@@ -42,6 +46,7 @@ class WireStream(msgspec.Struct, frozen=True, array_like=True):
     head_bytes: int
     width_bytes: int
     word_bytes: int
+    conversion: Conversion | None = None
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True):
@@ -51,8 +56,11 @@ class Wire(msgspec.Struct, frozen=True, array_like=True):
     streams: tuple[WireStream, ...]
 
 
-def align_wire(source: TableCard, target: TableCard, order: str | None = None) -> Wire:
+def align_wire(source: TableCard, target: TableCard, order: str | None = None, convert: bool = False) -> Wire:
     """The wire of two workers; left open, the order is ``pages`` where pages are equal, else ``rows``.
+
+    With ``convert`` token rows of unlike types are converted where that is possible, in the order
+    ``rows``. Both sides must say the same.
 
     Raises:
         LayoutError: some layer cannot be matched in this order; the text lists every reason.
@@ -66,7 +74,7 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None) -
             return wire
     if order != "pages":
         refusals = []
-        wire = _row_wire(source, target, refusals)
+        wire = _row_wire(source, target, convert, refusals)
         if not refusals:
             return wire
     raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
@@ -83,7 +91,7 @@ def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wir
             refusals.append(f"layer {theirs.layer!r}: the source has no region of the same planes and heads")
             continue
         source_group, target_group = source_groups[region.group], target_groups[theirs.group]
-        if (region.dtype, region.axes) != (theirs.dtype, theirs.axes):
+        if (region.dtype, region.axes, region.scales) != (theirs.dtype, theirs.axes, theirs.scales):
             refusals.append(f"layer {theirs.layer!r}: the pages of the two sides are not alike")
         elif _tokens_differ(source_group, target_group):
             refusals.append(_tokens_refusal(theirs.layer, source_group, target_group))
@@ -133,6 +141,8 @@ class _LayerRows:
     stored: str
     head_bytes: int
     piece_bytes: int
+    key_bytes: int
+    scales: Scales
 
 
 def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
@@ -157,11 +167,13 @@ def _layer_rows(card: TableCard) -> dict[str, _LayerRows]:
             stored=f"{first.axes.tokens} rows for {tokens} tokens",
             head_bytes=planes * first.axes.row_bytes,
             piece_bytes=first.axes.row_bytes,
+            key_bytes=first.axes.row_bytes if first.key_bytes is None else first.key_bytes,
+            scales=first.scales,
         )
     return made
 
 
-def _row_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wire:
+def _row_wire(source: TableCard, target: TableCard, convert: bool, refusals: list[str]) -> Wire:
     """Layer by layer, in the target's order."""
     ours = _layer_rows(source)
     streams = []
@@ -170,28 +182,44 @@ def _row_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wire
         if mine is None:
             refusals.append(f"layer {layer!r}: the source has none of the bytes that the target keeps")
             continue
-        refusal = _row_refusal(mine, theirs)
+        converted = convert and mine.dtype != theirs.dtype
+        refusal = _row_refusal(mine, theirs) or (
+            _conversion_refusal(mine, theirs) if converted else _bytes_refusal(mine, theirs)
+        )
         if refusal:
             refusals.append(f"layer {layer!r}: {refusal}")
             continue
-        heads = None
-        if mine.heads is not None and theirs.heads is not None:
-            heads = mine.heads.intersect(theirs.heads)
-        streams.append(
-            WireStream(
-                layer=layer,
-                source_group=mine.group,
-                target_group=theirs.group,
-                is_state=theirs.is_state,
-                first_plane=0,
-                heads=heads,
-                row_tokens=theirs.row_tokens or 1,
-                head_bytes=theirs.head_bytes,
-                width_bytes=theirs.head_bytes * (theirs.undivided_heads if heads is None else len(heads)),
-                word_bytes=math.gcd(8, mine.piece_bytes, theirs.piece_bytes),
-            )
-        )
+        streams.append(_row_stream(layer, mine, theirs, converted))
     return Wire("rows", tuple(streams))
+
+
+def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: bool) -> WireStream:
+    heads, conversion = None, None
+    if source.heads is not None and target.heads is not None:
+        heads = source.heads.intersect(target.heads)
+    head_bytes = target.head_bytes
+    word_bytes = math.gcd(8, source.piece_bytes, target.piece_bytes)
+    if converted:
+        conversion = make_conversion(
+            source.dtype, target.dtype, (source.scales, source.key_bytes), (target.scales, target.key_bytes)
+        )
+        item = ITEM_BYTES[conversion.wire_dtype]
+        head_bytes = head_bytes // ITEM_BYTES[target.dtype] * item
+        values = (side.piece_bytes // ITEM_BYTES[side.dtype] for side in (source, target))
+        word_bytes = math.gcd(8, *(item * count for count in values))
+    return WireStream(
+        layer=layer,
+        source_group=source.group,
+        target_group=target.group,
+        is_state=target.is_state,
+        first_plane=0,
+        heads=heads,
+        row_tokens=target.row_tokens or 1,
+        head_bytes=head_bytes,
+        width_bytes=head_bytes * (target.undivided_heads if heads is None else len(heads)),
+        word_bytes=word_bytes,
+        conversion=conversion,
+    )
 
 
 def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
@@ -212,10 +240,45 @@ def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
         return "the source has none of the heads that the target keeps"
     if source.row_tokens is None or source.row_tokens != target.row_tokens:
         return f"stored rows differ, source {source.stored}, target {target.stored}"
+    return None
+
+
+def _bytes_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
+    """Why rows cannot travel as they are."""
     for what, ours, theirs in (
         ("dtype", source.dtype, target.dtype),
+        ("scales of K and V", source.scales, target.scales),
         ("bytes of a head and token", source.head_bytes, target.head_bytes),
     ):
-        if ours != theirs:
-            return f"{what} differ, source {ours}, target {theirs}"
+        if ours == theirs:
+            continue
+        hint = ""
+        if what == "dtype" and _conversion_refusal(source, target) is None:
+            hint = "; convert_dtype: true on both sides would have it converted"
+        return f"{what} differ, source {ours}, target {theirs}{hint}"
+    return None
+
+
+def _conversion_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
+    """Why the values of rows cannot be converted one by one."""
+    if not is_convertible(source.dtype, target.dtype):
+        return (
+            f"dtype differ, source {source.dtype}, target {target.dtype}; accepted: two of "
+            f"{', '.join(ITEM_BYTES)}; rows of another type (fp8_ds_mla keeps scales inside them) are not "
+            "converted"
+        )
+    if source.is_state:
+        return (
+            f"dtype differ, source {source.dtype}, target {target.dtype}; it keeps state, and only rows of "
+            "tokens are converted"
+        )
+    counts = []
+    for side in (source, target):
+        values, rest = divmod(side.piece_bytes, ITEM_BYTES[side.dtype])
+        counts.append(0 if rest else values * (side.head_bytes // side.piece_bytes))
+    if counts[0] != counts[1] or not counts[0]:
+        return (
+            f"values of a head and row differ, source {counts[0]} of {source.dtype}, target {counts[1]} of "
+            f"{target.dtype}; rows with more than values in them (as fp8_ds_mla's) are not converted"
+        )
     return None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
     FullAttentionSpec,
@@ -23,7 +23,9 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.orders import GroupBlocks
+from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.chunks import Chunk
 from tests.caches import attention_layer, fill_random
 
 TOGETHER = ["block token head", "block head token", "head block token"]
@@ -35,11 +37,22 @@ APART = [
     "plane head block token",
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+try:
+    import triton  # noqa: F401
+
+    KERNELS = ["triton"] if DEVICE == "cuda" else ["torch", "triton"]
+except ImportError:
+    KERNELS = ["torch"]
+NUM_BLOCKS = 40
+M64 = 2**64
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What both sides agree on. ``width`` are values of a head's K (or V), of a latent row or a state."""
+    """What both sides agree on. ``width`` are values of a head's K, of a latent row or a state.
+
+    A head's V has as many values as its K, or ``value_width`` of them.
+    """
 
     name: str
     group: int
@@ -47,6 +60,11 @@ class Layer:
     width: int
     dtype: torch.dtype
     row_tokens: int = 1
+    value_width: int | None = None
+
+    @property
+    def has_heads(self) -> bool:
+        return self.kind in ("gqa", "window")
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,15 @@ class Shape:
 
 
 class Side:
-    def __init__(self, model: Model, shape: Shape, heads: HeadInterval, num_blocks: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        heads: HeadInterval,
+        num_blocks: int,
+        seed: int,
+        scales: dict[str, Scales] | None = None,
+    ) -> None:
         self.model, self.shape, self.heads = model, shape, heads
         self.tensors: dict[str, CacheTensor] = {}
         specs = {}
@@ -80,7 +106,9 @@ class Side:
             kernel, ratio = shape.kernel[layer.group], shape.ratio[layer.group]
             pad = shape.pads[layer.name] if ratio == 1 else 0
             layout, blocks, tokens = shape.layouts[layer.name], num_blocks * ratio, kernel // layer.row_tokens
-            content = layer.width * (2 if layer.kind in ("gqa", "window") and "plane" not in layout else 1)
+            content = layer.width
+            if layer.has_heads and "plane" not in layout:
+                content += layer.width if layer.value_width is None else layer.value_width
             cache = attention_layer(layout, blocks, len(heads), tokens, content, layer.dtype, pad)
             fill_random(cache, seed + index)
             self.tensors[layer.name] = on_device(cache)
@@ -90,9 +118,10 @@ class Side:
             names = tuple(layer.name for layer in model.layers if layer.group == group)
             alike = {name: specs[name] for name in names}
             made.append(KVCacheGroup(names, UniformTypeSpec(alike) if len(names) > 1 else alike[names[0]]))
-        intervals = {layer.name: heads for layer in model.layers if layer.kind in ("gqa", "window")}
+        intervals = {layer.name: heads for layer in model.layers if layer.has_heads}
         sizes = {group: shape.kernel[group] for group in model.groups}
-        self.table = RegionTable.build(KVCacheConfig(num_blocks, tuple(made)), sizes, self.tensors, intervals)
+        config = KVCacheConfig(num_blocks, tuple(made))
+        self.table = RegionTable.build(config, sizes, self.tensors, intervals, scales)
 
     def card(self) -> TableCard:
         return TableCard.of(self.table)
@@ -176,9 +205,11 @@ def on_device(cache: CacheTensor) -> CacheTensor:
 
 def layer_spec(layer: Layer, model: Model, block_tokens: int, heads: int):
     if layer.kind == "gqa":
-        return FullAttentionSpec(block_tokens, heads, layer.width, layer.dtype)
+        return FullAttentionSpec(block_tokens, heads, layer.width, layer.dtype, layer.value_width)
     if layer.kind == "window":
-        return SlidingWindowSpec(block_tokens, heads, layer.width, layer.dtype, sliding_window=model.window)
+        return SlidingWindowSpec(
+            block_tokens, heads, layer.width, layer.dtype, layer.value_width, sliding_window=model.window
+        )
     if layer.kind == "mla":
         return MLASpec(
             block_tokens, layer.width, layer.dtype, stored_block_size=block_tokens // layer.row_tokens
@@ -232,10 +263,61 @@ def shapes(draw, model: Model):
         ratio[group] = 1 if "state" in kinds else draw(st.integers(1, 3))
     for layer in model.layers:
         fixed = {"mla": "block token", "state": "block"}
-        layouts[layer.name] = fixed.get(layer.kind) or draw(st.sampled_from(TOGETHER + APART))
+        possible = TOGETHER + APART if layer.value_width is None else TOGETHER
+        layouts[layer.name] = fixed.get(layer.kind) or draw(st.sampled_from(possible))
         pads[layer.name] = draw(st.integers(0, 3))
     return Shape(layouts, pads, kernel, ratio)
 
 
 def rank_heads(model: Model, rank: int, world: int) -> HeadInterval:
     return shard_heads(model.total_heads, rank, world)
+
+
+@st.composite
+def held_blocks(draw, model: Model, shape: Shape, may_skip: bool):
+    """Blocks of every group. The source lacks only what lies before a window; the target lacks any."""
+    ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
+    made = {}
+    for layer in model.layers:
+        group = layer.group
+        if group in made:
+            continue
+        if layer.kind == "state":
+            made[group] = GroupBlocks(group, 0, (next(ids),))
+            continue
+        tokens = shape.kernel[group] * shape.ratio[group]
+        blocks = []
+        for position in range(-(-model.num_tokens // tokens)):
+            gone = layer.kind == "window" and (position + 1) * tokens <= model.num_tokens - model.window
+            missing = draw(st.booleans()) if gone else may_skip and draw(st.integers(0, 4)) == 0
+            blocks.append(0 if missing else next(ids))
+        first = 0
+        while blocks and not blocks[0] and draw(st.booleans()):
+            first, blocks = first + 1, blocks[1:]
+        made[group] = GroupBlocks(group, first, tuple(blocks))
+    return made
+
+
+def digest_by_hand(streams, seed):
+    """The digest of (offset, word bytes, data), word by word."""
+    total = 0
+    for offset, word, data in streams:
+        for at in range(0, len(data), word):
+            x = int.from_bytes(data[at : at + word], "little") + seed + STEP * ((offset + at) // word)
+            x %= M64
+            x ^= x >> 32
+            x = x * MULTIPLIER % M64
+            x ^= x >> 32
+            total += x
+    return total % M64
+
+
+def rows_of(layer: Layer, chunk: Chunk) -> range:
+    for span in chunk.spans:
+        if span.group == layer.group:
+            return range(span.start // layer.row_tokens, -(-span.stop // layer.row_tokens))
+    return range(0)
+
+
+def slot_for(staged, fill=0xA5):
+    return torch.full((staged.total_bytes + 32,), fill, dtype=torch.uint8, device=DEVICE)

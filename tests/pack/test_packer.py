@@ -13,41 +13,26 @@ from hypothesis import strategies as st
 from kvconnect.cache.shard import HeadInterval, partner_ranks
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk, Span
 from kvconnect.plan.wire import align_wire
-from tests.pack.sides import DEVICE, Layer, Model, Shape, Side, models, rank_heads, shapes
-
-try:
-    import triton  # noqa: F401
-
-    KERNELS = ["triton"] if DEVICE == "cuda" else ["torch", "triton"]
-except ImportError:
-    KERNELS = ["torch"]
-NUM_BLOCKS = 40
-M64 = 2**64
-
-
-def digest_by_hand(streams, seed):
-    """The digest of (offset, word bytes, data), word by word."""
-    total = 0
-    for offset, word, data in streams:
-        for at in range(0, len(data), word):
-            x = int.from_bytes(data[at : at + word], "little") + seed + STEP * ((offset + at) // word)
-            x %= M64
-            x ^= x >> 32
-            x = x * MULTIPLIER % M64
-            x ^= x >> 32
-            total += x
-    return total % M64
-
-
-def rows_of(layer: Layer, chunk: Chunk) -> range:
-    for span in chunk.spans:
-        if span.group == layer.group:
-            return range(span.start // layer.row_tokens, -(-span.stop // layer.row_tokens))
-    return range(0)
+from tests.pack.sides import (
+    DEVICE,
+    KERNELS,
+    M64,
+    NUM_BLOCKS,
+    Layer,
+    Model,
+    Shape,
+    Side,
+    digest_by_hand,
+    held_blocks,
+    models,
+    rank_heads,
+    rows_of,
+    shapes,
+    slot_for,
+)
 
 
 def expected_slot(source: Side, blocks, target: Side, wire, chunk):
@@ -93,10 +78,6 @@ def write_by_hand(target: Side, blocks, wire, chunk, streams, source: Side, imag
                     images[layer.name].write(block, token, head, one)
 
 
-def slot_for(staged, fill=0xA5):
-    return torch.full((staged.total_bytes + 32,), fill, dtype=torch.uint8, device=DEVICE)
-
-
 def exchange(kernels, source, source_blocks, target, target_blocks, spans, slot_bytes, seed, max_programs=0):
     """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
     num_tokens = source.model.num_tokens
@@ -134,31 +115,6 @@ def exchange(kernels, source, source_blocks, target, target_blocks, spans, slot_
     for name in names:
         assert torch.equal(source.storage(name), untouched[name])
         assert torch.equal(target.storage(name), images[name].storage())
-
-
-@st.composite
-def held_blocks(draw, model: Model, shape: Shape, may_skip: bool):
-    """Blocks of every group. The source lacks only what lies before a window; the target lacks any."""
-    ids = iter(draw(st.permutations(range(1, NUM_BLOCKS))))
-    made = {}
-    for layer in model.layers:
-        group = layer.group
-        if group in made:
-            continue
-        if layer.kind == "state":
-            made[group] = GroupBlocks(group, 0, (next(ids),))
-            continue
-        tokens = shape.kernel[group] * shape.ratio[group]
-        blocks = []
-        for position in range(-(-model.num_tokens // tokens)):
-            gone = layer.kind == "window" and (position + 1) * tokens <= model.num_tokens - model.window
-            missing = draw(st.booleans()) if gone else may_skip and draw(st.integers(0, 4)) == 0
-            blocks.append(0 if missing else next(ids))
-        first = 0
-        while blocks and not blocks[0] and draw(st.booleans()):
-            first, blocks = first + 1, blocks[1:]
-        made[group] = GroupBlocks(group, first, tuple(blocks))
-    return made
 
 
 @st.composite

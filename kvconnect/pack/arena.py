@@ -1,0 +1,54 @@
+"""The memory of slots: one allocation that a worker makes once and registers with its engine."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconnect.errors import ConfigError
+
+ALIGN_BYTES = 4096
+_AUTO_CPU_BYTES = 16 << 20
+_MOST_CUDA_BYTES = 256 << 20
+_PART_OF_CUDA_MEMORY = 512
+
+
+def auto_slot_bytes(device: torch.device | str) -> int:
+    """How large slots are where nobody says: large enough that a transfer's fixed cost counts little."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _AUTO_CPU_BYTES
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return min(_MOST_CUDA_BYTES, total_bytes // _PART_OF_CUDA_MEMORY // ALIGN_BYTES * ALIGN_BYTES)
+
+
+class Arena:
+    """Slots side by side on one device, and scratch memory after them.
+
+    Raises:
+        ConfigError: the device has no room for them.
+    """
+
+    def __init__(
+        self, device: torch.device | str, slot_bytes: int, count: int, scratch_bytes: int = 0
+    ) -> None:
+        self.device = torch.device(device)
+        self.slot_bytes = slot_bytes
+        self.length_bytes = slot_bytes * count + scratch_bytes
+        self.scratch_bytes = scratch_bytes
+        try:
+            self._storage = torch.empty(
+                self.length_bytes + ALIGN_BYTES, dtype=torch.uint8, device=self.device
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; set num_slots or "
+                f"slot_bytes lower, or path to 'direct': {error}"
+            ) from error
+        self.address = -(-self._storage.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
+        self.scratch_address = self.address + slot_bytes * count
+        self.addresses = tuple(self.address + index * slot_bytes for index in range(count))
+
+    def view(self, address: int, length_bytes: int) -> torch.Tensor:
+        """Some of its bytes."""
+        start = address - self._storage.data_ptr()
+        return self._storage[start : start + length_bytes]

@@ -1,0 +1,73 @@
+"""Values cast between the type of a cache and the type that travels, as tables.
+
+A value has at most 16 bits, so that a cast of it is one look-up in at most 65536 entries. What the
+entries are is the contract of every kernel:
+
+    to float8_e4m3fn:   x / scale, in float32, then the nearest value, ties to even, held within +-448
+    from float8_e4m3fn: value * scale, in float32, then the nearest value, ties to even
+    bfloat16, float16:  the nearest value, ties to even; infinite where it is out of range
+
+What is no number stays none, and is one pattern of bits whatever it was: 0x7f, 0x7fc0 or 0x7e00.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from kvconnect.plan.conversion import ITEM_BYTES, SCALED
+
+NAN_BITS = {"float8_e4m3fn": 0x7F, "bfloat16": 0x7FC0, "float16": 0x7E00}
+
+_INTS = {1: torch.int8, 2: torch.int16}
+_LARGEST = 448.0
+_MOST_TABLES = 512
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The type of a side's values in memory, and their type on the wire, which is never wider."""
+
+    memory: str
+    wire: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of a value in memory."""
+        return ITEM_BYTES[self.memory]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a value on the wire."""
+        return ITEM_BYTES[self.wire]
+
+    @property
+    def widening(self) -> int:
+        """Bytes of memory for one on the wire."""
+        return self.memory_bytes // self.wire_bytes
+
+    @property
+    def is_scaled(self) -> bool:
+        """One of the two types has scales."""
+        return SCALED in (self.memory, self.wire)
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def cast_table(source: str, target: str, scale: float) -> NDArray[Any]:
+    """The bits that values have as ``target`` by those that they have as ``source``: uint8 or uint16."""
+    item = ITEM_BYTES[source]
+    bits = torch.arange(-(1 << 8 * item - 1), 1 << 8 * item - 1, dtype=_INTS[item]).roll(1 << 8 * item - 1)
+    values = bits.view(getattr(torch, source)).float()
+    factor = torch.tensor(scale, dtype=torch.float32)
+    if target == SCALED:
+        # Some versions of torch make NaN of what is out of range.
+        values = (values / factor).clamp(-_LARGEST, _LARGEST)
+    elif source == SCALED:
+        values = values * factor
+    item = ITEM_BYTES[target]
+    cast = values.to(getattr(torch, target)).view(_INTS[item])
+    return cast.masked_fill(values.isnan(), NAN_BITS[target]).numpy().view(f"u{item}")
