@@ -1,0 +1,294 @@
+"""What the ranks of two configurations exchange for one request, by which path, and why not by another.
+
+The same functions that workers use line up the tables and cut the request; nothing here decides by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.shard import partner_ranks, shard_heads
+from kvconnect.errors import LayoutError
+from kvconnect.explain.cache_file import CacheFile, Rates
+from kvconnect.explain.reasons import reasons
+from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.arena import auto_slot_bytes
+from kvconnect.plan.align import Link, TableCard, align_tables
+from kvconnect.plan.chunks import Chunk, Chunker, Span, wanted_spans
+from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
+from kvconnect.plan.size import PlanSize, plan_size
+from kvconnect.plan.wire import align_wire
+from kvconnect.worker.routes import chunks_in_turn
+
+CUDA_SLOT_BYTES = 128 << 20
+"""What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request between two ranks, its blocks ``scattered`` or ``adjacent`` on both sides.
+
+    A path that is closed has None for what it would take. ``path`` is empty where both are.
+    """
+
+    blocks: str
+    path: str
+    copies: int | None = None
+    least_copy_bytes: int | None = None
+    most_copy_bytes: int | None = None
+    direct_bytes: int | None = None
+    direct_s: float | None = None
+    packed_bytes: int | None = None
+    chunks: int | None = None
+    packed_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks that exchange something.
+
+    ``heads`` are those that both keep, by kind of layers, as first and last; None where pages are not
+    divided by head. ``order`` is that of the packed path on the wire, empty where it is closed. ``closed``
+    has the reasons why a path is.
+    """
+
+    source_rank: int
+    target_rank: int
+    heads: dict[str, tuple[int, int] | None]
+    order: str
+    closed: dict[str, list[str]]
+    cases: list[Case]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything about a pair of configurations. ``refusals`` are reasons why they cannot work together."""
+
+    tokens: int
+    measured: bool
+    rates: str
+    refusals: list[str]
+    pairs: list[Pair]
+
+    @property
+    def works(self) -> bool:
+        """The target can get all that it needs."""
+        return (
+            not self.refusals and bool(self.pairs) and all(case.path for p in self.pairs for case in p.cases)
+        )
+
+
+def make_report(source: CacheFile, target: CacheFile, num_tokens: int, rates: Rates | None) -> Report:
+    """Work out what the ranks of ``target`` fetch from those of ``source`` for a request of ``num_tokens``.
+
+    Raises:
+        LayoutError: one of the caches cannot be expressed.
+        ConfigError: it has no room on this machine, not even for its addresses.
+    """
+    refusals = list(_refusals(source, target))
+    cost = rates.link_cost() if rates else LinkCost()
+    pairs = []
+    if source.num_heads == target.num_heads:
+        sides = _Sides(source, target, num_tokens)
+        for target_rank in range(target.tp_size):
+            for source_rank in partner_ranks(target_rank, target.tp_size, source.tp_size, target.num_heads):
+                pairs.append(sides.explain(source_rank, target_rank, rates, not refusals))
+    return Report(num_tokens, rates is not None, cost.describe(), refusals, pairs)
+
+
+def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
+    """Why two workers say no when they meet, whatever their tables."""
+    engines = {source.extra.engine, target.extra.engine} - {"auto"}
+    if len(engines) > 1:
+        yield f"engine differs: source {source.extra.engine!r}, target {target.extra.engine!r}"
+    if source.extra.convert_dtype != target.extra.convert_dtype:
+        yield (
+            f"convert_dtype differs: source {source.extra.convert_dtype}, target "
+            f"{target.extra.convert_dtype}; both must say the same"
+        )
+    if source.num_heads != target.num_heads:
+        yield f"the number of KV heads differs: source {source.num_heads}, target {target.num_heads}"
+    ours, theirs = ({kind.label: kind for kind in side.layers} for side in (source, target))
+    for label in dict.fromkeys([*ours, *theirs]):
+        if label not in ours or label not in theirs:
+            yield f"layers {label!r}: only the {'source' if label in ours else 'target'} has any"
+            continue
+        for field in ("kind", "num_layers", "num_kv_heads", "sliding_window"):
+            our_value, their_value = getattr(ours[label], field), getattr(theirs[label], field)
+            if our_value != their_value:
+                yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
+    if (source.has_state or target.has_state) and source.tp_size != target.tp_size:
+        yield (
+            "recurrent state travels between equal tensor-parallel sizes only: tp_size is "
+            f"{source.tp_size} on the source, {target.tp_size} on the target"
+        )
+
+
+class _Sides:
+    """Both configurations with what is made once of them: tables by rank, and the request's blocks."""
+
+    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int) -> None:
+        self._files = (source, target)
+        self._tokens = num_tokens
+        self._room = [blocks_needed(side, num_tokens) for side in self._files]
+        self._tables: dict[tuple[int, int], RegionTable] = {}
+        self._blocks = {
+            name: [
+                request_blocks(side, num_tokens, room, name == "scattered", seed)
+                for seed, (side, room) in enumerate(zip(self._files, self._room, strict=True))
+            ]
+            for name in ("scattered", "adjacent")
+        }
+
+    def explain(self, source_rank: int, target_rank: int, rates: Rates | None, may: bool) -> Pair:
+        """What one rank fetches from another; no path is taken where they ``may`` not."""
+        source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
+        closed: dict[str, list[str]] = {"direct": [], "packed": []}
+        link = self._direct(source, target, closed["direct"])
+        chunker, slot_bytes = self._packed(source, target, closed["packed"])
+        cases = []
+        for name, (held, wanted) in self._blocks.items():
+            size = self._direct_size(link, held, wanted, closed["direct"])
+            sizes = self._chunk_sizes(chunker, target, wanted, slot_bytes, rates, closed["packed"])
+            # A cost of its own for each, so that none is influenced by the one before.
+            cases.append(_case(name, size, sizes, rates.link_cost() if rates else LinkCost(), may))
+        return Pair(
+            source_rank,
+            target_rank,
+            self._heads(source_rank, target_rank),
+            chunker.wire.order if chunker else "",
+            {path: list(dict.fromkeys(reasons)) for path, reasons in closed.items()},
+            cases,
+        )
+
+    def _card(self, side: int, rank: int) -> TableCard:
+        if (side, rank) not in self._tables:
+            self._tables[side, rank] = rank_table(self._files[side], rank, self._room[side])
+        return TableCard.of(self._tables[side, rank])
+
+    def _heads(self, source_rank: int, target_rank: int) -> dict[str, tuple[int, int] | None]:
+        source, target = self._files
+        heads: dict[str, tuple[int, int] | None] = {}
+        for kind in target.layers:
+            heads[kind.label] = None
+            if kind.num_kv_heads is not None:
+                shared = shard_heads(kind.num_kv_heads, source_rank, source.tp_size).intersect(
+                    shard_heads(kind.num_kv_heads, target_rank, target.tp_size)
+                )
+                heads[kind.label] = (shared.start, shared.stop - 1)
+        return heads
+
+    def _direct(self, source: TableCard, target: TableCard, closed: list[str]) -> Link | None:
+        for name, side in zip(("source", "target"), self._files, strict=True):
+            if side.extra.path == "packed":
+                closed.append(f"the {name}'s path is 'packed'")
+        try:
+            link = align_tables(source, target)
+        except LayoutError as error:
+            closed.extend(reasons(error))
+            return None
+        return None if closed else link
+
+    def _packed(self, source: TableCard, target: TableCard, closed: list[str]) -> tuple[Chunker | None, int]:
+        for name, side in zip(("source", "target"), self._files, strict=True):
+            if side.extra.path == "direct":
+                closed.append(f"the {name}'s path is 'direct'")
+            elif not side.extra.num_slots:
+                closed.append(f"the {name} has no slots: num_slots is 0")
+        try:
+            convert = all(side.extra.convert_dtype for side in self._files)
+            chunker = Chunker(align_wire(source, target, convert=convert))
+        except LayoutError as error:
+            closed.extend(reasons(error))
+            return None, 0
+        return (None if closed else chunker), min(_slot_bytes(side) for side in self._files)
+
+    def _direct_size(
+        self, link: Link | None, held: list[GroupBlocks], wanted: list[GroupBlocks], closed: list[str]
+    ) -> PlanSize | None:
+        if link is None:
+            return None
+        try:
+            return plan_size(link, held, wanted, self._tokens)
+        except LayoutError as error:
+            closed.extend(reasons(error))
+            return None
+
+    def _chunk_sizes(
+        self,
+        chunker: Chunker | None,
+        target: TableCard,
+        wanted: list[GroupBlocks],
+        slot_bytes: int,
+        rates: Rates | None,
+        closed: list[str],
+    ) -> list[int]:
+        """The bytes of the chunks that the target would ask for; none where that cannot be."""
+        if chunker is None:
+            return []
+        try:
+            chunks = self._cut(chunker, target, wanted, slot_bytes, rates)
+        except LayoutError as error:
+            closed.extend(reasons(error))
+            return []
+        return [chunker.place(chunk).total_bytes for chunk in chunks]
+
+    def _cut(
+        self,
+        chunker: Chunker,
+        target: TableCard,
+        wanted: list[GroupBlocks],
+        slot_bytes: int,
+        rates: Rates | None,
+    ) -> tuple[Chunk, ...]:
+        """As a decode worker does it: several chunks, so that packing, moving and unpacking overlap."""
+        spans = wanted_spans(target.groups, wanted, self._tokens)
+        streams = len(chunker.wire.streams)
+        block_tokens = max(
+            (kind.block_size or 1 for side in self._files for kind in side.layers if kind.kind != "state"),
+            default=1,
+        )
+        step = tuple(Span(group.group, 0, 1 if group.is_state else block_tokens) for group in target.groups)
+        step_bytes = chunker.place(Chunk(0, streams, step)).total_bytes
+        total_bytes = chunker.place(Chunk(0, streams, spans)).total_bytes
+        pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
+        wanted_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, pack_rate))
+        for budget in (min(slot_bytes, wanted_bytes + step_bytes), slot_bytes):
+            with suppress(LayoutError):
+                return chunker.cut(spans, budget, block_tokens)
+        return chunker.cut(spans, slot_bytes)
+
+
+def _case(name: str, size: PlanSize | None, chunk_sizes: list[int], cost: LinkCost, may: bool) -> Case:
+    direct_s = packed_s = None
+    packed_bytes, chunks = sum(chunk_sizes), len(chunk_sizes)
+    path = ""
+    if size is not None:
+        direct_s, path = cost.predict_direct(size.copies, size.total_bytes), "direct"
+    if chunk_sizes:
+        packed_s, path = cost.predict_packed(packed_bytes, chunks), "packed"
+    if size is not None and chunk_sizes:
+        path = cost.choose(size.copies, size.total_bytes, packed_bytes, chunks).path
+    return Case(
+        blocks=name,
+        path=path if may else "",
+        copies=size.copies if size else None,
+        least_copy_bytes=size.least_bytes if size else None,
+        most_copy_bytes=size.most_bytes if size else None,
+        direct_bytes=size.total_bytes if size else None,
+        direct_s=direct_s,
+        packed_bytes=packed_bytes if chunk_sizes else None,
+        chunks=chunks or None,
+        packed_s=packed_s,
+    )
+
+
+def _slot_bytes(side: CacheFile) -> int:
+    if side.extra.slot_bytes:
+        return side.extra.slot_bytes
+    return CUDA_SLOT_BYTES if side.device == "cuda" else auto_slot_bytes("cpu")

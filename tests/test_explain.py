@@ -1,0 +1,383 @@
+"""What ``kvconnect explain`` says is what two workers would do, counted here by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvconnect import cli
+from kvconnect.errors import ConfigError
+from kvconnect.explain.cache_file import Rates, parse_cache
+from kvconnect.explain.report import make_report
+from kvconnect.explain.tables import rank_table
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "deploy" / "examples"
+GQA = {"kind": "gqa", "num_layers": 3, "num_kv_heads": 4, "head_size": 8}
+MLA = {"kind": "mla", "num_layers": 2, "head_size": 12}
+STATE = {"kind": "state", "num_layers": 2, "state_bytes": 1000}
+SLIDING = {"kind": "sliding", "num_layers": 2, "num_kv_heads": 4, "head_size": 8, "sliding_window": 40}
+
+
+def cache(*layers, **outer):
+    transfer = {
+        key: outer.pop(key)
+        for key in ("engine", "path", "slot_bytes", "num_slots", "convert_dtype")
+        if key in outer
+    }
+    return parse_cache(
+        {"layers": list(layers), "block_size": 16, **outer, "kv_connector_extra_config": transfer}
+    )
+
+
+def explain(source, target, tokens=100, **rates):
+    engine = {"seconds_per_batch": 1e-4, "seconds_per_copy": 1e-5, "bytes_per_s": 1e10}
+    return make_report(source, target, tokens, Rates(**{**engine, **rates}))
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "kvconnect", "explain", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+# --- the numbers --------------------------------------------------------------------------------------
+
+
+LAYOUTS = st.sampled_from(["nhd", "hnd", "heads_first"])
+SIDES = st.fixed_dictionaries({"layout": LAYOUTS, "tp_size": st.integers(1, 6), "ratio": st.integers(1, 3)})
+
+
+@settings(max_examples=60)
+@given(SIDES, SIDES, st.sampled_from(["together", "per_block", "apart"]), st.integers(1, 300))
+def test_every_target_rank_gets_each_of_its_heads_once_and_whole(source, target, kv, tokens):
+    sides = [
+        cache(
+            {**GQA, "layout": side["layout"], "kv": kv},
+            MLA,
+            tp_size=side["tp_size"],
+            block_size=16 * side["ratio"],
+            kernel_block_size=16,
+        )
+        for side in (source, target)
+    ]
+    report = explain(*sides, tokens=tokens)
+    assert report.works
+    head_bytes = 3 * 2 * 8 * 2
+    latent_bytes = 2 * 12 * 2
+    for rank in range(target["tp_size"]):
+        wanted = {head for head in range(4) if rank in owners(head, target["tp_size"])}
+        pairs = [pair for pair in report.pairs if pair.target_rank == rank]
+        got = [head for pair in pairs for head in range(pair.heads["gqa"][0], pair.heads["gqa"][1] + 1)]
+        assert sorted(got) == sorted(wanted)
+        for pair in pairs:
+            heads = pair.heads["gqa"][1] - pair.heads["gqa"][0] + 1
+            row_bytes = heads * head_bytes + latent_bytes
+            assert pair.heads["mla"] is None
+            for case in pair.cases:
+                # Whole kernel blocks on the direct path; on the packed one, in the order `rows`, whole rows.
+                assert case.direct_bytes == math.ceil(tokens / 16) * 16 * row_bytes
+                least = tokens * row_bytes if pair.order == "rows" else case.direct_bytes
+                assert least <= case.packed_bytes <= least + case.chunks * 11 * 15
+                assert case.least_copy_bytes * case.copies <= case.direct_bytes
+                assert case.most_copy_bytes * case.copies >= case.direct_bytes
+
+
+def owners(head, world):
+    """The ranks that keep a head, by counting."""
+    if world >= 4:
+        return [rank for rank in range(world) if rank * 4 // world == head]
+    return [rank for rank in range(world) if rank * 4 // world <= head < (rank + 1) * 4 // world]
+
+
+def test_equal_caches_are_whole_pages_and_adjacent_blocks_are_runs():
+    side = cache(GQA)
+    scattered, adjacent = explain(side, side, tokens=16 * 64).pairs[0].cases
+    page_bytes = 16 * 4 * 2 * 8 * 2
+    assert (adjacent.copies, adjacent.most_copy_bytes) == (3, 64 * page_bytes)
+    assert 3 * 50 < scattered.copies <= 3 * 64
+    assert (scattered.least_copy_bytes, scattered.direct_bytes) == (page_bytes, 3 * 64 * page_bytes)
+    assert explain(side, side).pairs[0].order == "pages"
+
+
+def test_a_window_is_all_that_travels_of_a_sliding_layer():
+    report = explain(cache(SLIDING), cache(SLIDING), tokens=1000)
+    # Tokens 960 to 999 are seen, which blocks 60 to 62 hold.
+    assert report.pairs[0].cases[0].direct_bytes == 3 * 16 * 2 * (4 * 2 * 8 * 2)
+
+
+def test_state_is_one_page_whatever_the_tokens():
+    for tokens in (1, 1000):
+        case = explain(cache(STATE, tp_size=2), cache(STATE, tp_size=2), tokens=tokens).pairs[1].cases[0]
+        assert (case.copies, case.direct_bytes) == (2, 2000)
+
+
+def test_what_was_measured_decides():
+    sides = cache(GQA), cache({**GQA, "layout": "hnd"})
+    slow_copies = explain(*sides, tokens=4096, seconds_per_copy=1e-4, pack_bytes_per_s=1e11)
+    slow_packing = explain(*sides, tokens=4096, seconds_per_copy=1e-9, bytes_per_s=1e12, pack_bytes_per_s=1e6)
+    assert [case.path for case in slow_copies.pairs[0].cases] == ["packed", "packed"]
+    assert [case.path for case in slow_packing.pairs[0].cases] == ["direct", "direct"]
+    for report in (slow_copies, slow_packing):
+        for case in report.pairs[0].cases:
+            assert (case.packed_s < case.direct_s) is (case.path == "packed")
+
+
+def test_a_request_is_cut_into_chunks_that_fit_a_slot():
+    side = cache(GQA, slot_bytes=8192)
+    case = explain(side, side, tokens=1600).pairs[0].cases[0]
+    assert case.chunks >= case.packed_bytes / 8192
+    tiny = cache({**GQA, "num_kv_heads": 64, "head_size": 128}, slot_bytes=4096)
+    report = explain(tiny, tiny)
+    assert "a slot has 4096 bytes" in report.pairs[0].closed["packed"][0]
+    assert report.pairs[0].cases[0].path == "direct"
+
+
+def test_no_memory_is_touched():
+    # Each rank's addresses span a tebibyte.
+    wide = cache({**GQA, "num_kv_heads": 8, "head_size": 128, "num_layers": 64}, tp_size=1)
+    before = resident_bytes()
+    table = rank_table(wide, 0, 1 << 18)
+    assert sum(storage.length_bytes for storage in table.storages) == 1 << 40
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+# --- why not ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "reason"),
+    [
+        ({"engine": "nixl"}, {"engine": "mooncake"}, "engine differs: source 'nixl', target 'mooncake'"),
+        ({"convert_dtype": True}, {}, "convert_dtype differs: source True, target False"),
+        ({}, {"layers": [{**GQA, "num_kv_heads": 2}]}, "number of KV heads differs: source 4, target 2"),
+        ({}, {"layers": [{**GQA, "num_layers": 5}]}, "layers 'gqa': num_layers differs, source 3, target 5"),
+        ({}, {"layers": [GQA, MLA]}, "layers 'mla': only the target has any"),
+        ({"layers": [GQA, MLA]}, {}, "layers 'mla': only the source has any"),
+        (
+            {"layers": [STATE], "tp_size": 2},
+            {"layers": [STATE], "tp_size": 1},
+            "equal tensor-parallel sizes only: tp_size is 2 on the source, 1 on the target",
+        ),
+    ],
+)
+def test_workers_that_would_refuse_each_other_do_so_here(source, target, reason):
+    sides = [cache(*side.pop("layers", [GQA]), **side) for side in (dict(source), dict(target))]
+    report = explain(*sides)
+    assert any(reason in refusal for refusal in report.refusals)
+    assert not report.works
+    assert all(case.path == "" for pair in report.pairs for case in pair.cases)
+
+
+def test_an_engine_that_is_chosen_there_is_no_difference():
+    assert explain(cache(GQA, engine="auto"), cache(GQA, engine="nixl")).works
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "direct", "packed"),
+    [
+        ({}, {"path": "direct"}, [], ["the target's path is 'direct'"]),
+        ({"path": "packed"}, {}, ["the source's path is 'packed'"], []),
+        ({"num_slots": 0}, {}, [], ["the source has no slots: num_slots is 0"]),
+        (
+            {},
+            {"block_size": 32},
+            ["layers gqa.0 to gqa.2 (3): rows in a page differ, source 16, target 32"],
+            [],
+        ),
+        (
+            {},
+            {"kv": "apart", "dtype": "float16"},
+            ["layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16"],
+            [
+                "layers gqa.0 to gqa.2 (3): dtype differ, source bfloat16, target float16; convert_dtype: "
+                "true on both sides would have it converted"
+            ],
+        ),
+        (
+            {"path": "direct"},
+            {"path": "packed"},
+            ["the target's path is 'packed'"],
+            ["the source's path is 'direct'"],
+        ),
+    ],
+)
+def test_a_closed_path_has_all_its_reasons(source, target, direct, packed):
+    of_layers = ("kv", "dtype")
+    sides = [
+        cache(
+            {**GQA, **{key: value for key, value in side.items() if key in of_layers}},
+            **{key: value for key, value in side.items() if key not in of_layers},
+        )
+        for side in (source, target)
+    ]
+    report = explain(*sides)
+    assert report.refusals == []
+    assert report.pairs[0].closed == {"direct": direct, "packed": packed}
+    open_paths = [path for path, reasons in (("direct", direct), ("packed", packed)) if not reasons]
+    for case in report.pairs[0].cases:
+        assert case.path in (open_paths or [""])
+        assert (case.direct_s is None) is bool(direct)
+        assert (case.packed_s is None) is bool(packed)
+    assert report.works is bool(open_paths)
+
+
+def test_types_are_converted_where_both_sides_say_so():
+    sides = [cache({**GQA, "dtype": dtype}, convert_dtype=True) for dtype in ("bfloat16", "float8_e4m3fn")]
+    case = explain(*sides).pairs[0].cases[0]
+    assert case.path == "packed"
+    # The narrower type travels.
+    assert case.packed_bytes == pytest.approx(100 * 3 * 4 * 2 * 8, abs=64)
+
+
+# --- what is wrong with a file ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"layers": [GQA]}, "block_size is missing; accepted: whole numbers from 1 to 65536"),
+        ({"layers": [], "block_size": 16}, "layers is empty"),
+        ({"layers": [GQA], "block_size": 0}, "block_size is 0; accepted: whole numbers from 1 to 65536"),
+        (
+            {"layers": [GQA], "block_size": 16, "tp_sise": 2},
+            "tp_sise is no key (its value is 2); did you mean 'tp_size'?",
+        ),
+        ({"layers": [3], "block_size": 16}, "layers[0] is 3; accepted: an object"),
+        ({"layers": [{"kind": "gqa"}], "block_size": 16}, "layers[0].num_layers is missing"),
+        (
+            {"layers": [{**GQA, "kind": "rnn"}], "block_size": 16},
+            "layers[0].kind is 'rnn'; accepted: gqa, mla, sliding, state",
+        ),
+        (
+            {"layers": [GQA, {**MLA, "num_kv_heads": 8}], "block_size": 16},
+            "layers[1].num_kv_heads is 8, which layers of kind 'mla' do not have; accepted: block_size,",
+        ),
+        (
+            {"layers": [{**SLIDING, "sliding_window": None}], "block_size": 16},
+            "layers[0].sliding_window is missing; layers of kind 'sliding' need it",
+        ),
+        (
+            {"layers": [{**GQA, "layout": "dhn"}], "block_size": 16},
+            "layers[0].layout is 'dhn'; accepted: heads_first, hnd, nhd",
+        ),
+        ({"layers": [GQA, GQA], "block_size": 16}, "layers[1].name is 'gqa', which layers[0] has too"),
+        (
+            {"layers": [GQA], "block_size": 16, "kernel_block_size": 32},
+            "layers[0]: block_size is 16, but the attention kernels need blocks of 32 tokens",
+        ),
+        (
+            {"layers": [GQA], "block_size": 16, "kv_connector_extra_config": {"path": "fast"}},
+            "kv_connector_extra_config.path is 'fast': accepted: auto, direct, packed",
+        ),
+    ],
+)
+def test_a_wrong_configuration_names_the_key_the_value_and_what_is_accepted(given, text):
+    with pytest.raises(ConfigError) as caught:
+        parse_cache(given)
+    assert text in str(caught.value)
+
+
+def test_kinds_of_layers_may_have_blocks_of_their_own():
+    side = cache(GQA, {**MLA, "block_size": 64}, {**STATE, "block_size": 2048}, kernel_block_size=8)
+    assert [(kind.block_size, kind.kernel_block_size) for kind in side.layers] == [
+        (16, 8),
+        (64, 64),
+        (2048, 2048),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "it is not JSON"),
+        ("[1]", "it holds list; accepted: a JSON object"),
+        ('{"seconds_per_batch": 1e-4}', "seconds_per_copy is missing"),
+        (
+            '{"seconds_per_batch": 1e-4, "seconds_per_copy": -1, "bytes_per_s": 1e9}',
+            "seconds_per_copy is -1; accepted: numbers above 0",
+        ),
+    ],
+)
+def test_wrong_rates_are_one_line_and_exit_code_2(text, reason, tmp_path):
+    rates = tmp_path / "rates.json"
+    rates.write_text(text)
+    files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
+    done = command(*files, "--rates", str(rates))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvconnect: {rates}: {reason}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 2**20 + 1])
+def test_tokens_have_bounds(tokens):
+    files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
+    result = CliRunner().invoke(cli.app, ["explain", *files, "--tokens", str(tokens)])
+    assert f"tokens is {tokens}; accepted: 1 to 1048576" in str(result.exception)
+
+
+def test_a_file_that_is_not_there_is_named():
+    done = command("nowhere.json", str(EXAMPLES / "decode.cache.json"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "kvconnect: nowhere.json: it cannot be read: No such file or directory\n",
+    )
+
+
+# --- the command, with the examples that come with it -------------------------------------------------
+
+
+def test_the_examples_are_explained_in_json():
+    files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
+    done = command(*files, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["works"], found["tokens"], found["refusals"]) == (True, 8192, [])
+    pairs = {(pair["source_rank"], pair["target_rank"]): pair for pair in found["pairs"]}
+    assert {ranks: pair["heads"]["gqa"] for ranks, pair in pairs.items()} == {
+        (0, 0): [0, 1],
+        (1, 0): [2, 3],
+        (2, 1): [4, 5],
+        (3, 1): [6, 7],
+    }
+    for pair in pairs.values():
+        assert pair["order"] == "rows"
+        for case in pair["cases"]:
+            assert case["direct_bytes"] == 8192 * 80 * 2 * 2 * 128 * 2
+
+
+def test_the_examples_are_explained_to_people():
+    files = [str(EXAMPLES / f"{side}.cache.json") for side in ("prefill", "decode")]
+    done = command(*files, "--tokens", "1000")
+    assert done.returncode == 0, done.stderr
+    assert "prefill.cache.json (P) to decode.cache.json (D): a request of 1000 tokens" in done.stdout
+    assert "gqa 6-7" in done.stdout
+    assert "assumed, not measured (see --rates)" in done.stdout
+
+
+def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
+    given = json.loads((EXAMPLES / "decode.cache.json").read_text())
+    given["layers"][0]["head_size"] = 64
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(given))
+    done = command(str(EXAMPLES / "prefill.cache.json"), str(wrong))
+    assert done.returncode == 1
+    assert (
+        "direct is closed, every pair of ranks: layers gqa.0 to gqa.79 (80): row bytes differ, source 512, "
+        "target 256" in done.stdout
+    )
+    assert (
+        "packed is closed, every pair of ranks: layers gqa.0 to gqa.79 (80): bytes of a head" in done.stdout
+    )
