@@ -59,8 +59,29 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
 class Expect(msgspec.Struct, frozen=True):
     """The prefill behind this handle is under way: fetches of it wait for as long as their peers do.
 
-    Followed by a ``Hold`` or a ``Withdraw`` of the same handle, always. Reports nothing.
+    Followed by a ``Hold`` or a ``Withdraw`` of the same handle, always; a long one by its ``Progress``
+    before that. Reports nothing.
     """
+
+    handle: str
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far the prefill behind an expected handle is: ``computed_tokens`` of ``num_tokens``.
+
+    These tokens were given to the device before this order was given, and only grow. ``groups`` are the
+    blocks that are new since the last order of this handle, of every group that keeps tokens; the last of
+    them may hold tokens that are not computed yet. Reports nothing.
+    """
+
+    handle: str
+    num_tokens: int
+    computed_tokens: int
+    groups: tuple[GroupBlocks, ...] = ()
+
+
+class Preempted(msgspec.Struct, frozen=True):
+    """The prefill behind an expected handle lost its blocks, and begins anew. Reports nothing."""
 
     handle: str
 
@@ -115,8 +136,8 @@ class Orders(msgspec.Struct, frozen=True):
 
     ``aborted`` are requests that ended while their load was under way: it is cancelled, and still
     reported, once their blocks are quiet. ``failures`` are reasons to count: the scheduler half has
-    no metrics of its own. What is withdrawn is meant to be read before what is expected, and that
-    before what is held.
+    no metrics of its own. Of one handle they are meant to be read in this order: what is withdrawn, what
+    is expected, who was preempted, the progress, what is held.
     """
 
     holds: tuple[Hold, ...] = ()
@@ -127,6 +148,8 @@ class Orders(msgspec.Struct, frozen=True):
     expected: tuple[Expect, ...] = ()
     withdrawn: tuple[Withdraw, ...] = ()
     failures: tuple[str, ...] = ()
+    preempted: tuple[Preempted, ...] = ()
+    progress: tuple[Progress, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(
@@ -138,6 +161,8 @@ class Orders(msgspec.Struct, frozen=True):
             or self.expected
             or self.withdrawn
             or self.failures
+            or self.preempted
+            or self.progress
         )
 
 

@@ -260,19 +260,25 @@ main()
 """
 
 
-def test_one_flipped_byte_of_one_landed_page_fails_the_demo(tmp_path, monkeypatch, capfd) -> None:
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("direct", "tokens differ at place"), ("packed", "landed with another digest")],
+    ids=["in a page", "in a slot"],
+)
+def test_one_flipped_byte_fails_the_demo(path, said, tmp_path, monkeypatch, capfd) -> None:
     script = tmp_path / "flipper.py"
     script.write_text(FLIPPER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = runner.run_demo(engines=["memory"], models=["gqa"], requests=4, json_output=True)
+    code = runner.run_demo(engines=["memory"], models=["gqa"], requests=4, json_output=True, path=path)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1
     assert found["token_exact"] == 3
-    assert len(found["problems"]) == 1
-    assert "tokens differ at place" in err
+    assert sum(problem.startswith("prompt") for problem in found["problems"]) == 1
+    # What is in a page shows in the tokens; what is in a slot never gets that far.
+    assert said in err
 
 
 def children_of(pid: int) -> set[int]:

@@ -33,6 +33,7 @@ IDLE_TIMEOUT_S = 45.0
 READY_TIMEOUT_S = 15.0
 
 FLOWS = ("sequential", "parallel")
+PATHS = ("auto", "direct", "packed")
 
 # The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
 RESERVED_BLOCKS = 61
@@ -64,12 +65,19 @@ def start_reference(children: Children, model: str, *more: str) -> Child:
     return children.start(f"single-{model}", "serve", "--model", model, "--port", "0", *more)
 
 
-def start_nodes(children: Children, engine: str, model: str, *options: str) -> tuple[Child, Child]:
+def start_nodes(
+    children: Children,
+    engine: str,
+    model: str,
+    *options: str,
+    path: str = "auto",
+    decode_options: Sequence[str] = (),
+) -> tuple[Child, Child]:
     """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""
     made = []
     for side, role, more in (
         ("prefill", "kv_producer", ()),
-        ("decode", "kv_consumer", ("--reserved-blocks", str(RESERVED_BLOCKS))),
+        ("decode", "kv_consumer", ("--reserved-blocks", str(RESERVED_BLOCKS), *decode_options)),
     ):
         name = f"{side}-{engine}-{model}"
         config = {
@@ -77,7 +85,7 @@ def start_nodes(children: Children, engine: str, model: str, *options: str) -> t
             "kv_connector_module_path": "kvconnect.vllm",
             "kv_role": role,
             "engine_id": name,
-            "kv_connector_extra_config": {"engine": engine, "host": "127.0.0.1", "port": 0},
+            "kv_connector_extra_config": {"engine": engine, "host": "127.0.0.1", "port": 0, "path": path},
         }
         connected = ("--kv-transfer-config", json.dumps(config))
         made.append(

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,16 @@ MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROMPT_SEED = 7
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """How every pair is started."""
+
+    node_options: Sequence[str]
+    decode_options: Sequence[str]
+    flow: str
+    path: str
+
+
 def run_demo(
     *,
     engines: Sequence[str],
@@ -35,10 +46,13 @@ def run_demo(
     device: str = "cpu",
     kv_cache_dtype: str = "auto",
     flow: str = "sequential",
+    path: str = "auto",
+    decode_block_size: int = 0,
 ) -> int:
     """Run the demo, with the nodes on ``device``; no engine or no model named means all of them.
 
-    ``kv_cache_dtype`` is what every node's cache keeps, ``flow`` the router's.
+    ``kv_cache_dtype`` is what every node's cache keeps, ``flow`` the router's, ``path`` the nodes'. The
+    decode node has blocks of ``decode_block_size`` tokens, if that is not 0.
 
     Returns the exit code: 1 if anything was not as it must be, or a required engine cannot run here.
     Outcomes go to stdout, everything else to stderr.
@@ -49,6 +63,7 @@ def run_demo(
     chosen_models = _known("model", models, MODELS)
     _known("engine", require, ENGINES)
     _known("flow", [flow], pair.FLOWS)
+    _known("path", [path], pair.PATHS)
     says = Console(stderr=True, highlight=False, soft_wrap=True)
     usable, skipped = _usable_engines(engines, device)
     for name, reason in skipped.items():
@@ -62,7 +77,9 @@ def run_demo(
             says.print("no engine can run here")
         return 1
     node_options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
-    outcomes = _run_all(usable, chosen_models, requests, json_output, node_options, flow, says)
+    decode_options = ("--block-size", str(decode_block_size)) if decode_block_size else ()
+    setup = _Setup(node_options, decode_options, flow, path)
+    outcomes = _run_all(usable, chosen_models, requests, json_output, setup, says)
     if not json_output:
         _print_table(outcomes)
     failed = [outcome for outcome in outcomes if outcome.problems]
@@ -99,8 +116,7 @@ def _run_all(
     models: Sequence[str],
     requests: int,
     json_output: bool,
-    node_options: Sequence[str],
-    flow: str,
+    setup: _Setup,
     says: Console,
 ) -> list[Outcome]:
     folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
@@ -108,7 +124,7 @@ def _run_all(
     before = signal.signal(signal.SIGTERM, _raise_exit)
     try:
         for model in models:
-            for outcome in _run_model(engines, model, requests, node_options, flow, folder, says):
+            for outcome in _run_model(engines, model, requests, setup, folder, says):
                 outcomes.append(outcome)
                 if json_output:
                     print(outcome.to_json(), flush=True)
@@ -125,8 +141,7 @@ def _run_model(
     engines: Sequence[str],
     model: str,
     requests: int,
-    node_options: Sequence[str],
-    flow: str,
+    setup: _Setup,
     folder: Path,
     says: Console,
 ) -> list[Outcome]:
@@ -136,20 +151,27 @@ def _run_model(
     outcomes = []
     expected: list[Tokens | BadAnswer] = []
     with Children(folder) as single:
-        reference: Child | None = pair.start_reference(single, model, *node_options)
+        reference: Child | None = pair.start_reference(single, model, *setup.node_options)
         for engine in engines:
             outcome = Outcome(engine, model, requests)
             outcomes.append(outcome)
             started = time.monotonic()
             with Children(folder) as children:
                 try:
-                    nodes = pair.start_nodes(children, engine, model, *node_options)
+                    nodes = pair.start_nodes(
+                        children,
+                        engine,
+                        model,
+                        *setup.node_options,
+                        path=setup.path,
+                        decode_options=setup.decode_options,
+                    )
                     if reference is not None:
                         url = reference.wait_ready(time.monotonic() + pair.START_TIMEOUT_S)
                         expected = pair.ask_all(url, model, [*prompts, extra])
                         single.end()
                         reference = None
-                    both = pair.start_router(children, engine, model, nodes, flow)
+                    both = pair.start_router(children, engine, model, nodes, setup.flow)
                     pair.judge(outcome, both, prompts, expected[:-1], (extra, expected[-1]))
                 except KVConnectError as error:
                     outcome.problems.append(str(error))

@@ -74,6 +74,10 @@ class PagedRows:
             new = torch.where(used[:, None, None], new, bits[kernel_ids, offsets])
         bits[kernel_ids, offsets] = new
 
+    def read(self, kernel_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Single rows as they are kept, flat: ``(n, heads * width)``."""
+        return self._as_bits()[kernel_ids, offsets].view(self.pages.dtype).flatten(1)
+
     def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
         """All rows of the pages in order, in float64, whatever the rows without a token hold.
 
@@ -277,6 +281,28 @@ class StepContext:
             first = read.start * span.kernel_block_size
             outputs.append(_attend(query[segment.span], seen, seen_values, segment.start, first, window))
         return torch.cat(outputs)
+
+    def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Store the batch's rows, then read the row at one of ``positions`` for each token.
+
+        ``rows`` are ``(tokens, 1, width)``; ``positions`` are of the token's own request, and not after it.
+        Returns ``(tokens, width)`` as the cache keeps them.
+        """
+        pages = self._layers[layer]
+        if not isinstance(pages, AttentionPages):
+            raise TypeError(f"layer {layer!r} keeps no rows by token")
+        group = self._group_of[layer]
+        kernel_ids, offsets = self._slots[group]
+        pages.keys.write(kernel_ids, offsets, rows)
+        size = self._sizes[group]
+        read = [
+            pages.keys.read(
+                self._tables.table(group)[segment.row, positions[segment.span] // size].long(),
+                positions[segment.span] % size,
+            )
+            for segment in self.segments
+        ]
+        return torch.cat(read)
 
 
 def _attend(

@@ -89,6 +89,17 @@ class DecodeContext(StepContext):
             seen_values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
         return _attend_batch(query, seen, seen_values, hidden)
 
+    def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See ``StepContext``."""
+        pages = self._layers[layer]
+        if not isinstance(pages, AttentionPages):
+            raise TypeError(f"layer {layer!r} keeps no rows by token")
+        count, group = len(self.positions), self._group_of[layer]
+        size = self._sizes[group]
+        self._write(pages.keys, self._tables.slots(group)[:count].clamp(min=0), size, rows)
+        table = self._tables.batch_table(group)[:count].long()
+        return pages.keys.read(table.gather(1, positions[:, None] // size)[:, 0], positions % size)
+
     def _write(self, rows: PagedRows, slots: torch.Tensor, size: int, new: torch.Tensor) -> None:
         rows.write(slots // size, slots % size, new, used=self.used)
 

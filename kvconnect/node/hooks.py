@@ -8,7 +8,7 @@ queues or tensors; all calls come from the engine loop thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvconnect.cache.region_table import CacheTensor
@@ -37,6 +37,21 @@ class SchedulerHooks(Protocol):
         self, request: RequestView, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """The request was admitted with these blocks."""
+        ...
+
+    @property
+    def streaming(self) -> Collection[str]:
+        """Requests whose progress is of interest."""
+        ...
+
+    def progress(
+        self, request_id: str, num_computed_tokens: int, new_block_ids: Sequence[Sequence[int]] | None
+    ) -> None:
+        """One of these has so many tokens now, and got these blocks since it was last told of."""
+        ...
+
+    def preempted(self, request_id: str) -> None:
+        """A running request lost its blocks."""
         ...
 
     def build_orders(self) -> Orders:

@@ -150,6 +150,8 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.loaded = False
         request.state = RequestState.WAITING
+        if self.transfers is not None:
+            self.transfers.hooks.preempted(request.request_id)
 
     def _admit(self, budget: int, step: Step) -> None:
         """Start waiting requests in order.
@@ -269,6 +271,18 @@ class Scheduler:
                 self.book.finish(request, Output((token,), drafts, finish_reason="length"))
             else:
                 self.book.tell(request, Output((token,), drafts))
+        self._tell_progress(step)
+
+    def _tell_progress(self, step: Step) -> None:
+        """What was computed of prompts that are sent meanwhile."""
+        streaming = self.transfers.hooks.streaming if self.transfers is not None else ()
+        if self.transfers is None or not streaming:
+            return
+        given = dict([*step.new_rows, *step.grown_rows])
+        for chunk in step.chunks:
+            if chunk.request_id in streaming:
+                computed = chunk.start + len(chunk.token_ids)
+                self.transfers.hooks.progress(chunk.request_id, computed, given.get(chunk.row))
 
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""

@@ -151,10 +151,14 @@ def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decod
     return Decoder(model, cache, sizes=padded_sizes(options.max_num_seqs), captured=True)
 
 
-def fingerprint(options: NodeOptions, model: Model) -> str:
-    """What two nodes must have in common for one to continue with the other's cache."""
+def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = False) -> str:
+    """What two nodes must have in common for one to continue with the other's cache.
+
+    With ``convert_dtype`` the cache's type is not part of it, but that the other one says so too.
+    """
     dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
-    return f"{model.name}:seed={options.seed}:{model.describe()}:dtype={dtype}"
+    kept = "convert_dtype=true" if convert_dtype else f"dtype={dtype}"
+    return f"{model.name}:seed={options.seed}:{model.describe()}:{kept}"
 
 
 def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
@@ -165,7 +169,10 @@ def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) 
     assert options.kv_transfer_config is not None
     config = parse_kv_transfer_config(options.kv_transfer_config)
     worker = WorkerConnector(
-        config, cache.config, cache.kernel_block_sizes, model=fingerprint(options, model)
+        config,
+        cache.config,
+        cache.kernel_block_sizes,
+        model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
     )
     scheduler = SchedulerConnector(
         config, cache.config, cache.kernel_block_sizes, directory=(worker.address(),)

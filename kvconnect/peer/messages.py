@@ -13,13 +13,19 @@ import msgspec
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, GroupBlocks, RankAddress
 from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.chunks import Chunk
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=256)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Address = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+Generation = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+Digest = Annotated[int, msgspec.Meta(ge=0)]
+MAX_CHUNKS = 65_536
+Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 
@@ -38,7 +44,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     """Who a worker is and where its cache lies. Sent by both sides when they meet.
 
     ``incarnation`` changes with every start, also where an operator fixes the engine id.
-    ``engine_card`` is opaque to all but the engine called ``engine``.
+    ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
+    chunk that this worker's slots take; 0 if it has none, and the packed path is closed. The scratch
+    memory may be written by any peer at any time, to see how fast the link is; nobody reads it.
     """
 
     engine_id: str
@@ -48,6 +56,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     engine: str
     engine_card: bytes
     table: TableCard
+    slot_bytes: Bytes = 0
+    scratch_address: Bytes = 0
+    scratch_bytes: Bytes = 0
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -72,8 +83,23 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     reason: str
 
 
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """A landing slot of D, for one chunk. ``generation`` is never used for another."""
+
+    address: Address
+    length_bytes: Bytes
+    generation: Generation
+
+
+Grants = Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
+
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
-    """D to P: write these blocks of a held request into mine.
+    """D to P: send me these blocks of a held request.
+
+    Over the direct path P writes into the blocks of ``groups``; where there are none, that path is
+    closed. Over the packed path it writes ``chunks``, in any order, into granted slots; where there are
+    none, that path is closed. If both are open P chooses one, and keeps to it.
 
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
     P starts no write later than ``timeout_s`` after it received this.
@@ -85,13 +111,42 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     groups: tuple[GroupBlocks, ...]
     consumers: Ranks
     timeout_s: float
+    chunks: Chunks = ()
+    grants: Grants = ()
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
+    """D to P: more slots for the chunks of a fetch."""
+
+    transfer_id: int
+    grants: Grants
+
+
+class Declined(msgspec.Struct, frozen=True, array_like=True, tag="declined"):
+    """P to D: this fetch goes over the direct path, and its slots were not and will not be written."""
+
+    transfer_id: int
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
+    """P to D: a chunk lies in the slot of this generation, and P writes to it no more.
+
+    ``digest`` is that of its bytes as they were packed, with the generation as seed; None for none.
+    """
+
+    transfer_id: int
+    chunk: Count
+    generation: Generation
+    length_bytes: Bytes
+    digest: Digest | None
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     """P to D: the one answer to a fetch.
 
-    ``quiet`` says that P will not write to D's blocks any more on behalf of this fetch. ``ok``
-    implies it, and that every byte was written under a valid lease.
+    ``quiet`` says that P will not write to D's blocks and slots any more on behalf of this fetch.
+    ``ok`` implies it, and that every byte was written under a valid lease. ``again``: what was sent came
+    from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
     """
 
     transfer_id: int
@@ -101,6 +156,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     copies: Count
     seconds: float
     error: str
+    again: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -130,9 +186,9 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = Hello | Fetch | Cancel | LetGo | Alive | Bad
-ToDecode = Welcome | Refused | Written | StillAlive | Bad
-Message = Hello | Welcome | Refused | Fetch | Written | Cancel | LetGo | Alive | StillAlive | Bad
+ToPrefill = Hello | Fetch | Granted | Cancel | LetGo | Alive | Bad
+ToDecode = Welcome | Refused | Declined | Landed | Written | StillAlive | Bad
+Message = ToPrefill | ToDecode
 
 _encoder = msgspec.msgpack.Encoder()
 _to_prefill = msgspec.msgpack.Decoder(ToPrefill)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from typing import Any
 
 from kvconnect.arithmetic import div_ceil
@@ -38,6 +38,7 @@ from kvconnect.scheduler.params import (
 )
 from kvconnect.scheduler.promises import Promises
 from kvconnect.scheduler.shares import Share, Shares, Turn
+from kvconnect.scheduler.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,9 @@ class SchedulerConnector:
         self._held: set[str] = set()
         self._shares = Shares()
         self._promises = Promises()
+        extra = config.extra
+        packs = extra.path != "direct" and extra.num_slots > 0
+        self._streams = Streams(self._groups, extra.stream_min_tokens if packs else 0)
         self._said: set[str] = set()
 
     def new_request(self, request: RequestView) -> None:
@@ -156,8 +160,29 @@ class SchedulerConnector:
             )
         )
 
+    @property
+    def streaming(self) -> KeysView[str]:
+        """Requests whose progress is of interest. A view: it stays true, and may be kept."""
+        return self._streams.request_ids
+
+    def progress(
+        self, request_id: str, num_computed_tokens: int, new_block_ids: BlockIdsByGroup | None
+    ) -> None:
+        """A prefill went on: what the device was given before the next orders makes so many tokens.
+
+        ``new_block_ids`` are, by group and position, the blocks that the request got since this was last
+        called for it, or was preempted; None for no new ones. Of a request that is not in ``streaming``
+        nothing is taken note of.
+        """
+        self._streams.progress(request_id, num_computed_tokens, new_block_ids)
+
+    def preempted(self, request_id: str) -> None:
+        """A running request lost its blocks, and will be computed anew."""
+        self._streams.preempted(request_id)
+
     def build_orders(self) -> Orders:
         """The orders since the last call; once per step, also for a step without tokens."""
+        preempted, progress = self._streams.take()
         orders = Orders(
             holds=tuple(self._holds),
             loads=tuple(self._loads),
@@ -167,6 +192,8 @@ class SchedulerConnector:
             expected=tuple(self._expected),
             withdrawn=tuple(self._withdrawn),
             failures=tuple(self._failures),
+            preempted=preempted,
+            progress=progress,
         )
         self._directory_sent = True
         self._holds, self._loads, self._let_go, self._aborted = [], [], [], []
@@ -190,6 +217,7 @@ class SchedulerConnector:
             self._aborted.append(request_id)
         if not self._wants_decode(request):
             return False, None
+        self._streams.end(request_id)
         kept, params = False, None
         reason = "the prefill was aborted, or failed"
         if delivered and not self._shares.is_loading(request_id):
@@ -214,6 +242,7 @@ class SchedulerConnector:
             "promised": len(self._promises),
             "loading": self._shares.num_loading,
             "sharing": len(self._shares),
+            "streaming": len(self._streams),
         }
 
     def _wants_decode(self, request: RequestView) -> bool:
@@ -247,6 +276,7 @@ class SchedulerConnector:
             self._withdraw(transfer.handle, self._complain_full())
         else:
             self._expected.append(Expect(transfer.handle))
+            self._streams.begin(request.request_id, transfer.handle, self.prefill_tokens(request))
 
     def _withdraw(self, handle: str, reason: str) -> None:
         # Ordered before what is expected: an id that is withdrawn may be used again in the same step.

@@ -36,6 +36,8 @@ from kvconnect.vllm.geometry import (
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.plugin import register
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
+from kvconnect.vllm.steps import Steps
+from kvconnect.vllm.values import attention_layers
 from kvconnect.vllm.versions import check_vllm
 from kvconnect.worker.connector import WorkerConnector
 
@@ -105,6 +107,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
         self._addresses: dict[int, RankAddress] = {}
+        self._steps = Steps()
 
     # What vLLM asks the class
 
@@ -188,7 +191,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's orders for the workers."""
-        return OrdersMetadata(self._half.build_orders())
+        half = self._half
+        self._steps.tell(half, scheduler_output)
+        return OrdersMetadata(half.build_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
@@ -208,6 +213,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and the parameters for D."""
         delivered = request.status.name in _DELIVERED
+        self._steps.forget(request.request_id)
         running = running_states(self._cache, block_ids)
         return self._half.request_finished(request, running, delivered=delivered)
 
@@ -217,21 +223,45 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Describe and register this worker's caches, and begin to serve peers."""
         rank, world_size = _tensor_rank(), self._vllm.parallel_config.tensor_parallel_size
         counts = head_counts(self._vllm)
-        cache = worker_cache(self._cache, kv_caches, rank=rank, world_size=world_size, head_counts=counts)
+        cache = worker_cache(
+            self._cache,
+            kv_caches,
+            rank=rank,
+            world_size=world_size,
+            head_counts=counts,
+            layers=attention_layers(self._vllm),
+            convert_dtype=self._config.extra.convert_dtype,
+        )
         self._worker = WorkerConnector(
             self._config,
             cache.config,
             cache.kernel_block_sizes,
-            model=fingerprint(self._vllm, self._cache, bound_to=world_size if cache.rank_bound else None),
+            model=fingerprint(
+                self._vllm,
+                self._cache,
+                bound_to=world_size if cache.rank_bound else None,
+                convert_dtype=self._config.extra.convert_dtype,
+            ),
             rank=rank,
             world_size=world_size,
             num_heads=counts.finest,
         )
-        self._worker.register_kv_caches(cache.tensors, cache.heads)
+        self._worker.register_kv_caches(cache.tensors, cache.heads, cache.scales)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this worker listens."""
         return None if self._worker is None else AddressMetadata(self._worker.address())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before a step's kernels are launched: what its orders call computed was launched before.
+
+        ``start_load_kv`` comes after the launch, and what is recorded there waits for this step too.
+        """
+        if self._worker is None or not isinstance(kv_connector_metadata, OrdersMetadata):
+            return
+        orders = kv_connector_metadata.orders
+        if orders.progress or orders.holds:
+            self._worker.mark()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's orders to the worker half. Never waits."""

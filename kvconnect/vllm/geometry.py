@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvconnect.arithmetic import div_exact
-from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
     EncoderOnlySpec,
@@ -30,6 +30,7 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
+from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 
 _AXES = "block head token content"
 _LAYER_NUMBER = re.compile(r"layers\.(\d+)\.")
@@ -66,6 +67,7 @@ class VllmCache:
 
     ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (recurrent state,
     heads whose number is none of the models'): they travel whole, between equal ranks of equal worlds.
+    ``scales`` are those of the layers that keep quantised values.
     """
 
     config: KVCacheConfig
@@ -73,6 +75,7 @@ class VllmCache:
     tensors: dict[str, CacheTensor]
     heads: dict[str, HeadInterval]
     rank_bound: tuple[str, ...]
+    scales: dict[str, Scales]
 
 
 def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -157,8 +160,13 @@ def worker_cache(
     rank: int,
     world_size: int,
     head_counts: HeadCounts,
+    layers: Mapping[str, Any] | None = None,
+    convert_dtype: bool = False,
 ) -> VllmCache:
     """A worker's caches as registered by vLLM: four dimensions each, blocks, heads, tokens, content.
+
+    ``layers`` are vLLM's own, who know what quantised values stand for. With ``convert_dtype`` caches are
+    described as values that can be converted, where that is known; else bytes stay bytes.
 
     Raises:
         LayoutError: a tensor is not of that form, or its blocks do not match the configuration.
@@ -168,6 +176,7 @@ def worker_cache(
     kernel_block_sizes: dict[int, int] = {}
     tensors: dict[str, CacheTensor] = {}
     heads: dict[str, HeadInterval] = {}
+    scales: dict[str, Scales] = {}
     rank_bound: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(name for name in group.layer_names if name in kv_caches)
@@ -179,12 +188,23 @@ def worker_cache(
         specs: dict[str, LayerSpec] = {}
         ratios = set()
         for name in names:
-            tensor = kv_caches[name]
+            tensor, layer = kv_caches[name], (layers or {}).get(name)
             theirs = layer_spec(group, name)
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
             owned = _owned_heads(tensor.shape[1], rank, world_size, head_counts.of(name, theirs))
-            specs[name] = _spec(theirs, tensor, ratio, divisible=owned is not None)
+            by_block = is_by_block(layer) and not is_state(theirs)
+            divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
+            quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
+            if quantised is not None and not (divided or quantised.is_even):
+                quantised = None
+            if quantised is not None:
+                scales[name] = quantised.scales
+            if convert_dtype and not is_state(theirs):
+                tensor = _as_values(tensor, quantised)
+            if by_block:
+                tensor = _by_block(tensor)
+            specs[name] = _spec(theirs, tensor, ratio, quantised, divisible=owned is not None)
             tensors[name] = CacheTensor(tensor, _AXES)
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
@@ -197,7 +217,7 @@ def worker_cache(
         groups.append(KVCacheGroup(names, spec_of_group))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
-    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound))
+    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales)
 
 
 def _moved(kv_cache_config: Any) -> dict[int, Any]:
@@ -230,7 +250,28 @@ def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
     return ratio
 
 
-def _spec(theirs: Any, tensor: torch.Tensor, ratio: int, *, divisible: bool) -> LayerSpec:
+def _is_divided(theirs: Any, tensor: torch.Tensor, ratio: int) -> bool:
+    """A page has a row of each head for each of its tokens."""
+    return tensor.shape[2] * ratio == int(theirs.block_size) and "MLA" not in type(theirs).__name__
+
+
+def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
+    """A cache as values that can be converted; bytes of which that is not known are no values."""
+    if tensor.dtype not in BYTES:
+        return tensor
+    convertible = quantised is not None and quantised.convertible
+    return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
+
+
+def _by_block(tensor: torch.Tensor) -> torch.Tensor:
+    """One row for each head of a kernel block: rows that are no token's must not be cut by token."""
+    blocks, heads, _, _ = tensor.shape
+    return tensor.view(blocks, heads, 1, -1)
+
+
+def _spec(
+    theirs: Any, tensor: torch.Tensor, ratio: int, quantised: Quantised | None, *, divisible: bool
+) -> LayerSpec:
     """A spec whose bytes are the tensor's and whose kind is vLLM's."""
     _, heads, tokens, content = tensor.shape
     block_size = int(theirs.block_size)
@@ -239,15 +280,35 @@ def _spec(theirs: Any, tensor: torch.Tensor, ratio: int, *, divisible: bool) -> 
         return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
     # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
     window = int(theirs.sliding_window) if "SlidingWindow" in kind else None
-    whole = tokens * ratio == block_size
-    if not whole or not divisible or "MLA" in kind:
+    if divisible and tokens == 1 and "MLA" not in kind:
+        return _by_head(block_size, heads, content, tensor.dtype, ratio, window)
+    if not divisible or not _is_divided(theirs, tensor, ratio):
         # Latent rows, caches that keep fewer rows than tokens, heads of which nobody says which they are:
         # nothing in them can be divided by head.
         return MLASpec(
             block_size, heads * content, tensor.dtype, stored_block_size=tokens * ratio, sliding_window=window
         )
+    # Where K ends is asked of scaled values only.
+    key = content if quantised is None else quantised.key_width
     if window:
         return SlidingWindowSpec(
-            block_size, heads, content, tensor.dtype, head_size_v=0, sliding_window=window
+            block_size, heads, key, tensor.dtype, head_size_v=content - key, sliding_window=window
         )
-    return FullAttentionSpec(block_size, heads, content, tensor.dtype, head_size_v=0)
+    return FullAttentionSpec(block_size, heads, key, tensor.dtype, head_size_v=content - key)
+
+
+def _by_head(
+    block_size: int, heads: int, content: int, dtype: torch.dtype, rows: int, window: int | None
+) -> LayerSpec:
+    """One row of each head for each of a block's ``rows`` kernel blocks."""
+    if window:
+        return SlidingWindowSpec(
+            block_size,
+            heads,
+            content,
+            dtype,
+            head_size_v=0,
+            stored_block_size=rows,
+            sliding_window=window,
+        )
+    return FullAttentionSpec(block_size, heads, content, dtype, head_size_v=0, stored_block_size=rows)

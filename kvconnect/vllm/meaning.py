@@ -14,25 +14,29 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SAME_DTYPE = {"fp8": "fp8_e4m3"}
+_CONVERTED_CACHES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+_CONVERTED_MODELS = ("bfloat16", "float16")
 
 
-def fingerprint(vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None) -> str:
+def fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None, convert_dtype: bool = False
+) -> str:
     """Model, weights and cache contents in words.
 
     Of a model's path only the last part counts, since paths differ between hosts. ``bound_to`` is the
-    number of ranks where some layer can only travel between equal ones.
+    number of ranks where some layer can only travel between equal ones. With ``convert_dtype`` the types
+    that are converted count as one, so that a peer must say the same of itself.
     """
     model = vllm_config.model_config
     name = str(model.model).rstrip("/").rpartition("/")[2]
     text = model.hf_text_config
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    states = _states(kv_cache_config)
     parts = [
         f"{name}@{model.revision or 'main'}",
         str(text.model_type),
         f"{text.num_hidden_layers}x{text.hidden_size}",
-        str(model.dtype).removeprefix("torch."),
-        _SAME_DTYPE.get(cache_dtype, cache_dtype),
-        *_states(kv_cache_config),
+        *_dtypes(vllm_config, bool(states), convert_dtype),
+        *states,
     ]
     if bound_to is not None:
         parts.append(f"over {bound_to} ranks")
@@ -48,6 +52,19 @@ def head_counts(vllm_config: VllmConfig) -> HeadCounts:
         draft=None if draft is None else _num_heads(draft),
         num_layers=int(main.hf_text_config.num_hidden_layers),
     )
+
+
+def _dtypes(vllm_config: VllmConfig, has_states: bool, convert_dtype: bool) -> list[str]:
+    """The types that must be equal on both sides, of the model and of its cache."""
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if not convert_dtype:
+        return [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype)]
+    if cache_dtype not in _CONVERTED_CACHES or model_dtype not in _CONVERTED_MODELS:
+        # Rows of other caches hold more than values, and some of that has the model's type.
+        return [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype), "convert_dtype=true"]
+    # States are not converted, and they may have the model's type.
+    return [*([model_dtype] if has_states else []), "convert_dtype=true"]
 
 
 def _num_heads(model_config: Any) -> int | None:

@@ -7,6 +7,7 @@ thread, results are taken from it.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvconnect.cache.kernel_blocks import sync_block_size
-from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
@@ -25,10 +26,14 @@ from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.pack.arena import Arena, auto_slot_bytes
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
+from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
+from kvconnect.worker.local import Local
 from kvconnect.worker.mover import Mover
+from kvconnect.worker.slots import SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +99,9 @@ class WorkerConnector:
         )
         self._table: RegionTable | None = None
         self._metrics = Metrics(registry)
-        self._mover = Mover(
-            extra,
-            self._engine,
-            self._channel,
-            rank=rank,
-            meaning=self._meaning,
-            introduce=self._introduce,
-            metrics=self._metrics,
-        )
+        self._mover: Mover | None = None
+        self._computed: Callable[[], bool] | None = None
+        self._wake_owner: Callable[[], None] = lambda: None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         logger.info(
@@ -136,11 +135,15 @@ class WorkerConnector:
         return RankAddress(self._rank, self._config.extra.host, self._channel.port)
 
     def register_kv_caches(
-        self, tensors: Mapping[str, CacheTensor], heads: Mapping[str, HeadInterval] | None = None
+        self,
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None = None,
+        scales: Mapping[str, Scales] | None = None,
     ) -> None:
         """Describe the caches, register them with the engine in one call, and begin to serve peers.
 
-        ``heads`` says which of the model's heads a layer's tensor holds on this rank.
+        ``heads`` says which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
+        quantised values are to be multiplied with: of K and of V, 1 where nothing is said.
 
         Raises:
             LayoutError: a cache cannot be expressed.
@@ -149,34 +152,98 @@ class WorkerConnector:
         """
         if self._table is not None:
             raise LocalError("register_kv_caches was called twice")
-        table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads)
-        self._engine.register(
-            [Span(storage.address, storage.length_bytes, storage.device) for storage in table.storages]
-        )
-        self._table = table
+        table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
+        self._on_cuda = any(cache.tensor.is_cuda for cache in tensors.values())
         # The tensors must outlive the registration, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
-        self._on_cuda = any(cache.tensor.is_cuda for cache in tensors.values())
+        device = next(iter(tensors.values())).tensor.device
+        arenas = self._make_arenas(device)
+        spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in table.storages]
+        spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
+        self._engine.register(spans)
+        self._table = table
         logger.info(
             "registered %d regions in %d storages, %d bytes",
             len(table.regions),
             len(table.storages),
             sum(storage.length_bytes for storage in table.storages),
         )
+        self._mover = self._make_mover(table, device, arenas)
         self._thread = threading.Thread(
-            target=self._mover.run, args=(self._stopping,), name="kvconnect-mover", daemon=True
+            target=self._move, args=(self._mover,), name="kvconnect-mover", daemon=True
         )
         self._thread.start()
 
+    def _make_arenas(self, device: torch.device) -> dict[str, Arena]:
+        """The memory of our slots, by what they are for."""
+        extra = self._config.extra
+        if extra.path == "direct" or not extra.num_slots:
+            return {}
+        slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
+        kinds = {"landing": self._config.is_consumer, "send": self._config.is_producer}
+        scratch_bytes = probe_bytes(slot_bytes, self._on_cuda)
+        self._arenas = {
+            kind: Arena(device, slot_bytes, extra.num_slots, scratch_bytes)
+            for kind, is_used in kinds.items()
+            if is_used
+        }
+        return self._arenas
+
+    def _make_mover(self, table: RegionTable, device: torch.device, arenas: Mapping[str, Arena]) -> Mover:
+        def pool(kind: str) -> SlotPool:
+            arena = arenas.get(kind)
+            # Another process that uses this address after us must not grant the same numbers.
+            first = random.SystemRandom().randrange(1, 1 << 61)
+            return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
+
+        self._scratch = next(iter(arenas.values()), None)
+        pack_rate = pack_bytes_per_s(self._scratch) if self._scratch else None
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
+        self._slot_bytes = min(
+            (min(arena.slot_bytes, self._engine.capabilities.max_bytes) for arena in arenas.values()),
+            default=0,
+        )
+        local = Local(table, device, pool("landing"), pool("send"), self._stream, pack_rate)
+        if self._on_cuda:
+            local.warm_up(self._config.extra.pack_programs)
+        return Mover(
+            self._config.extra,
+            self._engine,
+            self._channel,
+            rank=self._rank,
+            meaning=self._meaning,
+            introduce=self._introduce,
+            local=local,
+            metrics=self._metrics,
+            wake_owner=self._wake_owner,
+        )
+
+    def _move(self, mover: Mover) -> None:
+        """The transfer thread."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
+            torch.cuda.set_stream(self._stream)
+        mover.run(self._stopping)
+
+    def mark(self) -> None:
+        """Take note of what the device was given so far: what the next orders call computed is part of it.
+
+        Optional, and for a serving stack that gives the device more before it can pass on orders.
+        """
+        self._computed = self._device_done()
+
     def start(self, orders: Orders) -> None:
         """Take one step's orders, after the step's forward was launched. Never waits."""
+        computed, self._computed = self._computed, None
         if not orders:
             return
-        self._mover.order(orders, self._device_done())
+        if self._mover is None:
+            raise LocalError("orders came before register_kv_caches was called")
+        self._mover.order(orders, self._device_done(), computed)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
-        return self._mover.take_results()
+        return self._mover.take_results() if self._mover is not None else Results()
 
     def changes(self) -> Changes | None:
         """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
@@ -184,18 +251,24 @@ class WorkerConnector:
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from another thread, whenever results are waiting."""
-        self._mover.wake_owner = wake
+        self._wake_owner = wake
+        if self._mover is not None:
+            self._mover.wake_owner = wake
 
     def state(self) -> dict[str, Any]:
         """Counts of what is held and under way, for people and tests. All zero when idle."""
+        if self._mover is None:
+            return {"engine": self.engine_name}
         prefill, decode = self._mover.prefill, self._mover.decode
         return {
             "engine": self.engine_name,
             "leases": len(prefill.leases),
             "expected": len(prefill.waiting.expected),
             "waiting": len(prefill.waiting),
-            "sendings": len(prefill.sendings),
+            "growing": len(prefill.growing),
+            "sendings": len(prefill.sender.sendings),
             "loads": len(decode.loads),
+            "slots": prefill.sender.slots_taken + decode.bay.taken,
             "peers": len(decode.peers),
             "visitors": len(prefill.visitors),
         }
@@ -233,6 +306,9 @@ class WorkerConnector:
             engine=self._engine.capabilities.name,
             engine_card=self._engine.card(),
             table=TableCard.of(self.table),
+            slot_bytes=self._slot_bytes,
+            scratch_address=self._scratch.scratch_address if self._scratch else 0,
+            scratch_bytes=self._scratch.scratch_bytes if self._scratch else 0,
         )
 
 

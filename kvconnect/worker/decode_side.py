@@ -1,4 +1,4 @@
-"""D's half of a worker: meets peers, asks them for KV, and says when it has landed.
+"""D's half of a worker: asks peers for KV, and says when it has landed.
 
 Owned by the mover thread. Every load is reported exactly once, and never while a peer may still write
 to its blocks: what could not be proven quiet waits in quarantine.
@@ -10,30 +10,45 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import LetGo as LetGoOrder
-from kvconnect.orders import Load, RankAddress
+from kvconnect.orders import Load
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import CacheMeaning, Cancel, Fetch, Introduction, LetGo, Written
-from kvconnect.peer.session import Ended, Misused, Ready, Received, Session, Side, State
-from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading, PeerKey
+from kvconnect.peer.messages import (
+    CacheMeaning,
+    Cancel,
+    Declined,
+    Fetch,
+    Granted,
+    Introduction,
+    Landed,
+    Written,
+)
+from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
+from kvconnect.worker.landing import LandingBay
+from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading
+from kvconnect.worker.local import Local
+from kvconnect.worker.peers import Peers
 from kvconnect.worker.remote import Peer, RankLink
+from kvconnect.worker.routes import Route, make_route
 
 logger = logging.getLogger(__name__)
 
 DEAD_PEER_GRACE_S = 1.0
 """A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
+MOST_REPEATS = 4
+"""How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
 
 
 class DecodeSide:
-    """Loads, peers and the fetches under way.
+    """Loads and the fetches under way.
 
     Args:
         introduce: our introduction, made anew for every peer since the engine's card may change.
+        local: our pages, and the slots that land beside them.
         report_received: told once per request, with the reason if it failed.
     """
 
@@ -44,23 +59,20 @@ class DecodeSide:
         rank: int,
         meaning: CacheMeaning,
         introduce: Callable[[], Introduction],
+        local: Local,
         report_received: Callable[[str, str], None],
         metrics: Metrics,
     ) -> None:
         self.loads: dict[str, Loading] = {}
-        self.peers: dict[PeerKey, Peer] = {}
+        self.peers = Peers(config, channel, rank, meaning, introduce, metrics)
+        self.bay = LandingBay(local.landing, config.check_digest, metrics)
         self._config = config
-        self._channel = channel
-        self._rank = rank
-        self._meaning = meaning
-        self._introduce = introduce
+        self._local = local
         self._report_received = report_received
         self._metrics = metrics
         self._queue: deque[Loading] = deque()
         self._legs: dict[int, Loading] = {}
-        self._owners: dict[str, Peer] = {}
         self._transfer_ids = itertools.count(1)
-        self._link_numbers = itertools.count(1)
 
     # Orders of the scheduler
 
@@ -82,52 +94,54 @@ class DecodeSide:
 
     def let_go(self, order: LetGoOrder, now: float) -> None:
         """Tell a peer that nothing will be fetched under a handle."""
-        peer = self._peer((order.engine_id, order.host, order.port), now)
-        peer.let_go.append(order.handle)
-        self._tell_let_go(peer, now)
+        self.peers.let_go((order.engine_id, order.host, order.port), order.handle, now)
 
     # Frames
 
     def receive(self, link: str, data: bytes, now: float) -> None:
         """Take a frame of a peer."""
-        peer = self._owners.get(link)
-        if peer is None:
+        found = self.peers.find(link)
+        if found is None:
             return
-        rank, rank_link = next((r, known) for r, known in peer.links.items() if known.name == link)
+        peer, rank = found
+        rank_link = peer.links[rank]
         for event in rank_link.session.receive(data, now):
             self._handle(peer, rank, rank_link, event, now)
 
     def lost(self, link: str, refused: bool, now: float) -> None:
         """A connection broke. ``refused``: the peer's process is gone, so nothing of it writes."""
-        peer = self._owners.get(link)
-        if peer is None:
+        found = self.peers.find(link)
+        if found is None:
             return
+        peer, rank = found
         _, host, port = peer.key
         reason = (
             f"nothing listens at {host}:{port}, the peer is gone"
             if refused
             else f"the connection to {host}:{port} was lost"
         )
-        rank = next(r for r, known in peer.links.items() if known.name == link)
         self._lose_rank(peer, rank, reason, now, gone=refused)
 
     def advance(self, now: float) -> None:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
-        for peer in list(self.peers.values()):
-            for rank, rank_link in list(peer.links.items()):
-                for event in rank_link.session.tick(now):
-                    self._handle(peer, rank, rank_link, event, now)
+        for peer, rank, link, event in self.peers.tick(now):
+            self._handle(peer, rank, link, event, now)
+        for transfer_id, grants in self.bay.advance(now):
+            self._grant(transfer_id, Granted(transfer_id, grants))
         for loading in self.loads.values():
             if now >= loading.deadline and not loading.error:
                 self._fail(loading, f"it did not arrive within {self._config.load_timeout_s} s")
+            for leg in loading.legs.values():
+                self._check_landing(loading, leg, now)
             if loading.error:
                 self._wind_up(loading, now)
         for loading in [loading for loading in self.loads.values() if loading.over]:
             self._finish(loading, now)
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
-        self._owe(now)
-        self._forget_idle_peers(now)
+        owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
+        self.peers.owe(owed, now)
+        self.peers.forget_idle({loading.peer for loading in self.loads.values()})
         self._count()
 
     def next_deadline(self) -> float | None:
@@ -139,9 +153,8 @@ class DecodeSide:
             for leg in loading.legs.values()
             if leg.state is LegState.BUSY
         ]
-        for peer in self.peers.values():
-            times += [tick for link in peer.links.values() if (tick := link.session.next_tick()) is not None]
-        return min(times, default=None)
+        others = (self.peers.next_deadline(), self.bay.next_deadline())
+        return min((*times, *(time for time in others if time is not None)), default=None)
 
     @property
     def waiting_for_writes(self) -> bool:
@@ -154,88 +167,25 @@ class DecodeSide:
 
     @property
     def waiting_for_device(self) -> bool:
-        """A load waits for the device to be done with its blocks."""
-        return any(not loading.ready() for loading in self._queue)
+        """A load waits for the device to be done with its blocks, or to unpack what landed."""
+        return self.bay.busy or any(not loading.ready() for loading in self._queue)
 
     # Peers
 
-    def _peer(self, key: PeerKey, now: float) -> Peer:
-        peer = self.peers.setdefault(key, Peer(key))
-        peer.used_at = now
-        if 0 not in peer.links:
-            self._connect(peer, 0, key[1], key[2], now)
-        return peer
-
-    def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
-        session = Session(
-            Side.DECODE,
-            self._introduce(),
-            max_message_bytes=self._config.max_message_bytes,
-            handshake_timeout_s=self._config.handshake_timeout_s,
-            peer_timeout_s=self._config.peer_timeout_s,
-        )
-        link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", session)
-        peer.links[rank] = link
-        self._owners[link.name] = peer
-        self._channel.connect(link.name, host, port)
-        session.greet(now)
-        self._flush(link)
-        return link
-
-    def _connect_rank(self, peer: Peer, rank: int, now: float) -> RankLink | None:
-        for address in peer.directory:
-            if address.rank == rank:
-                return self._connect(peer, rank, address.host, address.port, now)
-        return None
-
-    def _handle(self, peer: Peer, rank: int, link: RankLink, event: object, now: float) -> None:
+    def _handle(self, peer: Peer, rank: int, link: RankLink, event: Event, now: float) -> None:
         match event:
             case Ready(peer=introduction, directory=directory):
-                self._meet(peer, rank, introduction, directory, now)
-            case Received(message=Written() as written):
-                self._written(written, link.name, now)
+                reason = self.peers.meet(peer, rank, introduction, directory, now)
+                if reason:
+                    self._lose_rank(peer, rank, reason, now)
+            case Received(message=Declined() | Landed() | Written() as message):
+                self._hear(message, link.name, now)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", peer.key, reason)
             case Ended(reason=reason, refused=refused):
                 self._lose_rank(peer, rank, reason, now, refused=refused)
-        self._flush(link)
-
-    def _meet(
-        self,
-        peer: Peer,
-        rank: int,
-        introduction: Introduction,
-        directory: tuple[RankAddress, ...],
-        now: float,
-    ) -> None:
-        for what, named, found in (
-            ("engine", peer.key[0], introduction.engine_id),
-            ("rank", rank, introduction.rank),
-        ):
-            # A request that names no engine means whichever answers at its address.
-            if named != found and named != "":
-                _, host, port = peer.key
-                reason = f"{host}:{port} is {what} {found}, the request names {named}"
-                self._lose_rank(peer, rank, reason, now)
-                return
-        if rank == 0:
-            world_size = introduction.meaning.world_size
-            if not {address.rank for address in directory} >= set(range(1, world_size)):
-                # Its scheduler has not told it yet where its other ranks listen. It knows soon.
-                self._lose_rank(peer, rank, "the peer does not know its own ranks yet", now)
-                return
-            peer.world_size = world_size
-            peer.directory = directory
-            self._route(peer, world_size)
-        self._tell_let_go(peer, now)
-
-    def _route(self, peer: Peer, peer_world_size: int) -> None:
-        """Work out once which of the peer's ranks each of ours fetches from."""
-        ours, heads = self._meaning.world_size, self._meaning.num_heads
-        peer.partners = tuple(partner_ranks(self._rank, ours, peer_world_size, heads))
-        consumers = consumer_ranks(ours, peer_world_size, heads)
-        peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumers)}
+        self.peers.flush(link)
 
     def _lose_rank(
         self, peer: Peer, rank: int, reason: str, now: float, *, gone: bool = False, refused: bool = False
@@ -246,13 +196,7 @@ class DecodeSide:
         """
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
-        link = peer.links.pop(rank)
-        del self._owners[link.name]
-        self._channel.drop(link.name)
-        peer.releases.pop(rank, None)
-        if rank == 0:
-            peer.world_size = None
-            peer.let_go.clear()
+        self.peers.drop(peer, rank)
         for loading in self.loads.values():
             if loading.peer != peer.key:
                 continue
@@ -262,31 +206,28 @@ class DecodeSide:
                     self._fail(loading, reason)
             elif leg.state is LegState.MEETING:
                 self._fail(loading, reason)
-            elif leg.state is LegState.ASKED and refused and not loading.met_again and not loading.error:
+            elif (
+                leg.state is LegState.ASKED
+                and refused
+                and not loading.met_again
+                and not loading.error
+                # What is asked anew lands in the same pages.
+                and not self._is_unpacking(leg)
+            ):
                 loading.met_again = True
-                self._leave(loading, leg, LegEvent.FORGET, now)
-                self._peer(peer.key, now)
+                self.bay.close(leg.transfer_id, None)
+                self._leave(loading, leg, LegEvent.FORGET)
+                self.peers.reach(peer.key, now)
             elif leg.state is LegState.ASKED:
                 self._fail(loading, reason)
-                self._leave(loading, leg, LegEvent.FAIL if refused else LegEvent.LOSE, now)
-                if gone:
-                    leg.busy_until = now + DEAD_PEER_GRACE_S
+                # A process that is gone writes no more; one that only cannot be heard may go on.
+                until = now + DEAD_PEER_GRACE_S if gone else self._longest_write(loading, now)
+                self._end(loading, leg, None if refused else until)
             if rank == 0 and 0 not in peer.links:
                 # Nobody would ask the other ranks for what has not been asked yet.
                 waiting = [other for other in loading.legs.values() if other.state is LegState.MEETING]
                 if waiting and not loading.error:
                     self._fail(loading, reason)
-
-    def _forget_idle_peers(self, now: float) -> None:
-        if len(self.peers) <= self._config.max_peers:
-            return
-        used = {loading.peer for loading in self.loads.values()}
-        idle = sorted((peer for key, peer in self.peers.items() if key not in used), key=lambda p: p.used_at)
-        for peer in idle[: len(self.peers) - self._config.max_peers]:
-            for link in peer.links.values():
-                del self._owners[link.name]
-                self._channel.drop(link.name)
-            del self.peers[peer.key]
 
     # Loads
 
@@ -302,91 +243,193 @@ class DecodeSide:
                 continue
             active += 1
             loading.admitted = True
-            self._peer(loading.peer, now)
+            self.peers.reach(loading.peer, now)
         for loading in self.loads.values():
             if loading.admitted and not loading.error:
                 self._ask(loading, now)
 
     def _ask(self, loading: Loading, now: float) -> None:
-        peer = self.peers.get(loading.peer)
+        peer = self.peers.peers.get(loading.peer)
         if peer is None or peer.world_size is None:
             return
         if not loading.legs:
             loading.legs = {rank: Leg(rank) for rank in peer.partners}
-            self._release(peer, self._unused_ranks(peer), loading.order.handle, now)
+            self.peers.release(peer, self.peers.unused_ranks(peer), loading.order.handle, now)
         for leg in loading.legs.values():
-            link = peer.links.get(leg.rank) or self._connect_rank(peer, leg.rank, now)
+            link = self.peers.connect_rank(peer, leg.rank, now)
             if leg.state is not LegState.MEETING or link is None or link.session.state is not State.READY:
                 continue
+            transfer_id = next(self._transfer_ids)
+            try:
+                fetch = self._route(link).fetch(self.bay, loading.order, transfer_id)
+            except Exception as error:
+                # What one request meets must not end what others asked for.
+                logger.exception("request %s could not be asked for", loading.order.request_id)
+                fetch = f"it could not be planned: {type(error).__name__}: {error}"
+            if isinstance(fetch, str):
+                self._fail(loading, fetch)
+                return
             leg.move(LegEvent.ASK)
-            leg.transfer_id = next(self._transfer_ids)
+            leg.transfer_id = transfer_id
             leg.link = link.name
-            self._legs[leg.transfer_id] = loading
+            leg.path = fetch.only_path
+            self._legs[transfer_id] = loading
             link.session.send(
                 Fetch(
-                    transfer_id=leg.transfer_id,
+                    transfer_id=transfer_id,
                     handle=loading.order.handle,
                     num_tokens=loading.order.num_tokens,
-                    groups=loading.order.groups,
+                    groups=fetch.groups,
                     consumers=peer.consumers[leg.rank],
                     timeout_s=max(0.001, loading.deadline - now),
+                    chunks=fetch.chunks,
+                    grants=fetch.grants,
                 )
             )
-            self._flush(link)
+            self.peers.flush(link)
 
-    def _written(self, written: Written, link: str, now: float) -> None:
-        loading = self._legs.get(written.transfer_id)
-        leg = next(
-            (leg for leg in loading.legs.values() if leg.transfer_id == written.transfer_id)
-            if loading
-            else iter(()),
-            None,
-        )
+    def _route(self, link: RankLink) -> Route:
+        if link.route is None:
+            link.route = make_route(self._config, self._local, link.session)
+            if link.route.refusal:
+                logger.info("%s: the packed path is closed: %s", link.name, link.route.refusal)
+        return link.route
+
+    def _grant(self, transfer_id: int, granted: Granted) -> None:
+        loading = self._legs.get(transfer_id)
+        for leg in loading.legs.values() if loading else ():
+            if loading is not None and leg.transfer_id == transfer_id and leg.state is LegState.ASKED:
+                link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
+                if link is not None:
+                    link.session.send(granted)
+                    self.peers.flush(link)
+
+    def _hear(self, message: Declined | Landed | Written, link: str, now: float) -> None:
+        """A peer says something about a fetch. Only the peer that was asked can."""
+        loading = self._legs.get(message.transfer_id)
+        legs = loading.legs.values() if loading else ()
+        leg = next((leg for leg in legs if leg.transfer_id == message.transfer_id), None)
         if loading is None or leg is None or leg.link != link:
-            # Only the peer that was asked can say what became of it.
-            self._metrics.failures.labels("peer_message").inc()
-            logger.warning("%s answers transfer %d, which it was not asked", link, written.transfer_id)
+            # Of a fetch that is over for us. Whether slots may be lent again is all that is left to hear.
+            if not self.bay.hear(message.transfer_id, link, isinstance(message, Written) and message.quiet):
+                self._metrics.failures.labels("peer_message").inc()
+                logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
             return
-        loading.total_bytes += written.total_bytes
-        loading.copies += written.copies
+        match message:
+            case Declined():
+                if leg.state is LegState.ASKED and leg.path == "":
+                    leg.path = "direct"
+                    self.bay.close(leg.transfer_id, None)
+            case Landed():
+                self._landed(loading, leg, message)
+            case Written():
+                self._written(loading, leg, message, now)
+
+    def _landed(self, loading: Loading, leg: Leg, message: Landed) -> None:
+        if leg.state is not LegState.ASKED or loading.error:
+            return
+        reason = self.bay.landed(message)
+        if reason:
+            self._metrics.failures.labels("landing").inc()
+            self._fail(loading, f"what landed is not what was asked for: {reason}")
+        elif leg.path == "":
+            leg.path = "packed"
+
+    def _written(self, loading: Loading, leg: Leg, written: Written, now: float) -> None:
+        moved = loading.moved.setdefault(leg.path or "direct", [0, 0])
+        moved[0] += written.total_bytes
+        moved[1] += written.copies
         if math.isfinite(written.seconds):
             loading.seconds = max(loading.seconds, written.seconds)
         if leg.state is LegState.BUSY:
             if written.quiet:
-                self._leave(loading, leg, LegEvent.SETTLE, now)
+                self.bay.settle(leg.transfer_id)
+                self._leave(loading, leg, LegEvent.SETTLE)
             else:
                 leg.busy_until = max(leg.busy_until, now + self._config.quarantine_s)
             return
+        if leg.state is LegState.UNPACKING and written.quiet:
+            # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
+            self.bay.settle(leg.transfer_id)
         if leg.state is not LegState.ASKED:
             return
         if written.ok and written.quiet:
-            self._leave(loading, leg, LegEvent.LAND, now)
+            if leg.path == "direct":
+                self.bay.close(leg.transfer_id, None)
+                self._leave(loading, leg, LegEvent.LAND)
+            else:
+                leg.move(LegEvent.ARRIVE)
+            return
+        if written.again and written.quiet and not loading.error and leg.repeats < MOST_REPEATS:
+            # Nothing that landed counts. What is asked for anew is unpacked after it, over it.
+            leg.repeats += 1
+            self.bay.close(leg.transfer_id, None)
+            self._leave(loading, leg, LegEvent.REPEAT)
             return
         self._fail(loading, written.error or "the peer gave no reason")
-        if written.quiet:
-            self._leave(loading, leg, LegEvent.FAIL, now)
-            return
         # It has stopped submitting, so only what it could not call back is still under way.
-        self._leave(loading, leg, LegEvent.LOSE, now)
-        leg.busy_until = now + self._config.quarantine_s
+        self._end(loading, leg, None if written.quiet else now + self._config.quarantine_s)
+
+    def _check_landing(self, loading: Loading, leg: Leg, now: float) -> None:
+        """What landed is unpacked: commit it, or fail."""
+        landing = self.bay.find(leg.transfer_id)
+        if landing is not None and landing.error and leg.state in (LegState.ASKED, LegState.UNPACKING):
+            self._fail(loading, landing.error)
+        if leg.state is not LegState.UNPACKING or (landing is not None and not landing.idle):
+            return
+        if landing is not None and landing.complete and not loading.error:
+            self.bay.close(leg.transfer_id, None)
+            self._leave(loading, leg, LegEvent.LAND)
+            return
+        if landing is not None and not loading.error:
+            missing = len(landing.chunks) - landing.committed
+            self._fail(loading, f"the peer says that all is written, but {missing} chunks did not land")
+        self.bay.close(leg.transfer_id, None)
+        self._leave(loading, leg, LegEvent.FAIL)
+
+    def _is_unpacking(self, leg: Leg) -> bool:
+        landing = self.bay.find(leg.transfer_id)
+        return landing is not None and not landing.idle
 
     def _fail(self, loading: Loading, reason: str) -> None:
         loading.error = loading.error or reason
+
+    def _end(self, loading: Loading, leg: Leg, writes_until: float | None) -> None:
+        """End a leg that failed after it was asked. ``writes_until``: the peer may write until then.
+
+        Over the packed path a peer can only write to slots: they go to quarantine, our pages are ours.
+        """
+        unpacking = self._is_unpacking(leg)
+        self.bay.close(leg.transfer_id, writes_until, leg.link)
+        if leg.path == "packed":
+            self._leave(loading, leg, LegEvent.ARRIVE if unpacking else LegEvent.FAIL)
+        elif writes_until is None:
+            self._leave(loading, leg, LegEvent.FAIL)
+        else:
+            self._leave(loading, leg, LegEvent.LOSE)
+            leg.busy_until = writes_until
+
+    def _longest_write(self, loading: Loading, now: float) -> float:
+        """When a peer that we cannot hear has stopped for sure.
+
+        It may go on until the time that it was given is over, which is the load's deadline; what it
+        started last may still be on its way after that.
+        """
+        return max(now, loading.deadline) + self._config.quarantine_s
 
     def _wind_up(self, loading: Loading, now: float) -> None:
         """A load that failed: end its legs, each by the way that its state allows."""
         for leg in loading.legs.values():
             match leg.state:
                 case LegState.MEETING:
-                    self._leave(loading, leg, LegEvent.FAIL, now)
+                    self._leave(loading, leg, LegEvent.FAIL)
                 case LegState.ASKED:
                     # The peer answers a cancel as soon as it has stopped; until then it may write.
-                    self._leave(loading, leg, LegEvent.LOSE, now)
-                    peer = self.peers.get(loading.peer)
-                    link = peer.links.get(leg.rank) if peer else None
-                    if link is not None and link.name == leg.link and link.session.state is State.READY:
+                    self._end(loading, leg, self._longest_write(loading, now))
+                    link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
+                    if link is not None:
                         link.session.send(Cancel(leg.transfer_id))
-                        self._flush(link)
+                        self.peers.flush(link)
                 case LegState.BUSY:
                     if now >= leg.busy_until:
                         self._metrics.failures.labels("quarantine_over").inc()
@@ -395,16 +438,12 @@ class DecodeSide:
                             "unused until nothing could arrive any more",
                             loading.order.request_id,
                         )
-                        self._leave(loading, leg, LegEvent.SETTLE, now)
-                case LegState.LANDED | LegState.FAILED:
+                        self._leave(loading, leg, LegEvent.SETTLE)
+                case LegState.UNPACKING | LegState.LANDED | LegState.FAILED:
                     pass
 
-    def _leave(self, loading: Loading, leg: Leg, event: LegEvent, now: float) -> None:
+    def _leave(self, loading: Loading, leg: Leg, event: LegEvent) -> None:
         leg.move(event)
-        if leg.state is LegState.BUSY:
-            # A peer that we cannot hear may go on writing until the time it was given is over, which
-            # is the load's deadline; what it started last may still be on its way after that.
-            leg.busy_until = max(now, loading.deadline) + self._config.quarantine_s
         if leg.over or leg.state is LegState.MEETING:
             self._legs.pop(leg.transfer_id, None)
 
@@ -419,12 +458,10 @@ class DecodeSide:
             self._report_received(order.request_id, loading.error)
         if loading.error:
             logger.warning("request %s was not loaded: %s", order.request_id, loading.error)
-            if order.handle:
+            peer = self.peers.peers.get(loading.peer)
+            if order.handle and peer is not None and 0 in peer.links:
                 # The peer need not hold the blocks until its lease is over.
-                peer = self.peers.get(loading.peer)
-                if peer is not None and 0 in peer.links:
-                    peer.let_go.append(order.handle)
-                    self._tell_let_go(peer, now)
+                self.peers.let_go(peer.key, order.handle, now)
 
     def _count_ended(self, loading: Loading, now: float) -> None:
         if not loading.admitted and loading in self._queue:
@@ -434,58 +471,12 @@ class DecodeSide:
         if loading.error:
             self._metrics.failures.labels("load").inc()
         else:
-            self._metrics.transfer_bytes.labels("received", "direct").inc(loading.total_bytes)
-            self._metrics.copies.labels("received", "direct").inc(loading.copies)
+            for path, (total_bytes, copies) in loading.moved.items():
+                self._metrics.transfer_bytes.labels("received", path).inc(total_bytes)
+                self._metrics.copies.labels("received", path).inc(copies)
             self._metrics.transfer_seconds.labels("received").inc(loading.seconds)
             self._metrics.load_seconds.observe(now - loading.ordered_at)
         self._metrics.loads.set(len(self.loads))
-
-    def _unused_ranks(self, peer: Peer) -> list[int]:
-        """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
-        if self._rank != 0:
-            return []
-        reachable = {address.rank for address in peer.directory}
-        return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]
-
-    def _release(self, peer: Peer, ranks: Sequence[int], handle: str, now: float) -> None:
-        for rank in ranks:
-            peer.releases.setdefault(rank, []).append(handle)
-        self._tell_let_go(peer, now)
-
-    def _tell_let_go(self, peer: Peer, now: float) -> None:
-        """Tell the ranks of the peer that would have waited for us."""
-        if peer.world_size is None:
-            return
-        handles, peer.let_go = peer.let_go, []
-        for handle in handles:
-            for rank in (*peer.partners, *self._unused_ranks(peer)):
-                peer.releases.setdefault(rank, []).append(handle)
-        for rank in list(peer.releases):
-            link = peer.links.get(rank) or self._connect_rank(peer, rank, now)
-            if link is None or link.session.state is not State.READY:
-                continue
-            for handle in peer.releases.pop(rank):
-                link.session.send(LetGo(handle, max(1, peer.consumers.get(rank, 0))))
-            self._flush(link)
-
-    def _owe(self, now: float) -> None:
-        """Silence of a peer is a failure only while it owes an answer."""
-        owed = {
-            leg.link
-            for loading in self.loads.values()
-            for leg in loading.legs.values()
-            if leg.state is LegState.ASKED
-        }
-        for peer in self.peers.values():
-            for link in peer.links.values():
-                link.session.owe(link.name in owed, now)
-                self._flush(link)
-
-    def _flush(self, link: RankLink) -> None:
-        for frame in link.session.outgoing():
-            if link.name in self._owners and not self._channel.send(link.name, frame):
-                self._metrics.failures.labels("side_channel_send").inc()
-                logger.warning("a message to %s could not be sent", link.name)
 
     def _count(self) -> None:
         self._metrics.loads.set(len(self.loads))

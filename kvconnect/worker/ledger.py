@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.errors import LocalError
+from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import Hold, Load
-from kvconnect.plan.transfer import Plan
+from kvconnect.plan.cost import LinkCost
 
 
 class LeaseState(enum.Enum):
@@ -47,6 +47,7 @@ class LegState(enum.Enum):
 
     MEETING = "meeting the peer"
     ASKED = "asked"
+    UNPACKING = "sent, being unpacked"
     LANDED = "landed"
     BUSY = "failed, memory may still be written"
     FAILED = "failed, memory is quiet"
@@ -57,7 +58,9 @@ class LegEvent(enum.Enum):
 
     ASK = "the fetch is sent"
     FORGET = "the peer had forgotten us, and does nothing"
-    LAND = "the peer says that all is written"
+    REPEAT = "the peer lost what it was sending, and does nothing"
+    ARRIVE = "nothing more is sent, and what arrived is being unpacked"
+    LAND = "all of it is in its pages"
     FAIL = "it failed, and nothing writes"
     LOSE = "it failed, and writes may be under way"
     SETTLE = "the peer says, or time proves, that nothing writes any more"
@@ -67,7 +70,11 @@ LEG_MOVES: dict[tuple[LegState, LegEvent], LegState] = {
     (LegState.MEETING, LegEvent.ASK): LegState.ASKED,
     (LegState.MEETING, LegEvent.FAIL): LegState.FAILED,
     (LegState.ASKED, LegEvent.LAND): LegState.LANDED,
+    (LegState.ASKED, LegEvent.ARRIVE): LegState.UNPACKING,
+    (LegState.UNPACKING, LegEvent.LAND): LegState.LANDED,
+    (LegState.UNPACKING, LegEvent.FAIL): LegState.FAILED,
     (LegState.ASKED, LegEvent.FORGET): LegState.MEETING,
+    (LegState.ASKED, LegEvent.REPEAT): LegState.MEETING,
     (LegState.ASKED, LegEvent.FAIL): LegState.FAILED,
     (LegState.ASKED, LegEvent.LOSE): LegState.BUSY,
     (LegState.BUSY, LegEvent.SETTLE): LegState.FAILED,
@@ -83,9 +90,38 @@ TransferKey = tuple[str, int]
 """A fetch as P knows it: the connection it came over, and D's number for it."""
 
 
+@dataclass(eq=False, kw_only=True)
+class Claims:
+    """Who fetches under a handle: one engine (``owner``), ``consumers`` of its ranks, each of them once."""
+
+    owner: str | None = None
+    consumers: int | None = None
+    served: set[Consumer] = field(default_factory=set)
+    let_go: set[Consumer] = field(default_factory=set)
+    sending: set[TransferKey] = field(default_factory=set)
+
+    def claim(self, consumer: Consumer, consumers: int) -> None:
+        """A rank fetches, and says how many ranks of its engine will.
+
+        Raises:
+            PeerError: it has no right to.
+        """
+        if self.owner not in (None, consumer[0]):
+            raise PeerError("another engine has fetched this request")
+        if consumer in self.served or consumer in self.let_go:
+            raise PeerError("this rank has had this request")
+        self.owner, self.consumers = consumer[0], consumers
+
+    @property
+    def satisfied(self) -> bool:
+        """Everybody who would fetch did, or said that they will not."""
+        ranks = {rank for _, _, rank in self.served | self.let_go}
+        return self.consumers is not None and len(ranks) >= self.consumers
+
+
 @dataclass(eq=False)
-class Lease:
-    """P's record of one request.
+class Lease(Claims):
+    """P's record of one request that it holds.
 
     ``ready`` says whether its KV is complete on the device. Until ``busy_until`` a library that could
     not prove that it stopped may still read the blocks.
@@ -96,11 +132,11 @@ class Lease:
     ready: Callable[[], bool]
     busy_until: float = 0.0
     state: LeaseState = LeaseState.HELD
-    owner: str | None = None
-    consumers: int | None = None
-    served: set[Consumer] = field(default_factory=set)
-    let_go: set[Consumer] = field(default_factory=set)
-    sending: set[TransferKey] = field(default_factory=set)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are held."""
+        return self.order.num_tokens
 
     def move(self, event: LeaseEvent) -> None:
         """Change state.
@@ -113,22 +149,22 @@ class Lease:
             raise LocalError(f"lease of {self.order.request_id}: {self.state.value}, but {event.value}")
         self.state = after
 
-    @property
-    def satisfied(self) -> bool:
-        """Everybody who would fetch did, or said that they will not."""
-        ranks = {rank for _, _, rank in self.served | self.let_go}
-        return self.consumers is not None and len(ranks) >= self.consumers
-
 
 @dataclass(eq=False)
 class Leg:
-    """One rank's part of a load. ``busy_until`` is when time alone proves that memory is quiet."""
+    """One rank's part of a load.
+
+    ``path`` is empty while the peer has not said which one it takes. ``busy_until`` is when time alone
+    proves that memory is quiet. ``repeats`` counts how often the peer lost what it was sending.
+    """
 
     rank: int
     state: LegState = LegState.MEETING
+    path: str = ""
     transfer_id: int = -1
     link: str = ""
     busy_until: float = 0.0
+    repeats: int = 0
 
     def move(self, event: LegEvent) -> None:
         """Change state.
@@ -144,6 +180,11 @@ class Leg:
         self.state = after
 
     @property
+    def owed(self) -> bool:
+        """The peer owes us an answer."""
+        return self.state is LegState.ASKED
+
+    @property
     def over(self) -> bool:
         """Nothing of this leg can touch memory any more."""
         return self.state in (LegState.LANDED, LegState.FAILED)
@@ -154,7 +195,7 @@ class Loading:
     """D's record of one request.
 
     ``admitted`` once it is its turn; ``legs`` is empty until the peer said how many ranks it has;
-    ``met_again`` once a peer had forgotten us and was greeted anew.
+    ``met_again`` once a peer had forgotten us and was greeted anew; ``moved`` are bytes and copies by path.
     """
 
     order: Load
@@ -166,8 +207,7 @@ class Loading:
     met_again: bool = False
     legs: dict[int, Leg] = field(default_factory=dict)
     error: str = ""
-    total_bytes: int = 0
-    copies: int = 0
+    moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -178,26 +218,37 @@ class Loading:
 
 @dataclass(eq=False)
 class Sending:
-    """P's record of one fetch under way: a plan, and how much of it the engine has done."""
+    """P's record of one fetch under way. ``in_flight`` are the bytes of its batches, by their id.
+
+    ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
+    it ends so that the peer can fetch anew. ``service_s`` is how long it had the link to itself, as far as
+    that can be said. ``cost`` is set where the path was chosen, and learns from that.
+    """
 
     key: TransferKey
-    handle: str
+    claims: Claims
     consumer: Consumer
     peer: str
-    plan: Plan
     deadline: float
     started_at: float
+    streamed: bool = False
+    path: str = "direct"
+    copies: int = 0
     in_flight: dict[int, int] = field(default_factory=dict)
     total_bytes: int = 0
     last_ended_at: float = 0.0
-    exhausted: bool = False
+    moving_since: float = 0.0
+    moving_s: float = 0.0
     error: str = ""
+    again: bool = False
     quiet: bool = True
+    service_s: float = 0.0
+    cost: LinkCost | None = None
 
     @property
-    def over(self) -> bool:
-        """The engine owes nothing more for it."""
-        return not self.in_flight and (self.exhausted or bool(self.error))
+    def seconds(self) -> float:
+        """What it took; without the time in which there was nothing to send yet."""
+        return self.moving_s if self.streamed else max(0.0, self.last_ended_at - self.started_at)
 
 
 class Tombstones:

@@ -21,6 +21,7 @@ from kvconnect.orders import Orders, Results
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
+from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Mover:
 
     Args:
         introduce: our introduction, as it is now.
+        local: our pages and slots.
         wake_owner: called from the mover's thread when results are waiting.
     """
 
@@ -52,6 +54,7 @@ class Mover:
         rank: int,
         meaning: CacheMeaning,
         introduce: Callable[[], Introduction],
+        local: Local,
         metrics: Metrics,
         wake_owner: Callable[[], None] = lambda: None,
     ) -> None:
@@ -66,17 +69,25 @@ class Mover:
         self._received: list[str] = []
         self._failed: dict[str, str] = {}
         self._polls_without_progress = 0
-        self.prefill = PrefillSide(config, engine, introduce, channel.send, self._report_sent, metrics)
-        self.decode = DecodeSide(config, channel, rank, meaning, introduce, self._report_received, metrics)
+        self.prefill = PrefillSide(config, engine, introduce, local, channel.send, self._report_sent, metrics)
+        self.decode = DecodeSide(
+            config, channel, rank, meaning, introduce, local, self._report_received, metrics
+        )
 
     # Called by the owner of the worker, from any thread
 
-    def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
-        """Queue one step's orders. ``ready`` says when the device is done with what they name."""
+    def order(
+        self, orders: Orders, ready: Callable[[], bool], computed: Callable[[], bool] | None = None
+    ) -> None:
+        """Queue one step's orders. ``ready`` says when the device is done with what they name.
+
+        ``computed`` says that of what is held and what is growing alone; left out, it is ``ready``.
+        """
+        is_computed = computed or ready
 
         def carry_out(now: float) -> None:
             if orders.directory:
-                self.prefill.directory = orders.directory
+                self.prefill.visitors.directory = orders.directory
             # In this order: a handle may be withdrawn, expected anew and held, all in one step.
             for withdrawn in orders.withdrawn:
                 with self._guard("an order to withdraw"):
@@ -84,9 +95,15 @@ class Mover:
             for expected in orders.expected:
                 with self._guard("an order to expect"):
                     self.prefill.expect(expected)
+            for preempted in orders.preempted:
+                with self._guard("an order of a preemption"):
+                    self.prefill.preempted(preempted)
+            for progress in orders.progress:
+                with self._guard("an order of progress"):
+                    self.prefill.progress(progress, is_computed)
             for hold in orders.holds:
                 with self._guard("an order to hold"):
-                    self.prefill.hold(hold, ready, now)
+                    self.prefill.hold(hold, is_computed, now)
             for load in orders.loads:
                 with self._guard("an order to load"):
                     self.decode.load(load, ready, now)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from kvconnect.orders import RankAddress
 from kvconnect.peer.session import Session
 from kvconnect.worker.ledger import PeerKey
+from kvconnect.worker.routes import Route
 
 
 @dataclass
 class RankLink:
-    """Our connection to one rank of a peer."""
+    """Our connection to one rank of a peer. ``route`` is made when something is first asked over it."""
 
     name: str
     session: Session
+    route: Route | None = None
 
 
 @dataclass

@@ -7,12 +7,16 @@ it has a bound and ends by itself.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import Fetch
+from kvconnect.errors import PeerError
+from kvconnect.peer.messages import Fetch, Grant
 from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
@@ -20,7 +24,7 @@ _LONGEST_FETCH_S = 3600.0
 
 @dataclass(frozen=True)
 class EarlyFetch:
-    """A fetch of a request that is not held yet, or whose KV is not complete on the device yet."""
+    """A fetch that has to wait: its request is not held yet, its KV not complete, its link not known."""
 
     link: str
     fetch: Fetch
@@ -36,6 +40,12 @@ class EarlyFetch:
         """When the time is over that the peer gives for all of it."""
         return self.received_at + patience_s(self.fetch)
 
+    @functools.cached_property
+    def first_tokens(self) -> float:
+        """How far a prefill must be for its first chunk to be sent. Endless, if it asks for no chunks."""
+        ends = (max((span.stop for span in chunk.spans), default=0) for chunk in self.fetch.chunks)
+        return min(ends, default=math.inf)
+
 
 @dataclass
 class EarlyLetGo:
@@ -50,6 +60,23 @@ class EarlyLetGo:
 def patience_s(fetch: Fetch) -> float:
     """How long a peer gives us for a fetch, within what is sensible."""
     return min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S) if math.isfinite(fetch.timeout_s) else 0.0
+
+
+def check_fetch(fetch: Fetch) -> None:
+    """Refuse a fetch that names more than its tokens can fill.
+
+    Raises:
+        PeerError: a group is named twice or has more blocks than tokens, or chunks go beyond the tokens.
+    """
+    groups = [blocks.group for blocks in fetch.groups]
+    if len(set(groups)) != len(groups):
+        raise PeerError(f"cache groups {groups} are wanted, each may be named once")
+    for blocks in fetch.groups:
+        if len(blocks.block_ids) > fetch.num_tokens + 1:
+            raise PeerError(f"{len(blocks.block_ids)} blocks are wanted for {fetch.num_tokens} tokens")
+    for chunk in fetch.chunks:
+        if any(span.stop > max(1, fetch.num_tokens) for span in chunk.spans):
+            raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
 
 
 class WaitingRoom:
@@ -101,6 +128,14 @@ class WaitingRoom:
         self.fetches.append(early)
         return ""
 
+    def grant(self, key: TransferKey, grants: tuple[Grant, ...]) -> None:
+        """A fetch that waits is lent more slots."""
+        for index, early in enumerate(self.fetches):
+            if early.key == key:
+                kept = (*early.fetch.grants, *grants)[: len(early.fetch.chunks)]
+                fetch = msgspec.structs.replace(early.fetch, grants=kept)
+                self.fetches[index] = replace(early, fetch=fetch)
+
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank of a peer will not fetch what is not held yet."""
         if self._tombstones.reason(handle) is not None:
@@ -121,17 +156,19 @@ class WaitingRoom:
             self.fetches.remove(found)
         return found
 
-    def take_due(self, held: Container[str], is_ready: Callable[[str], bool], now: float) -> list[EarlyFetch]:
+    def take_due(
+        self, held: Container[str], is_ready: Callable[[EarlyFetch], bool], now: float
+    ) -> list[EarlyFetch]:
         """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of.
 
-        ``held`` are the handles of all leases, ``is_ready`` says whether one of them is complete.
+        ``held`` are the handles of all leases, ``is_ready`` says whether a fetch need not wait.
         """
         due: list[EarlyFetch] = []
         staying: list[EarlyFetch] = []
         for early in self.fetches:
             handle = early.fetch.handle
             goes = (
-                is_ready(handle)
+                is_ready(early)
                 or self._tombstones.reason(handle) is not None
                 or now >= self._deadline(early, handle in held)
             )

@@ -147,6 +147,11 @@ class CopyConnector:
             self.allocated[request.request_id] = (block_ids, num_external_tokens)
             self.order_ids.append(request.request_id)
 
+    streaming = ()
+
+    def preempted(self, request_id):
+        pass
+
     def build_orders(self):
         ids, self.order_ids = self.order_ids, []
         return Orders(let_go=tuple(LetGo(name, "", "", "", 0) for name in ids))

@@ -56,7 +56,7 @@ def test_p_says_when_a_transfer_begins_and_holds_it_under_its_id():
     assert (params[TRANSFER_KEY], params[HANDLE_KEY]) == ("t-1", HANDLE)
     (hold,) = prefill.build_orders().holds
     assert (hold.handle, hold.num_tokens) == (HANDLE, 40)
-    assert prefill.state() == {"held": 1, "promised": 1, "loading": 0, "sharing": 0}
+    assert prefill.state() == {"held": 1, "promised": 1, "loading": 0, "sharing": 0, "streaming": 0}
     prefill.update_results(Results(sent=("p",)))
     assert idle(prefill)
 

@@ -31,7 +31,6 @@ LEFT_TO_BASE: dict[str, str] = {
     "set_host_xfer_buffer_ops": "pages are moved from where they lie, not through vLLM's host copies",
     "finish_forward": "loads go to blocks that no forward reads, and are ordered after it was launched",
     "reset_capture_state": "nothing is called, and nothing changes, while CUDA graphs are captured",
-    "handle_preemptions": "what is preempted was neither held nor being loaded, so nothing reads its blocks",
     "get_kv_connector_kv_cache_events": "a hand-over stores nothing that others could look up",
     "build_connector_worker_meta": "what the scheduler half must hear of the workers are transfer results",
     "get_mem_pool_context": "both engines register the memory that vLLM allocates",

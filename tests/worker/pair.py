@@ -1,11 +1,13 @@
 """A prefill and a decode worker on one virtual clock: no threads, no sockets, nothing waits.
 
-Everything under test is real but the wire: movers, sessions, ledgers, plans and the memory engine.
-The two sides have different block counts and ids, so that mixing them up shows.
+Everything under test is real but the wire: movers, sessions, ledgers, plans, packers and the memory
+engine. The two sides have different block counts and ids, so that mixing them up shows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,14 +21,31 @@ from kvconnect.engine.base import Span
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.pack.arena import Arena
 from kvconnect.peer.channel import MemoryNetwork
-from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.peer.messages import (
+    CacheMeaning,
+    Introduction,
+    Message,
+    decode_to_decode,
+    decode_to_prefill,
+    encode,
+)
 from kvconnect.plan.align import TableCard
+from kvconnect.worker.local import Local
 from kvconnect.worker.mover import Mover
+from kvconnect.worker.slots import SlotPool, SlotState
 
 LAYERS = 3
 HEADS = 2
 BLOCK_TOKENS = 4
+SLOT_BYTES = 1024
+PAGE_BYTES = BLOCK_TOKENS * HEADS * 8 * 2
+P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
+"""The blocks of a request on either side, where a test does not care which."""
+_LIMIT = 64 << 20
+
+Tap = Callable[[Message], Sequence[Message]]
 
 
 class Clock:
@@ -39,8 +58,52 @@ class Clock:
         return self.now
 
 
+class TappedNetwork(MemoryNetwork):
+    """A network that remembers what was said, and lets a test change it on its way."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.said: list[Message] = []
+        self.taps: list[Tap] = []
+
+    def deliver(self, source: int, target: int, link: str, data: bytes) -> bool:
+        try:
+            messages: Sequence[Message] = [
+                decode_to_prefill(data, _LIMIT) if link.startswith("in:") else decode_to_decode(data, _LIMIT)
+            ]
+        except Exception:
+            return super().deliver(source, target, link, data)
+        self.said.extend(messages)
+        for tap in self.taps:
+            messages = [changed for message in messages for changed in tap(message)]
+        for message in messages:
+            super().deliver(source, target, link, encode(message))
+        return target in self._channels
+
+    def heard(self, kind: type) -> list:
+        """Everything of one kind that was said, whatever became of it on its way."""
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+class PlainCache:
+    """Three layers of one group, all in one tensor: (layer, block, token, head, content)."""
+
+    def __init__(self, num_blocks: int, rank: int = 0, world_size: int = 1) -> None:
+        self.heads = shard_heads(HEADS, rank, world_size)
+        self.storage = torch.zeros(LAYERS, num_blocks, BLOCK_TOKENS, len(self.heads), 8, dtype=torch.float16)
+        tensors = {
+            f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
+        }
+        spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
+        config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
+        self.table = RegionTable.build(config, {0: BLOCK_TOKENS}, tensors, dict.fromkeys(tensors, self.heads))
+
+
 class FakeWorker:
-    """A mover with its cache, engine and channel, stepped by hand."""
+    """A mover with its cache, engine and channel, stepped by hand.
+
+    ``cache`` is anything with a region table as ``table``; left out, a ``PlainCache`` of ``num_blocks``.
+    """
 
     def __init__(
         self,
@@ -51,23 +114,30 @@ class FakeWorker:
         model: str = "m",
         rank: int = 0,
         world_size: int = 1,
+        *,
+        cache=None,
+        num_heads: int | None = HEADS,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self.engine_id = engine_id
+        self.config = config
         self.rank = rank
-        self.heads = shard_heads(HEADS, rank, world_size)
-        self.storage = torch.zeros(LAYERS, num_blocks, BLOCK_TOKENS, len(self.heads), 8, dtype=torch.float16)
-        tensors = {
-            f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
-        }
-        spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
-        cache = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
-        heads = dict.fromkeys(tensors, self.heads)
-        self.table = RegionTable.build(cache, {0: BLOCK_TOKENS}, tensors, heads)
+        self.cache = cache or PlainCache(num_blocks, rank, world_size)
+        self.table: RegionTable = self.cache.table
         self.engine = MemoryEngine(listen=False, clock=network.clock)
-        self.engine.register([Span(s.address, s.length_bytes) for s in self.table.storages])
+        count = 0 if config.path == "direct" else config.num_slots
+        self.slot_bytes = slot_bytes if count else 0
+        self.arenas = [Arena("cpu", slot_bytes, count) for _ in range(2 if count else 0)]
+        spans = [Span(s.address, s.length_bytes) for s in (*self.table.storages, *self.arenas)]
+        self.engine.register(spans)
+        # No two pools count alike, so that a number of one is never right by accident in another.
+        first = 1 + 100_000 * rank + 10_000_000 * (sum(engine_id.encode()) % 97)
+        addresses = [arena.addresses for arena in self.arenas] or [(), ()]
+        self.landing = SlotPool(addresses[0], self.slot_bytes, first)
+        self.send = SlotPool(addresses[1], self.slot_bytes, first + 50_000)
         self.channel = network.channel()
         self.metrics = Metrics(CollectorRegistry())
-        self.meaning = CacheMeaning(model, HEADS, world_size)
+        self.meaning = CacheMeaning(model, num_heads, world_size)
         self.mover = Mover(
             config,
             self.engine,
@@ -75,9 +145,26 @@ class FakeWorker:
             rank=rank,
             meaning=self.meaning,
             introduce=self.introduce,
+            local=Local(self.table, torch.device("cpu"), self.landing, self.send),
             metrics=self.metrics,
         )
         self.results: list[Results] = []
+        self.ordered: Counter[str] = Counter()
+        self._order = self.mover.order
+        self.mover.order = self.order  # type: ignore[method-assign]
+
+    def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
+        """Give orders, and remember what is to be reported."""
+        self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
+        self._order(orders, ready)
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self.cache.storage
+
+    @property
+    def heads(self):
+        return self.cache.heads
 
     def introduce(self) -> Introduction:
         return Introduction(
@@ -88,6 +175,7 @@ class FakeWorker:
             "memory",
             self.engine.card(),
             TableCard.of(self.table),
+            self.slot_bytes,
         )
 
     def step(self, now: float) -> None:
@@ -110,37 +198,143 @@ class FakeWorker:
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"kvconnect_{name}_total", labels) or 0.0
 
+    def gauge(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"kvconnect_{name}", labels)
+
+    def check_slots(self) -> None:
+        """Every slot is where exactly one record says that it is, and nothing was reported twice."""
+        bay, sender = self.mover.decode.bay, self.mover.prefill.sender
+        landings = bay._landings.values()
+        lent = {id(slot) for landing in landings for slot in landing.lent.values()}
+        unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
+        lost = {id(slot) for record in bay._lost.values() for slot in record.slots}
+        assert _by_state(self.landing) == {
+            SlotState.THEIRS: lent,
+            SlotState.OURS: unpacking,
+            SlotState.QUARANTINED: lost,
+        }
+        outboxes = [box for box in sender._outboxes.values() if box.path == "packed"]
+        ours = {id(parcel.slot) for box in outboxes for parcel in (*box._kernels, *box._filled)}
+        theirs = {id(parcel.slot) for box in outboxes for parcel in box._in_flight.values()}
+        assert _by_state(self.send) == {
+            SlotState.THEIRS: theirs,
+            SlotState.OURS: ours,
+            SlotState.QUARANTINED: {id(slot) for _, slot in sender._lost},
+        }
+        assert Counter((*self.sent, *self.received)) <= self.ordered
+
+    def assert_idle(self) -> None:
+        """Nothing is remembered."""
+        self.check_slots()
+        prefill, decode = self.mover.prefill, self.mover.decode
+        assert not prefill.leases
+        assert not prefill.sender.sendings
+        assert not prefill.sender._outboxes
+        assert not prefill.sender._batches
+        assert not prefill.sender._of_peer
+        assert not prefill.sender._in_flight_bytes
+        assert not prefill.busy
+        assert not prefill.waiting
+        assert not prefill.waiting.expected
+        assert not decode.loads
+        assert not decode._legs
+        assert not decode._queue
+        assert not decode.waiting_for_writes
+        assert not decode.waiting_for_device
+        assert len(decode.bay) == 0
+        assert not decode.bay._hungry
+        assert (self.send.taken, self.landing.taken) == (0, 0)
+        for pool in (self.send, self.landing):
+            assert pool.free == len(pool.slots)
+        assert self.gauge("leases_held") == 0
+        assert self.gauge("loads_in_flight") == 0
+        assert self.gauge("slots_taken", kind="send") in (0, None)
+        assert self.gauge("slots_taken", kind="landing") in (0, None)
+
+
+def quarantined(pool: SlotPool) -> int:
+    """How many slots nobody may use, since somebody may still touch them."""
+    return sum(slot.state is SlotState.QUARANTINED for slot in pool.slots)
+
+
+def _by_state(pool: SlotPool) -> dict[SlotState, set[int]]:
+    """The slots that are not free, by state. Those that are free can be taken, each once."""
+    free = [id(slot) for slot in pool._free]
+    assert len(free) == len(set(free))
+    assert set(free) == {id(slot) for slot in pool.slots if slot.state is SlotState.FREE}
+    others = (SlotState.THEIRS, SlotState.OURS, SlotState.QUARANTINED)
+    return {state: {id(slot) for slot in pool.slots if slot.state is state} for state in others}
+
 
 @dataclass
 class Pair:
-    """P and D, and the clock they live on."""
+    """P and D, and the clock they live on. What begins with ``prefill`` is P's, if that is other."""
 
     config: ExtraConfig = field(default_factory=ExtraConfig)
     prefill_model: str = "m"
     decode_model: str = "m"
+    prefill_config: ExtraConfig | None = None
+    slot_bytes: int = SLOT_BYTES
+    prefill_slot_bytes: int = 0
+    prefill_blocks: int = 40
+    decode_blocks: int = 50
 
     def __post_init__(self) -> None:
         self.clock = Clock()
-        self.network = MemoryNetwork(self.clock)
-        self.prefill = FakeWorker("P", 40, self.network, self.config, self.prefill_model)
-        self.decode = FakeWorker("D", 50, self.network, self.config, self.decode_model)
+        self.network = TappedNetwork(self.clock)
+        self.others: list[FakeWorker] = []
+        self.prefill = FakeWorker(
+            "P",
+            self.prefill_blocks,
+            self.network,
+            self.prefill_config or self.config,
+            self.prefill_model,
+            slot_bytes=self.prefill_slot_bytes or self.slot_bytes,
+        )
+        self.decode = FakeWorker(
+            "D", self.decode_blocks, self.network, self.config, self.decode_model, slot_bytes=self.slot_bytes
+        )
         self.prefill.storage.copy_(torch.randn(self.prefill.storage.shape))
 
+    def add(self, engine_id: str) -> FakeWorker:
+        """One more worker, with a cache of other contents."""
+        worker = FakeWorker(
+            engine_id, self.prefill_blocks, self.network, self.config, slot_bytes=self.slot_bytes
+        )
+        worker.storage.copy_(torch.randn(worker.storage.shape))
+        self.others.append(worker)
+        return worker
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [self.prefill, *self.others, self.decode]
+
     def run(self, seconds: float = 0.0, step_s: float = 0.05) -> None:
-        """Step both sides until ``seconds`` have passed, and then until nothing is left to say."""
+        """Step all until ``seconds`` have passed, and then until nothing is left to say."""
         end = self.clock.now + seconds
         while self.clock.now < end:
             self.clock.now = min(end, self.clock.now + step_s)
             self.settle()
         self.settle()
 
-    def settle(self) -> None:
-        for _ in range(8):
-            self.prefill.step(self.clock.now)
-            self.decode.step(self.clock.now)
+    def settle(self, rounds: int = 8) -> None:
+        for _ in range(rounds):
+            for worker in self.workers:
+                worker.step(self.clock.now)
+        for worker in self.workers:
+            worker.check_slots()
 
     def hold(
-        self, request: str, block_ids: tuple[int, ...], handle: str | None = None, ready=lambda: True
+        self,
+        request: str,
+        block_ids: tuple[int, ...],
+        handle: str | None = None,
+        ready=lambda: True,
+        worker: FakeWorker | None = None,
     ) -> None:
         order = Hold(
             request,
@@ -149,7 +343,7 @@ class Pair:
             (GroupBlocks(0, 0, block_ids),),
             self.config.lease_s,
         )
-        self.prefill.mover.order(Orders(holds=(order,)), ready)
+        (worker or self.prefill).mover.order(Orders(holds=(order,)), ready)
 
     def load(self, request: str, block_ids: tuple[int, ...], handle: str | None = None, **changes) -> None:
         fields = {
@@ -163,22 +357,33 @@ class Pair:
         }
         self.decode.mover.order(Orders(loads=(Load(**{**fields, **changes}),)), lambda: True)
 
+    def start(
+        self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
+    ) -> None:
+        """A request that is prefilled, and then fetched."""
+        self.hold(request, source)
+        self.load(request, target)
+
     def abort(self, request: str) -> None:
         self.decode.mover.order(Orders(aborted=(request,)), lambda: True)
 
-    def landed(self, source_ids: tuple[int, ...], target_ids: tuple[int, ...]) -> bool:
-        return torch.equal(
-            self.prefill.storage[:, list(source_ids)], self.decode.storage[:, list(target_ids)]
-        )
+    def cut(self, worker: FakeWorker | None = None) -> None:
+        """Lose whatever P, or another worker, and D say to each other from now on."""
+        self.network.cut((worker or self.prefill).channel.port, self.decode.channel.port)
+
+    def mend(self, worker: FakeWorker | None = None) -> None:
+        self.network.mend((worker or self.prefill).channel.port, self.decode.channel.port)
+
+    def landed(
+        self,
+        source_ids: tuple[int, ...] = P_IDS,
+        target_ids: tuple[int, ...] = D_IDS,
+        worker: FakeWorker | None = None,
+    ) -> bool:
+        source = (worker or self.prefill).storage
+        return torch.equal(source[:, list(source_ids)], self.decode.storage[:, list(target_ids)])
 
     def assert_idle(self) -> None:
-        """Nothing is remembered on either side."""
-        assert not self.prefill.mover.prefill.leases
-        assert not self.prefill.mover.prefill.sendings
-        assert not self.prefill.mover.prefill.busy
-        assert not self.prefill.mover.prefill.waiting
-        assert not self.prefill.mover.prefill.waiting.expected
-        assert not self.decode.mover.decode.loads
-        assert not self.decode.mover.decode.waiting_for_writes
-        assert self.prefill.metrics.registry.get_sample_value("kvconnect_leases_held") == 0
-        assert self.decode.metrics.registry.get_sample_value("kvconnect_loads_in_flight") == 0
+        """Nothing is remembered on any side."""
+        for worker in self.workers:
+            worker.assert_idle()

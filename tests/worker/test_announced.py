@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Expect, LetGo, Orders, Withdraw
-from tests.worker.pair import Pair
+from tests.worker.pair import D_IDS, P_IDS, Pair
 
-P_IDS, D_IDS = (5, 6, 9), (21, 3, 8)
 HANDLE = "handle-a"
-
-
-@pytest.fixture
-def pair():
-    return Pair()
 
 
 def expect(pair, handle=HANDLE):
@@ -46,7 +40,7 @@ def test_a_fetch_waits_for_a_prefill_that_is_under_way_longer_than_for_an_unknow
     assert not pair.decode.received
     pair.hold("a", P_IDS)
     pair.run()
-    assert pair.landed(P_IDS, D_IDS)
+    assert pair.landed()
     assert (pair.decode.failed, pair.prefill.sent) == ({}, ["a"])
     pair.assert_idle()
 
@@ -125,7 +119,7 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     assert not pair.decode.received, "it is expected anew"
     pair.hold("a", P_IDS)
     pair.run()
-    assert pair.landed(P_IDS, D_IDS)
+    assert pair.landed()
     pair.assert_idle()
 
 
@@ -182,7 +176,7 @@ def test_a_load_that_names_no_engine_takes_whoever_answers_there(pair):
     pair.run(6)
     pair.hold("a", P_IDS)
     pair.run()
-    assert pair.landed(P_IDS, D_IDS)
+    assert pair.landed()
     pair.hold("b", (7,))
     pair.run()
     let_go(pair, "handle-b", engine_id="")
@@ -213,7 +207,7 @@ def test_two_requests_under_one_handle_are_not_mixed_up(pair):
     assert pair.prefill.count("failures", reason="handle_in_use") == 1
     pair.load("a", D_IDS, handle=HANDLE)
     pair.run()
-    assert pair.landed(P_IDS, D_IDS)
+    assert pair.landed()
     assert pair.prefill.sent == ["b", "a"]
     pair.assert_idle()
 
@@ -249,7 +243,7 @@ def test_what_the_scheduler_half_met_is_counted_once():
 def test_in_whatever_order_both_sides_speak_everything_ends_and_is_forgotten(seed):
     """Every prefill is expected, then held or withdrawn; every load is ordered once, some are aborted."""
     rng = random.Random(seed)
-    pair = Pair()
+    pair = Pair(ExtraConfig(path=rng.choice(["direct", "packed", "auto"])))
     source, target = iter(rng.sample(range(1, 40), 16)), iter(rng.sample(range(1, 50), 16))
     blocks, ends, steps = {}, {}, []
     for name in [f"r{n}" for n in range(rng.randint(1, 6))]:

@@ -10,13 +10,15 @@ from kvconnect.node.models.grouped import GroupedModel, SlidingModel
 from kvconnect.node.models.hybrid import HybridModel
 from kvconnect.node.models.latent import LatentModel, MixedModel
 from kvconnect.node.models.parts import WeightSource
+from kvconnect.node.models.wide import WideModel
 
-MODELS: dict[str, type[GroupedModel] | type[LatentModel] | type[HybridModel]] = {
+MODELS: dict[str, type[GroupedModel] | type[LatentModel] | type[HybridModel] | type[WideModel]] = {
     "gqa": GroupedModel,
     "mla": LatentModel,
     "mixed": MixedModel,
     "sliding": SlidingModel,
     "hybrid": HybridModel,
+    "wide": WideModel,
 }
 
 

@@ -1,0 +1,206 @@
+"""One side in a process of its own, and the parent's handle on it.
+
+Owns the process, the pipe and the deadline of every step: a child that fails, dies or hangs becomes a
+``StepFailed`` in the parent. It must not know what a side does. Imports nothing heavy, so that a child's
+environment is set before the libraries that read it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from kvconnect.errors import KVConnectError
+
+_END_S = 10.0
+_GRACE_S = 5.0
+
+
+class StepFailed(KVConnectError):
+    """A child did not do what it was asked. The text says which child, which step and why."""
+
+
+class Side:
+    """What runs in a child: its methods are the steps that the parent may ask for.
+
+    ``idle_pause_s`` is how long to wait for the next step before ``idle`` is called, None for ever.
+    """
+
+    idle_pause_s: float | None = None
+
+    def idle(self) -> None:
+        """Called while no step is asked for."""
+
+    def close(self) -> None:
+        """Called once at the end."""
+
+
+class ChildProcess:
+    """A spawned process with one side in it.
+
+    Args:
+        name: what errors call it.
+        side: ``module:class`` of a ``Side`` that is made without arguments.
+        environment: what its environment differs by; None takes a variable away.
+        timeout_s: how long a step may take. Children are given the same bound and a little less time
+            than the parent, so that what they say of it is heard.
+    """
+
+    def __init__(self, name: str, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._timeout_s = timeout_s
+        self._step = "start"
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(far_end, side, dict(environment)), name=f"bench-{name}", daemon=True
+        )
+        self._process.start()
+        # With our copy closed, the end of the child is the end of the pipe.
+        far_end.close()
+
+    def begin(self, step: str, *arguments: Any) -> None:
+        """Ask for a step, and do not wait.
+
+        Raises:
+            StepFailed: the child is gone.
+        """
+        self._step = step
+        try:
+            self._pipe.send((step, arguments))
+        except OSError as error:
+            raise StepFailed(self._ended()) from error
+
+    def answer(self) -> Any:
+        """Wait for the step that was begun, and return what it returned.
+
+        Raises:
+            StepFailed: it failed, the child died, or the time is over.
+        """
+        try:
+            if not self._pipe.poll(self._timeout_s + _GRACE_S):
+                raise StepFailed(f"{self.name}: step {self._step!r} took more than {self._timeout_s:g} s")
+            done, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise StepFailed(self._ended()) from error
+        if not done:
+            raise StepFailed(f"{self.name}: step {self._step!r} failed: {value}")
+        return value
+
+    def ask(self, step: str, *arguments: Any) -> Any:
+        """``begin`` and ``answer``."""
+        self.begin(step, *arguments)
+        return self.answer()
+
+    def quit(self) -> None:
+        """Ask it to end, and do not wait."""
+        with suppress(OSError):
+            self._pipe.send(("quit", ()))
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end until the deadline on the monotonic clock, then make it end. Idempotent."""
+        self._process.join(max(0.0, deadline - time.monotonic()))
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(_END_S)
+        self._pipe.close()
+
+    @property
+    def died(self) -> str:
+        """How it ended, empty while it runs."""
+        code = self._process.exitcode
+        return "" if code is None else f"{self.name}: the process ended with code {code}"
+
+    def _ended(self) -> str:
+        self._process.join(_GRACE_S)
+        return f"{self.died or self.name + ': its pipe is closed'} in step {self._step!r}"
+
+
+class ChildPair:
+    """A prefill and a decode child; leaving the ``with`` block ends both in every case."""
+
+    def __init__(self, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
+        self.prefill = ChildProcess("prefill", side, environment, timeout_s)
+        self.decode = ChildProcess("decode", side, environment, timeout_s)
+
+    def __enter__(self) -> ChildPair:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        died = [child.died for child in (self.prefill, self.decode) if child.died]
+        # After a failure nobody is asked nicely: a child that hangs would only cost time.
+        deadline = time.monotonic() + (_END_S if error is None else 0.0)
+        # One after the other: the one that fetches would report the end of the other as a loss.
+        for child in (self.decode, self.prefill):
+            child.quit()
+            child.end(deadline)
+        if isinstance(error, StepFailed) and died and died[0] not in str(error):
+            # What one child complains of may be the other's end.
+            raise type(error)(f"{error}; {died[0]}") from error
+
+    def both(self, step: str, prefill: tuple[Any, ...], decode: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Ask both for a step at the same time.
+
+        Raises:
+            StepFailed: one of them did not do it.
+        """
+        self.prefill.begin(step, *prefill)
+        self.decode.begin(step, *decode)
+        return self.prefill.answer(), self.decode.answer()
+
+
+def _serve(pipe: Connection, side: str, environment: Mapping[str, str | None]) -> None:
+    # The terminal's interrupt goes to all; the parent then ends its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    module, _, attribute = side.partition(":")
+    made: Side | None = None
+    problem = ""
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except Exception as error:
+        problem = _describe(error)
+    while True:
+        while made is not None and not pipe.poll(made.idle_pause_s):
+            made.idle()
+        try:
+            step, arguments = pipe.recv()
+        except (EOFError, OSError):
+            break
+        if step == "quit":
+            break
+        try:
+            answer = (False, problem) if made is None else (True, getattr(made, step)(*arguments))
+        except Exception as error:
+            answer = (False, _describe(error))
+        try:
+            pipe.send(answer)
+        except OSError:
+            break
+    if made is not None:
+        made.close()
+
+
+def _describe(error: Exception) -> str:
+    """One line for what we raise on purpose, and where it came from for everything else."""
+    if isinstance(error, KVConnectError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,120 @@
+"""The short calibration when peers meet: what the engine takes for a copy and for a byte on this link.
+
+P writes a few batches from its scratch memory to the peer's, which nobody reads. Until they are done the
+peer's fetches wait; that is no longer than a connection takes to be made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from kvconnect.engine.base import Completion
+from kvconnect.pack.arena import Arena
+from kvconnect.plan.align import Link
+from kvconnect.plan.cost import Sample
+from kvconnect.worker.outbox import Arrived, Columns
+
+SMALL_COPIES = 256
+_FEW_COPIES = 16
+_CPU_BYTES = 4 << 20
+_CUDA_SHARE = 0.85
+_CPU_SHARE = 0.6
+"""What packing reaches of a plain copy: see `kvconnect bench pack`."""
+
+
+class ProbeOutbox:
+    """Batches of one kind after the other, each alone on its way. ``samples`` are what they took.
+
+    Args:
+        source: our scratch memory.
+        target: the peer's.
+        scratch_bytes: of the smaller of the two.
+        page_bytes: a page of the caches that will be moved.
+        max_copies: of one batch.
+    """
+
+    path = "probe"
+    busy = False
+
+    def __init__(
+        self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.copies = 0
+        pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
+        # The first batch makes the connection, and tells nothing.
+        shapes = [(1, page_bytes)]
+        shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES, _FEW_COPIES, 1)]
+        shapes += [(1, scratch_bytes)] * 3
+        self._batches: Iterator[Columns] = (
+            _scattered(source, target, copies, length) for copies, length in shapes if copies
+        )
+        self._next = next(self._batches, None)
+        self._under_way: Columns | None = None
+        self._is_first = True
+
+    @property
+    def exhausted(self) -> bool:
+        """See ``Outbox``."""
+        return self._next is None and self._under_way is None
+
+    def advance(self, stopping: bool) -> str:
+        """See ``Outbox``."""
+        return ""
+
+    def peek(self) -> Columns | None:
+        """See ``Outbox``."""
+        return self._next if self._under_way is None else None
+
+    def submitted(self, batch_id: int) -> None:
+        """See ``Outbox``."""
+        self._under_way = self._next
+        self._next = next(self._batches, None)
+
+    def ended(self, completion: Completion) -> Arrived | None:
+        """See ``Outbox``."""
+        if self._under_way is not None and completion.ok and not self._is_first:
+            copies = len(self._under_way[2])
+            self.samples.append(Sample(copies, completion.total_bytes, completion.seconds))
+        self._is_first = False
+        self._under_way = None
+        return None
+
+
+def _scattered(source: int, target: int, copies: int, length: int) -> Columns:
+    """So many copies, in an order that leaves none beside the one before it."""
+    order = np.arange(copies, dtype=np.int64)
+    places = (order * 7919) % copies if copies > 1 else order
+    return source + order * length, target + places * length, np.full(copies, length, dtype=np.int64)
+
+
+def probe_bytes(slot_bytes: int, on_cuda: bool) -> int:
+    """How much scratch memory a worker has: what a fast link needs to show its speed."""
+    return slot_bytes if on_cuda else min(slot_bytes, _CPU_BYTES)
+
+
+def pack_bytes_per_s(arena: Arena) -> float:
+    """About how fast pages are packed here: a plain copy within the arena, and the usual part of it."""
+    length = min(arena.scratch_bytes, arena.slot_bytes)
+    source, target = arena.view(arena.scratch_address, length), arena.view(arena.addresses[0], length)
+    seconds = math.inf
+    for _ in range(3):
+        # The first copy is the first use of this memory, and slow.
+        start = time.perf_counter()
+        target.copy_(source)
+        if target.is_cuda:
+            torch.cuda.synchronize(target.device)
+        seconds = min(seconds, time.perf_counter() - start)
+    return length / seconds * (_CUDA_SHARE if target.is_cuda else _CPU_SHARE)
+
+
+def typical_page_bytes(link: Link) -> int:
+    """The page length that most of the bytes of this link travel in."""
+    lengths = [rows.length for group in link.groups.values() for rows in group.rows]
+    ordered = np.sort(np.concatenate([*lengths, np.ones(1, dtype=np.int64)]))
+    return int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])

@@ -1,0 +1,255 @@
+"""D's landing slots: granted chunk by chunk, unpacked when a chunk has landed, and checked.
+
+A peer that we fetch from over the packed path can write to the slots that it was granted, and to no page.
+What is in a slot becomes KV only if its length, its generation and its digest are what they should be.
+Owned by the mover thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.packer import Packer, StagedChunk, Ticket
+from kvconnect.peer.messages import Grant, Landed
+from kvconnect.plan.chunks import Chunk
+from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Unpacking:
+    """A chunk that our kernel moves into pages."""
+
+    chunk: int
+    slot: Slot
+    ticket: Ticket
+    expected: int | None
+
+
+@dataclass(eq=False)
+class Landing:
+    """What lands of one fetch.
+
+    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer said it wrote.
+    """
+
+    transfer_id: int
+    packer: Packer
+    chunks: Sequence[Chunk]
+    staged: Sequence[StagedChunk]
+    waiting_grants: int
+    lent: dict[int, Slot] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    unpacking: deque[_Unpacking] = field(default_factory=deque)
+    committed: int = 0
+    total_bytes: int = 0
+    error: str = ""
+    closed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is in its pages, and was what it should be."""
+        return self.committed == len(self.chunks) and not self.error
+
+    @property
+    def idle(self) -> bool:
+        """No kernel of ours works for it."""
+        return not self.unpacking
+
+
+@dataclass(eq=False)
+class _Lost:
+    """Slots of a fetch that ended while the peer behind ``link`` might still write."""
+
+    slots: list[Slot]
+    until: float
+    link: str
+
+
+class LandingBay:
+    """All landing slots of a worker, and all fetches that land in them.
+
+    Args:
+        pool: the slots.
+        check_digest: whether what landed must have the digest that its sender names.
+    """
+
+    def __init__(self, pool: SlotPool, check_digest: bool, metrics: Metrics) -> None:
+        self._pool = pool
+        self._check_digest = check_digest
+        self._metrics = metrics
+        self._landings: dict[int, Landing] = {}
+        self._hungry: deque[Landing] = deque()
+        self._lost: dict[int, _Lost] = {}
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest chunk that a slot takes, 0 where there are no slots."""
+        return self._pool.slot_bytes if self._pool.slots else 0
+
+    @property
+    def taken(self) -> int:
+        """Slots that are granted, being unpacked, or in quarantine."""
+        return self._pool.taken
+
+    @property
+    def busy(self) -> bool:
+        """A kernel of ours is at work that nobody will wake us for."""
+        return any(landing.unpacking for landing in self._landings.values())
+
+    def __len__(self) -> int:
+        return len(self._landings) + len(self._lost)
+
+    def open(
+        self,
+        transfer_id: int,
+        packer: Packer,
+        chunks: Sequence[Chunk],
+        blocks: Sequence[GroupBlocks],
+        num_tokens: int,
+    ) -> tuple[Grant, ...]:
+        """Prepare for the chunks of a fetch. Returns the slots that it is granted at once, perhaps none.
+
+        Raises:
+            LayoutError: a chunk needs blocks that the request does not have.
+        """
+        staged = packer.stage(blocks, chunks, num_tokens)
+        landing = Landing(transfer_id, packer, chunks, staged, len(chunks))
+        self._landings[transfer_id] = landing
+        # Half of what is free, so that whoever comes next need not wait for the first to end.
+        first = min(len(chunks), (self._pool.free + 1) // 2) if not self._hungry else 0
+        grants = tuple(self._lend(landing) for _ in range(first))
+        if landing.waiting_grants:
+            self._hungry.append(landing)
+        return grants
+
+    def find(self, transfer_id: int) -> Landing | None:
+        """The landing of a fetch that is under way."""
+        return self._landings.get(transfer_id)
+
+    def landed(self, message: Landed) -> str:
+        """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing.
+
+        What is no use for its fetch changes nothing of any other.
+        """
+        landing = self._landings.get(message.transfer_id)
+        if landing is None or landing.closed:
+            return "nothing is fetched under this number"
+        slot = landing.lent.get(message.generation)
+        if slot is None:
+            return f"generation {message.generation} was not granted to it, or was used already"
+        if message.chunk >= len(landing.chunks) or message.chunk in landing.arrived:
+            return f"chunk {message.chunk} of {len(landing.chunks)} is not awaited"
+        staged = landing.staged[message.chunk]
+        if message.length_bytes != staged.total_bytes:
+            return f"chunk {message.chunk} has {message.length_bytes} of {staged.total_bytes} bytes"
+        if self._check_digest and message.digest is None:
+            return f"chunk {message.chunk} came without its digest"
+        seed = slot.generation if self._check_digest else None
+        del landing.lent[message.generation]
+        landing.arrived.add(message.chunk)
+        self._pool.move(slot, SlotEvent.LANDED)
+        try:
+            ticket = landing.packer.unpack(slot.address, staged, seed)
+        except Exception as error:
+            # Whatever it is, a device out of memory included, only this request is lost by it.
+            logger.exception("a chunk could not be unpacked")
+            self._pool.move(slot, SlotEvent.RETURN)
+            return f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
+        landing.unpacking.append(
+            _Unpacking(message.chunk, slot, ticket, message.digest if self._check_digest else None)
+        )
+        return ""
+
+    def advance(self, now: float) -> Iterator[tuple[int, tuple[Grant, ...]]]:
+        """Let time pass: take what is unpacked, and lend what became free.
+
+        Yields the fetches that are granted more slots, with them. A chunk of the wrong digest sets its
+        landing's ``error``.
+        """
+        for landing in self._landings.values():
+            while landing.unpacking and landing.unpacking[0].ticket.done:
+                self._take(landing, landing.unpacking.popleft())
+        for landing in [landing for landing in self._landings.values() if landing.closed and landing.idle]:
+            del self._landings[landing.transfer_id]
+        for transfer_id in [number for number, lost in self._lost.items() if now >= lost.until]:
+            self.settle(transfer_id)
+        yield from self._feed()
+        self._metrics.slots_landing.set(self._pool.taken)
+
+    def next_deadline(self) -> float | None:
+        """The time by which ``advance`` has something to do even if nothing arrives."""
+        return min((lost.until for lost in self._lost.values()), default=None)
+
+    def close(self, transfer_id: int, lost_until: float | None, link: str = "") -> None:
+        """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
+
+        ``link`` is the connection over which the peer may still say that it stopped.
+        """
+        landing = self._landings.get(transfer_id)
+        if landing is None or landing.closed:
+            return
+        landing.closed = True
+        if landing in self._hungry:
+            self._hungry.remove(landing)
+        slots = list(landing.lent.values())
+        landing.lent.clear()
+        for slot in slots:
+            self._pool.move(slot, SlotEvent.RETURN if lost_until is None else SlotEvent.LOSE)
+        if lost_until is not None:
+            self._lost[transfer_id] = _Lost(slots, lost_until, link)
+        if landing.idle:
+            del self._landings[transfer_id]
+
+    def hear(self, transfer_id: int, link: str, is_quiet: bool) -> bool:
+        """A peer speaks of a fetch that is over. False: it was not its fetch."""
+        lost = self._lost.get(transfer_id)
+        if lost is None or lost.link != link:
+            return False
+        if is_quiet:
+            self.settle(transfer_id)
+        return True
+
+    def settle(self, transfer_id: int) -> bool:
+        """The peer of a fetch that was lost says, or time proves, that it writes no more."""
+        lost = self._lost.pop(transfer_id, None)
+        if lost is None:
+            return False
+        for slot in lost.slots:
+            self._pool.move(slot, SlotEvent.RETURN)
+        return True
+
+    def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
+        self._pool.move(unpacked.slot, SlotEvent.RETURN)
+        if unpacked.ticket.digest != unpacked.expected:
+            self._metrics.failures.labels("digest").inc()
+            landing.error = landing.error or (
+                f"chunk {unpacked.chunk} landed with another digest than it was sent with"
+            )
+            return
+        landing.committed += 1
+        landing.total_bytes += landing.staged[unpacked.chunk].total_bytes
+
+    def _lend(self, landing: Landing) -> Grant:
+        slot = self._pool.take(SlotEvent.LEND)
+        landing.lent[slot.generation] = slot
+        landing.waiting_grants -= 1
+        return Grant(slot.address, slot.length_bytes, slot.generation)
+
+    def _feed(self) -> Iterator[tuple[int, tuple[Grant, ...]]]:
+        """Lend what is free, in turn, first to those who have nothing."""
+        granted: dict[int, list[Grant]] = {}
+        while self._pool.free and self._hungry:
+            landing = next((waiting for waiting in self._hungry if not waiting.lent), self._hungry[0])
+            granted.setdefault(landing.transfer_id, []).append(self._lend(landing))
+            self._hungry.remove(landing)
+            if landing.waiting_grants:
+                self._hungry.append(landing)
+        for transfer_id, grants in granted.items():
+            yield transfer_id, tuple(grants)

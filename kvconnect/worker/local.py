@@ -1,0 +1,89 @@
+"""A worker's own memory, as the transfer thread sees it: the pages, and the slots beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.errors import LayoutError
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.packer import Packer
+from kvconnect.peer.messages import Introduction
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.wire import ORDERS, align_wire
+from kvconnect.worker.slots import SlotPool
+
+
+@dataclass(frozen=True)
+class Local:
+    """What can be moved, and between what.
+
+    ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
+    ``stream`` is where pages are packed and unpacked on a GPU. ``pack_bytes_per_s`` is how fast that goes;
+    None where it was not measured.
+    """
+
+    table: RegionTable
+    device: torch.device
+    landing: SlotPool
+    send: SlotPool
+    stream: torch.cuda.Stream | None = None
+    pack_bytes_per_s: float | None = None
+
+    def packer(
+        self, source: Introduction, target: Introduction, side: str, max_programs: int, convert: bool
+    ) -> Packer:
+        """A packer of ours for one peer; ``side`` says which of the two we are.
+
+        ``convert``: values of another dtype than ours are converted on the way.
+
+        Raises:
+            LayoutError: the two caches cannot be matched.
+        """
+        return Packer(
+            self.table,
+            align_wire(source.table, target.table, convert=convert),
+            side=side,
+            device=self.device,
+            max_programs=max_programs,
+            cuda_stream=self.stream,
+        )
+
+    def warm_up(self, max_programs: int) -> None:
+        """Compile the kernels now, which takes seconds, rather than under the first request.
+
+        Moves nothing to any page: block 0 is nobody's. Where a slot is too small for a token there is
+        nothing to compile.
+        """
+        card = TableCard.of(self.table)
+        for pool, side in ((self.send, "source"), (self.landing, "target")):
+            for order in ORDERS if pool.slots else ():
+                wire = align_wire(card, card, order)
+                packer = Packer(
+                    self.table,
+                    wire,
+                    side=side,
+                    device=self.device,
+                    max_programs=max_programs,
+                    cuda_stream=self.stream,
+                )
+                for chunk in _one_token(packer, pool.slot_bytes):
+                    (staged,) = packer.stage(_blocks(self.table, int(side == "source")), [chunk], 1)
+                    for seed in (None, 1 << 60):
+                        move = packer.pack if side == "source" else packer.unpack
+                        move(pool.slots[0].address, staged, seed).wait()
+
+
+def _one_token(packer: Packer, slot_bytes: int) -> tuple[Chunk, ...]:
+    groups = {stream.target_group for stream in packer.chunker.wire.streams}
+    try:
+        return packer.chunker.cut([Span(group, 0, 1) for group in sorted(groups)], slot_bytes)
+    except LayoutError:
+        return ()
+
+
+def _blocks(table: RegionTable, block: int) -> list[GroupBlocks]:
+    return [GroupBlocks(group.group, 0, (block,)) for group in table.groups]

@@ -1,0 +1,217 @@
+"""Whom we fetch from: the remote engines that D knows, its connections to their ranks, and what they owe.
+
+Knows no load. Owned by the mover thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from kvconnect.cache.shard import consumer_ranks, partner_ranks
+from kvconnect.config import ExtraConfig
+from kvconnect.metrics import Metrics
+from kvconnect.orders import RankAddress
+from kvconnect.peer.channel import Channel
+from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
+from kvconnect.peer.session import Event, Session, Side, State
+from kvconnect.worker.ledger import PeerKey
+from kvconnect.worker.remote import Peer, RankLink
+
+logger = logging.getLogger(__name__)
+
+
+class Peers:
+    """Peers by the name that requests give them.
+
+    Args:
+        introduce: our introduction, made anew for every peer since the engine's card may change.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        channel: Channel,
+        rank: int,
+        meaning: CacheMeaning,
+        introduce: Callable[[], Introduction],
+        metrics: Metrics,
+    ) -> None:
+        self.peers: dict[PeerKey, Peer] = {}
+        self._config = config
+        self._channel = channel
+        self._rank = rank
+        self._meaning = meaning
+        self._introduce = introduce
+        self._metrics = metrics
+        self._owners: dict[str, Peer] = {}
+        self._link_numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    def find(self, link: str) -> tuple[Peer, int] | None:
+        """Whose connection this is: the peer and its rank."""
+        peer = self._owners.get(link)
+        if peer is None:
+            return None
+        return peer, next(rank for rank, known in peer.links.items() if known.name == link)
+
+    def ready_link(self, key: PeerKey, rank: int, name: str) -> RankLink | None:
+        """The connection of this name to a rank, if it still is the one and can be spoken over."""
+        peer = self.peers.get(key)
+        link = peer.links.get(rank) if peer else None
+        if link is None or link.name != name or link.session.state is not State.READY:
+            return None
+        return link
+
+    def tick(self, now: float) -> Iterator[tuple[Peer, int, RankLink, Event]]:
+        """Let time pass on all connections: what happened, and where."""
+        for peer in list(self.peers.values()):
+            for rank, link in list(peer.links.items()):
+                for event in link.session.tick(now):
+                    yield peer, rank, link, event
+
+    def next_deadline(self) -> float | None:
+        """The time by which ``tick`` has something to do."""
+        ticks = (link.session.next_tick() for peer in self.peers.values() for link in peer.links.values())
+        return min((tick for tick in ticks if tick is not None), default=None)
+
+    def reach(self, key: PeerKey, now: float) -> Peer:
+        """The peer of this name; it is greeted if it is not known."""
+        peer = self.peers.setdefault(key, Peer(key))
+        peer.used_at = now
+        if 0 not in peer.links:
+            self._connect(peer, 0, key[1], key[2], now)
+        return peer
+
+    def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
+        session = Session(
+            Side.DECODE,
+            self._introduce(),
+            max_message_bytes=self._config.max_message_bytes,
+            handshake_timeout_s=self._config.handshake_timeout_s,
+            peer_timeout_s=self._config.peer_timeout_s,
+        )
+        link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", session)
+        peer.links[rank] = link
+        self._owners[link.name] = peer
+        self._channel.connect(link.name, host, port)
+        session.greet(now)
+        self.flush(link)
+        return link
+
+    def connect_rank(self, peer: Peer, rank: int, now: float) -> RankLink | None:
+        """Our connection to a rank, made if there is none; None if nobody said where it listens."""
+        if rank in peer.links:
+            return peer.links[rank]
+        for address in peer.directory:
+            if address.rank == rank:
+                return self._connect(peer, rank, address.host, address.port, now)
+        return None
+
+    def meet(
+        self,
+        peer: Peer,
+        rank: int,
+        introduction: Introduction,
+        directory: tuple[RankAddress, ...],
+        now: float,
+    ) -> str:
+        """A rank has introduced itself. Why it is of no use, or nothing."""
+        for what, named, found in (
+            ("engine", peer.key[0], introduction.engine_id),
+            ("rank", rank, introduction.rank),
+        ):
+            # A request that names no engine means whichever answers at its address.
+            if named != found and named != "":
+                _, host, port = peer.key
+                return f"{host}:{port} is {what} {found}, the request names {named}"
+        if rank == 0:
+            world_size = introduction.meaning.world_size
+            if not {address.rank for address in directory} >= set(range(1, world_size)):
+                # Its scheduler has not told it yet where its other ranks listen. It knows soon.
+                return "the peer does not know its own ranks yet"
+            peer.world_size = world_size
+            peer.directory = directory
+            self._route(peer, world_size)
+        self.tell_let_go(peer, now)
+        return ""
+
+    def _route(self, peer: Peer, peer_world_size: int) -> None:
+        """Work out once which of the peer's ranks each of ours fetches from."""
+        ours, heads = self._meaning.world_size, self._meaning.num_heads
+        peer.partners = tuple(partner_ranks(self._rank, ours, peer_world_size, heads))
+        consumers = consumer_ranks(ours, peer_world_size, heads)
+        peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumers)}
+
+    def drop(self, peer: Peer, rank: int) -> None:
+        """A connection is over, and with it what was to be said over it."""
+        link = peer.links.pop(rank)
+        del self._owners[link.name]
+        self._channel.drop(link.name)
+        peer.releases.pop(rank, None)
+        if rank == 0:
+            peer.world_size = None
+            peer.let_go.clear()
+
+    def let_go(self, key: PeerKey, handle: str, now: float) -> None:
+        """Nothing will be fetched under a handle."""
+        peer = self.reach(key, now)
+        peer.let_go.append(handle)
+        self.tell_let_go(peer, now)
+
+    def unused_ranks(self, peer: Peer) -> list[int]:
+        """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
+        if self._rank != 0:
+            return []
+        reachable = {address.rank for address in peer.directory}
+        return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]
+
+    def release(self, peer: Peer, ranks: Sequence[int], handle: str, now: float) -> None:
+        """Tell some ranks that nobody will fetch what they hold under a handle."""
+        for rank in ranks:
+            peer.releases.setdefault(rank, []).append(handle)
+        self.tell_let_go(peer, now)
+
+    def tell_let_go(self, peer: Peer, now: float) -> None:
+        """Tell the ranks of the peer that would have waited for us."""
+        if peer.world_size is None:
+            return
+        handles, peer.let_go = peer.let_go, []
+        for handle in handles:
+            for rank in (*peer.partners, *self.unused_ranks(peer)):
+                peer.releases.setdefault(rank, []).append(handle)
+        for rank in list(peer.releases):
+            link = self.connect_rank(peer, rank, now)
+            if link is None or link.session.state is not State.READY:
+                continue
+            for handle in peer.releases.pop(rank):
+                link.session.send(LetGo(handle, max(1, peer.consumers.get(rank, 0))))
+            self.flush(link)
+
+    def owe(self, owed: set[str], now: float) -> None:
+        """Silence of a peer is a failure only while it owes an answer: over these connections."""
+        for peer in self.peers.values():
+            for link in peer.links.values():
+                link.session.owe(link.name in owed, now)
+                self.flush(link)
+
+    def forget_idle(self, used: set[PeerKey]) -> None:
+        """Keep as many peers as we may, those in ``used`` in any case."""
+        if len(self.peers) <= self._config.max_peers:
+            return
+        idle = sorted((peer for key, peer in self.peers.items() if key not in used), key=lambda p: p.used_at)
+        for peer in idle[: len(self.peers) - self._config.max_peers]:
+            for link in peer.links.values():
+                del self._owners[link.name]
+                self._channel.drop(link.name)
+            del self.peers[peer.key]
+
+    def flush(self, link: RankLink) -> None:
+        """Send what a session has to say."""
+        for frame in link.session.outgoing():
+            if link.name in self._owners and not self._channel.send(link.name, frame):
+                self._metrics.failures.labels("side_channel_send").inc()
+                logger.warning("a message to %s could not be sent", link.name)

@@ -1,0 +1,115 @@
+"""The slots of a worker: memory that is lent out chunk by chunk, and who may touch it now.
+
+Pure bookkeeping: no memory, no engine, no clock. One pool holds a worker's landing slots, which peers
+write, another its send slots, which the engine reads. A slot changes only along its table of legal moves.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvconnect.errors import LocalError
+
+
+class SlotState(enum.Enum):
+    """Who may touch a slot."""
+
+    FREE = "free"
+    OURS = "used by our kernels"
+    THEIRS = "in the hands of an engine or a peer"
+    QUARANTINED = "it may still be touched"
+
+
+class SlotEvent(enum.Enum):
+    """What can happen to a slot."""
+
+    LEND = "it is granted to a peer"
+    LANDED = "the peer says that it wrote it"
+    PACK = "our kernel begins to fill it"
+    SUBMIT = "the engine is given it"
+    RETURN = "nobody touches it any more"
+    LOSE = "nobody knows who still touches it"
+
+
+SLOT_MOVES: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.LEND): SlotState.THEIRS,
+    (SlotState.THEIRS, SlotEvent.LANDED): SlotState.OURS,
+    (SlotState.FREE, SlotEvent.PACK): SlotState.OURS,
+    (SlotState.OURS, SlotEvent.SUBMIT): SlotState.THEIRS,
+    (SlotState.OURS, SlotEvent.RETURN): SlotState.FREE,
+    (SlotState.THEIRS, SlotEvent.RETURN): SlotState.FREE,
+    (SlotState.THEIRS, SlotEvent.LOSE): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotEvent.RETURN): SlotState.FREE,
+}
+
+
+@dataclass(eq=False)
+class Slot:
+    """One slot. ``generation`` is another for every use."""
+
+    address: int
+    length_bytes: int
+    state: SlotState = SlotState.FREE
+    generation: int = 0
+
+
+class SlotPool:
+    """Slots of one size.
+
+    Args:
+        addresses: where they are.
+        slot_bytes: how long each is.
+        first_generation: the first number given out. Different processes begin at different numbers, so
+            that what one of them granted is never taken for another's.
+    """
+
+    def __init__(self, addresses: Sequence[int], slot_bytes: int, first_generation: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = tuple(Slot(address, slot_bytes) for address in addresses)
+        self._free = deque(self.slots)
+        self._next_generation = first_generation
+
+    @property
+    def free(self) -> int:
+        """How many can be taken."""
+        return len(self._free)
+
+    @property
+    def taken(self) -> int:
+        """How many are in use or in quarantine."""
+        return len(self.slots) - len(self._free)
+
+    def take(self, event: SlotEvent) -> Slot:
+        """A free slot, lent or packed into, of a new generation.
+
+        Raises:
+            LocalError: none is free.
+        """
+        if not self._free:
+            raise LocalError(f"all {len(self.slots)} slots are taken")
+        slot = self._free[0]
+        self.move(slot, event)
+        self._free.popleft()
+        slot.generation = self._next_generation
+        self._next_generation += 1
+        return slot
+
+    def move(self, slot: Slot, event: SlotEvent) -> None:
+        """Change a slot's state; what becomes free can be taken again.
+
+        Raises:
+            LocalError: the event is not legal in this state.
+        """
+        after = SLOT_MOVES.get((slot.state, event))
+        if after is None:
+            raise LocalError(f"slot of generation {slot.generation}: {slot.state.value}, but {event.value}")
+        slot.state = after
+        if after is SlotState.FREE:
+            self._free.append(slot)
+
+
+NO_SLOTS = 0
+"""The size that is told where there are none."""

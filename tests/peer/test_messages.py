@@ -1,0 +1,243 @@
+"""What peers say, as bytes: every message survives, the format is pinned, bounds hold."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.errors import PeerError
+from kvconnect.orders import GroupBlocks, RankAddress
+from kvconnect.peer import messages as m
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.chunks import Chunk, Span
+
+LIMIT = 16 << 20
+TO_PREFILL = (m.Hello, m.Fetch, m.Granted, m.Cancel, m.LetGo, m.Alive, m.Bad)
+TO_DECODE = (m.Welcome, m.Refused, m.Declined, m.Landed, m.Written, m.StillAlive, m.Bad)
+
+counts = st.integers(0, 2**31 - 1)
+indices = st.integers(0, 4095)
+sizes = st.integers(0, 2**62 - 1)
+positive = st.integers(1, 2**62 - 1)
+transfer_ids = st.integers(0, 2**63 - 1)
+texts = st.text(max_size=20)
+seconds = st.floats(allow_nan=False)
+small = st.integers(1, 1 << 20)
+
+regions = st.builds(
+    Region,
+    layer=texts,
+    group=indices,
+    first_plane=st.integers(0, 1),
+    heads=st.none() | st.builds(HeadInterval, counts, counts),
+    dtype=texts,
+    address=sizes,
+    num_blocks=small,
+    block_stride=small,
+    page_bytes=small,
+    axes=st.builds(PageAxes, *[small] * 7),
+)
+tables = st.builds(
+    TableCard,
+    st.lists(regions, max_size=2).map(tuple),
+    st.lists(
+        st.builds(GroupGeometry, indices, small, small, st.booleans(), st.none() | small), max_size=2
+    ).map(tuple),
+)
+introductions = st.builds(
+    m.Introduction,
+    engine_id=texts,
+    incarnation=texts,
+    rank=st.integers(0, 255),
+    meaning=st.builds(m.CacheMeaning, texts, st.none() | st.integers(1, 65536), st.integers(1, 256)),
+    engine=texts,
+    engine_card=st.binary(max_size=20),
+    table=tables,
+    slot_bytes=sizes,
+)
+spans = st.builds(Span, indices, counts, counts)
+chunks = st.builds(Chunk, counts, counts, st.lists(spans, max_size=3).map(tuple))
+grants = st.builds(m.Grant, positive, sizes, positive)
+groups = st.builds(GroupBlocks, indices, counts, st.lists(counts, max_size=4).map(tuple))
+
+
+def several(strategy):
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+messages = st.one_of(
+    st.builds(m.Hello, counts, introductions),
+    st.builds(
+        m.Welcome,
+        counts,
+        introductions,
+        several(st.builds(RankAddress, st.integers(0, 255), texts, st.integers(0, 65535))),
+    ),
+    st.builds(m.Refused, counts, texts),
+    st.builds(
+        m.Fetch,
+        transfer_ids,
+        texts,
+        counts,
+        several(groups),
+        st.integers(1, 256),
+        seconds,
+        several(chunks),
+        several(grants),
+    ),
+    st.builds(m.Granted, transfer_ids, several(grants)),
+    st.builds(m.Declined, transfer_ids),
+    st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1)),
+    st.builds(
+        m.Written, transfer_ids, st.booleans(), st.booleans(), sizes, counts, seconds, texts, st.booleans()
+    ),
+    st.builds(m.Cancel, transfer_ids),
+    st.builds(m.LetGo, texts, st.integers(1, 256)),
+    st.just(m.Alive()),
+    st.just(m.StillAlive()),
+    st.builds(m.Bad, texts),
+)
+
+
+@given(messages)
+def test_every_message_survives_on_its_own_way_and_on_no_other(message):
+    frame = m.encode(message)
+    for decode, kinds in ((m.decode_to_prefill, TO_PREFILL), (m.decode_to_decode, TO_DECODE)):
+        if isinstance(message, kinds):
+            assert decode(frame, LIMIT) == message
+        else:
+            with pytest.raises(PeerError):
+                decode(frame, LIMIT)
+
+
+@given(messages, st.data())
+def test_a_changed_frame_is_read_as_some_message_or_not_at_all(message, data):
+    frame = bytearray(m.encode(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    shortened = frame[: data.draw(st.integers(0, len(frame)))]
+    for damaged in (bytes(frame), bytes(shortened)):
+        for decode in (m.decode_to_prefill, m.decode_to_decode):
+            with contextlib.suppress(PeerError):
+                decode(damaged, LIMIT)
+
+
+def test_the_kinds_of_messages_are_those_that_are_tested():
+    assert set(m.ToPrefill.__args__) == set(TO_PREFILL)
+    assert set(m.ToDecode.__args__) == set(TO_DECODE)
+
+
+GRANT = m.Grant(4096, 8192, 7)
+CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("message", "frame"),
+    [
+        (m.Cancel(7), "92a663616e63656c07"),
+        (m.LetGo("h", 2), "93a66c65745f676fa16802"),
+        (m.Alive(), "91a5616c697665"),
+        (m.StillAlive(), "91ab7374696c6c5f616c697665"),
+        (m.Bad("x"), "92a3626164a178"),
+        (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
+        (
+            m.Fetch(1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0),
+            "99a5666574636801a1680a9193000092010201cb403e0000000000009090",
+        ),
+        (
+            m.Fetch(1, "h", 48, (), 1, 30.0, (CHUNK,), (GRANT,)),
+            "99a5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007",
+        ),
+        (m.Granted(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
+        (m.Declined(3), "92a86465636c696e656403"),
+        (m.Landed(3, 1, 7, 4096, 2**64 - 1), "96a66c616e646564030107cd1000cfffffffffffffffff"),
+        (m.Landed(3, 1, 7, 4096, None), "96a66c616e646564030107cd1000c0"),
+        (m.Written(1, True, True, 5, 1, 0.5, ""), "99a77772697474656e01c3c30501cb3fe0000000000000a0c2"),
+        (
+            m.Written(1, False, True, 5, 1, 0.5, "no", again=True),
+            "99a77772697474656e01c2c30501cb3fe0000000000000a26e6fc3",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
+)
+def test_the_wire_format_of_version_2_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 2
+    assert m.encode(message).hex() == frame.replace(" ", "")
+
+
+def test_a_greeting_of_version_2_has_its_fields_in_this_order():
+    meaning = m.CacheMeaning("model", 8, 2)
+    axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
+    region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
+    table = TableCard((region,), (GroupGeometry(0, 16, 1, False, None),))
+    ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
+    read = msgspec.msgpack.decode(m.encode(m.Hello(2, ours)))
+    assert read[:2] == ["hello", 2]
+    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2], "memory", b"card"]
+    (row,), geometry = read[2][6]
+    assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
+    assert geometry == [[0, 16, 1, False, None]]
+    assert read[2][7] == 1 << 20
+
+
+def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
+    short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
+    read = m.decode_to_prefill(msgspec.msgpack.encode(["hello", 1, short]), LIMIT)
+    assert (read.version, read.introduction.slot_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Fetch(1, "h", -1, (), 1, 1.0),
+        m.Fetch(1, "h", 1, (GroupBlocks(0, 0, (2**31,)),), 1, 1.0),
+        m.Fetch(1, "h", 1, (GroupBlocks(-1, 0, ()),), 1, 1.0),
+        m.Fetch(1, "h", 1, (), 0, 1.0),
+        m.Fetch(1, "h", 1, (), 257, 1.0),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(-1, 1, ()),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 2**31, ()),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (Span(0, -1, 1),)),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (Span(4096, 0, 1),)),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(0, 1, 1),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(2**62, 1, 1),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (CHUNK,) * (m.MAX_CHUNKS + 1)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (), (GRANT,) * (m.MAX_CHUNKS + 1)),
+        m.Granted(1, (m.Grant(4096, -1, 1),)),
+        m.Granted(1, (m.Grant(4096, 1, 0),)),
+        m.Granted(1, (m.Grant(-4096, 1, 1),)),
+        m.Granted(1, (GRANT,) * (m.MAX_CHUNKS + 1)),
+        m.LetGo("h", 10**6),
+    ],
+)
+def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
+    with pytest.raises(PeerError):
+        m.decode_to_prefill(m.encode(message), LIMIT)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Written(1, True, True, -1, 1, 0.1, ""),
+        m.Written(1, True, True, 1, -1, 0.1, ""),
+        m.Written(1, True, True, 2**62, 1, 0.1, ""),
+        m.Landed(1, -1, 1, 1, None),
+        m.Landed(1, 2**31, 1, 1, None),
+        m.Landed(1, 0, 0, 1, None),
+        m.Landed(1, 0, 1, -1, None),
+        m.Landed(1, 0, 1, 1, -1),
+    ],
+)
+def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
+    with pytest.raises(PeerError):
+        m.decode_to_decode(m.encode(message), LIMIT)
+
+
+def test_what_is_too_long_is_not_read():
+    frame = m.encode(m.Granted(1, (GRANT,) * 100))
+    with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
+        m.decode_to_prefill(frame, 99)

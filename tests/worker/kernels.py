@@ -1,0 +1,73 @@
+"""Packs and unpacks that take as long as a test wants, like kernels on a busy device."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from kvconnect.errors import LocalError
+from kvconnect.pack.packer import Packer, StagedChunk
+
+
+class SlowTicket:
+    """A kernel that was launched; its bytes move when it is told to run."""
+
+    def __init__(self, launch) -> None:
+        self._launch = launch
+        self._ticket = None
+
+    def run(self) -> None:
+        self._ticket = self._launch()
+
+    @property
+    def done(self) -> bool:
+        return self._ticket is not None
+
+    @property
+    def digest(self) -> int | None:
+        if self._ticket is None:
+            raise LocalError("the digest of a kernel that has not run")
+        return self._ticket.digest
+
+    def wait(self) -> None:
+        raise AssertionError("nobody may wait for a kernel")
+
+
+class SlowKernels:
+    """While this is open, kernels of one side (``source`` packs, ``target`` unpacks) wait for ``finish``.
+
+    Unless ``slow`` is set to False: then they run when they are launched.
+    """
+
+    def __init__(self, side: str) -> None:
+        self.pending: list[SlowTicket] = []
+        self.slow = True
+        self._side = side
+        self._patches: list = []
+
+    def _slowed(self, launch):
+        def launch_later(packer: Packer, slot: int, staged: StagedChunk, seed: int | None):
+            if not self.slow or packer._side != self._side:
+                return launch(packer, slot, staged, seed)
+            ticket = SlowTicket(lambda: launch(packer, slot, staged, seed))
+            self.pending.append(ticket)
+            return ticket
+
+        return launch_later
+
+    def finish(self, count: int | None = None) -> int:
+        """Let the oldest kernels run, all of them or some; how many there were."""
+        done = self.pending[:count]
+        del self.pending[: len(done)]
+        for ticket in done:
+            ticket.run()
+        return len(done)
+
+    def __enter__(self) -> SlowKernels:
+        for name in ("pack", "unpack"):
+            self._patches.append(mock.patch.object(Packer, name, self._slowed(getattr(Packer, name))))
+            self._patches[-1].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._patches:
+            self._patches.pop().stop()

@@ -1,0 +1,155 @@
+"""Tensor-parallel P and D on one virtual clock, each rank with its share of a model's heads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.shard import shard_heads
+from kvconnect.config import ExtraConfig
+from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
+from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, TappedNetwork
+from tests.worker.shapes import Model, Shape, ShapedCache, Truth
+
+Blocks = dict[str, GroupBlocks]
+
+
+class Ranks:
+    """P of ``prefill_ranks`` and D of ``decode_ranks`` ranks, each side with its own shape."""
+
+    def __init__(
+        self,
+        model: Model,
+        prefill: Shape,
+        decode: Shape,
+        prefill_ranks: int = 1,
+        decode_ranks: int = 1,
+        config: ExtraConfig | None = None,
+        *,
+        prefill_config: ExtraConfig | None = None,
+        num_blocks: int = 40,
+        slot_bytes: int = SLOT_BYTES,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        self.network = TappedNetwork(self.clock)
+        self.config = config or ExtraConfig()
+        on_prefill = prefill_config or self.config
+        self.prefill = self._workers("P", prefill, prefill_ranks, num_blocks, slot_bytes, on_prefill)
+        self.decode = self._workers("D", decode, decode_ranks, num_blocks + 7, slot_bytes, self.config)
+        self.directory = tuple(RankAddress(w.rank, "h", w.channel.port) for w in self.prefill)
+        self._unused = {
+            side: self.random.sample(range(1, count), count - 1)
+            for side, count in (("P", num_blocks), ("D", num_blocks + 7))
+        }
+        self._seeds = itertools.count(seed)
+
+    def _workers(
+        self,
+        engine_id: str,
+        shape: Shape,
+        world_size: int,
+        num_blocks: int,
+        slot_bytes: int,
+        config: ExtraConfig,
+    ) -> list[FakeWorker]:
+        workers = []
+        for rank in range(world_size):
+            heads = shard_heads(self.model.heads, rank, world_size)
+            cache = ShapedCache(self.model, shape, num_blocks, heads, 1000 * rank + len(engine_id))
+            worker = FakeWorker(
+                engine_id,
+                num_blocks,
+                self.network,
+                config,
+                rank=rank,
+                world_size=world_size,
+                cache=cache,
+                num_heads=self.model.num_heads,
+                slot_bytes=slot_bytes,
+            )
+            workers.append(worker)
+        return workers
+
+    def blocks(self, side: str, num_tokens: int, known_tokens: int = 0, drop: bool = True) -> Blocks:
+        """Blocks for a request, but for those of ``known_tokens`` and, if ``drop``, those before a window."""
+        worker = (self.prefill if side == "P" else self.decode)[0]
+        shape: Shape = worker.cache.shape
+        made = {}
+        for kind in self.model.kinds:
+            group = worker.cache.group_of(kind)
+            if kind == "state":
+                made[kind] = GroupBlocks(group, 0, (self._unused[side].pop(),))
+                continue
+            tokens = shape.block[kind]
+            first = known_tokens // tokens
+            visible = num_tokens - self.model.window if kind == "window" and drop else 0
+            ids = tuple(
+                0 if (index + 1) * tokens <= visible else self._unused[side].pop()
+                for index in range(first, div_ceil(num_tokens, tokens))
+            )
+            made[kind] = GroupBlocks(group, first, ids)
+        return made
+
+    def prefilled(self, request: str, num_tokens: int, *, drop: bool = True) -> Truth:
+        """A request that all ranks of P hold."""
+        truth = Truth(self.model, num_tokens, next(self._seeds))
+        blocks = self.blocks("P", num_tokens, drop=drop)
+        for worker in self.prefill:
+            worker.cache.write(truth, blocks)
+            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s)
+            worker.order(Orders(holds=(order,), directory=self.directory))
+        return truth
+
+    def fetched(self, request: str, num_tokens: int, known_tokens: int = 0, *, drop: bool = True) -> Blocks:
+        """Have all ranks of D fetch a request; the blocks that it gets."""
+        blocks = self.blocks("D", num_tokens, known_tokens, drop)
+        load = Load(
+            request,
+            f"handle-{request}",
+            "P",
+            "h",
+            self.prefill[0].channel.port,
+            num_tokens,
+            _in_order(blocks),
+        )
+        for worker in self.decode:
+            worker.order(Orders(loads=(load,)))
+        return blocks
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    def settle(self, rounds: int = 12) -> None:
+        for _ in range(rounds):
+            for worker in self.workers:
+                worker.step(self.clock.now)
+        for worker in self.workers:
+            worker.check_slots()
+
+    def run(self, seconds: float, step_s: float = 0.5) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(end, self.clock.now + step_s)
+            self.settle()
+
+    def run_until_received(self, count: int, rounds: int = 400) -> None:
+        """Step until every rank of D has reported so many requests. No time passes."""
+        for _ in range(rounds):
+            if all(len(worker.received) >= count for worker in self.decode):
+                return
+            self.settle(1)
+        raise AssertionError([(worker.rank, worker.received) for worker in self.decode])
+
+    def assert_idle(self) -> None:
+        self.settle()
+        for worker in self.workers:
+            worker.assert_idle()
+
+
+def _in_order(blocks: Blocks) -> tuple[GroupBlocks, ...]:
+    return tuple(sorted(blocks.values(), key=lambda held: held.group))

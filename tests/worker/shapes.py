@@ -1,0 +1,208 @@
+"""Models of several kinds of layers, kept in any shape, and what a request's KV is in the plainest words.
+
+A ``Truth`` is what a request has, by layer, token and head. ``ShapedCache`` puts it into blocks and reads
+it back one row at a time, by indexing tensors: it shares no code with plans, wires and packers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+from kvconnect.orders import GroupBlocks
+from tests.caches import attention_layer, fill_random
+
+DTYPE = torch.float16
+LAYOUTS = {
+    "NHD": "block token head",
+    "HND": "block head token",
+    "heads outside": "head block token",
+    "planes outside": "plane block token head",
+    "planes in the block": "block plane head token",
+}
+KINDS = ("full", "window", "latent", "state")
+
+
+@dataclass(frozen=True)
+class Model:
+    """So many layers of each kind. ``width`` are the values of a head's K, of a latent row, of a state."""
+
+    layers: dict[str, int]
+    heads: int = 2
+    width: int = 4
+    window: int = 40
+
+    def names(self, kind: str) -> list[str]:
+        return [f"{kind}{index}" for index in range(self.layers.get(kind, 0))]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind in KINDS if self.layers.get(kind)]
+
+    @property
+    def num_heads(self) -> int | None:
+        """What peers must agree on: None where all ranks keep the same bytes."""
+        return self.heads if {"full", "window"} & set(self.kinds) else None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one side keeps a model: by kind, the tokens of a block and of a kernel block; one group a kind."""
+
+    block: dict[str, int]
+    kernel: dict[str, int]
+    layout: str = "NHD"
+    reverse_groups: bool = False
+
+    def groups(self, model: Model) -> list[str]:
+        return model.kinds[::-1] if self.reverse_groups else model.kinds
+
+
+def same_blocks(tokens: int, kernel: int | None = None, **others) -> Shape:
+    """A shape with one block size for all kinds of layers."""
+    return Shape(dict.fromkeys(KINDS, tokens), dict.fromkeys(KINDS, kernel or tokens), **others)
+
+
+class Truth:
+    """The KV of one request: bytes by layer, as (token, head, plane, byte); a state as (byte)."""
+
+    def __init__(self, model: Model, num_tokens: int, seed: int) -> None:
+        self.model, self.num_tokens = model, num_tokens
+        random = np.random.default_rng(seed)
+        row = model.width * DTYPE.itemsize
+        sizes = {
+            "full": (num_tokens, model.heads, 2, row),
+            "window": (num_tokens, model.heads, 2, row),
+            "latent": (num_tokens, 1, 1, row),
+            "state": (row,),
+        }
+        self.rows = {
+            name: random.integers(1, 256, sizes[kind], dtype=np.uint8)
+            for kind in model.kinds
+            for name in model.names(kind)
+        }
+
+
+class ShapedCache:
+    """One rank's cache, every byte of it random. ``heads`` are those that it keeps."""
+
+    def __init__(self, model: Model, shape: Shape, num_blocks: int, heads: HeadInterval, seed: int) -> None:
+        self.model, self.shape, self.heads = model, shape, heads
+        self.tensors, groups = {}, []
+        for kind in shape.groups(model):
+            block, kernel = shape.block[kind], shape.kernel[kind]
+            for name in model.names(kind):
+                seed += 1
+                fixed = {"latent": "block token", "state": "block"}
+                layout = fixed.get(kind) or LAYOUTS[shape.layout]
+                apart = kind not in fixed and "plane" not in layout
+                content = model.width * (2 if apart else 1)
+                count = num_blocks * (1 if kind == "state" else block // kernel)
+                cache = attention_layer(layout, count, len(heads), kernel, content, DTYPE)
+                fill_random(cache, seed)
+                self.tensors[name] = cache
+            groups.append(KVCacheGroup(tuple(model.names(kind)), self._spec(kind)))
+        sizes = {
+            index: shape.block[kind] if kind == "state" else shape.kernel[kind]
+            for index, kind in enumerate(shape.groups(model))
+        }
+        divided = {name: heads for kind in ("full", "window") for name in model.names(kind)}
+        config = KVCacheConfig(num_blocks, tuple(groups))
+        self.table = RegionTable.build(config, sizes, self.tensors, divided)
+
+    def _spec(self, kind: str):
+        block, width = self.shape.block[kind], self.model.width
+        match kind:
+            case "full":
+                return FullAttentionSpec(block, len(self.heads), width, DTYPE)
+            case "window":
+                return SlidingWindowSpec(
+                    block, len(self.heads), width, DTYPE, sliding_window=self.model.window
+                )
+            case "latent":
+                return MLASpec(block, width, DTYPE)
+        return StateSpec(block, ((width,),), (DTYPE,))
+
+    def group_of(self, kind: str) -> int:
+        return self.shape.groups(self.model).index(kind)
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """A layer's values as bytes, its axes as they are named; a view."""
+        return self.tensors[name].tensor.view(torch.uint8).numpy()
+
+    def row(self, name: str, blocks: GroupBlocks, token: int, head: int, plane: int) -> np.ndarray | None:
+        """K or V of one token and head; a view, or None where no block is."""
+        kind = name.rstrip("0123456789")
+        block_tokens, kernel = self.shape.block[kind], self.shape.kernel[kind]
+        index = token // block_tokens - blocks.first_block
+        if not 0 <= index < len(blocks.block_ids) or not blocks.block_ids[index]:
+            return None
+        at = {
+            "block": blocks.block_ids[index] * (block_tokens // kernel) + token % block_tokens // kernel,
+            "token": token % kernel,
+            "head": head - self.heads.start,
+            "plane": plane,
+        }
+        axes = self.tensors[name].axes.split()
+        row = self.bytes_of(name)[tuple(at[axis] for axis in axes if axis != "content")]
+        width = self.model.width * DTYPE.itemsize
+        return row if "plane" in axes or kind == "latent" else row[plane * width : (plane + 1) * width]
+
+    def write(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> None:
+        """Put a request's KV where its blocks are."""
+        for name, rows in truth.rows.items():
+            kind = name.rstrip("0123456789")
+            if kind == "state":
+                self.bytes_of(name)[blocks[kind].block_ids[0]] = rows
+                continue
+            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
+            for token in range(truth.num_tokens):
+                for head in heads:
+                    for plane in range(rows.shape[2]):
+                        row = self.row(name, blocks[kind], token, head, plane)
+                        if row is not None:
+                            row[:] = rows[token, head, plane]
+
+    def differences(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> list[str]:
+        """What of a request is not in these blocks as it should be; before a window nothing need be."""
+        wrong = []
+        for name, rows in truth.rows.items():
+            kind = name.rstrip("0123456789")
+            if kind == "state":
+                if not np.array_equal(self.bytes_of(name)[blocks[kind].block_ids[0]], rows):
+                    wrong.append(name)
+                continue
+            visible = truth.num_tokens - self.model.window if kind == "window" else 0
+            heads = range(1) if kind == "latent" else range(self.heads.start, self.heads.stop)
+            for token in range(max(0, visible), truth.num_tokens):
+                for head in heads:
+                    for plane in range(rows.shape[2]):
+                        row = self.row(name, blocks[kind], token, head, plane)
+                        if row is not None and not np.array_equal(row, rows[token, head, plane]):
+                            wrong.append(f"{name}: token {token}, head {head}, plane {plane}")
+        return wrong
+
+    def outside(self, blocks: dict[str, GroupBlocks]) -> dict[str, np.ndarray]:
+        """Every byte of all other blocks; a copy."""
+        kept = {}
+        for kind in self.model.kinds:
+            ratio = 1 if kind == "state" else self.shape.block[kind] // self.shape.kernel[kind]
+            used = {
+                block * ratio + part for block in blocks[kind].block_ids if block for part in range(ratio)
+            }
+            for name in self.model.names(kind):
+                axis = self.tensors[name].axes.split().index("block")
+                kept[name] = np.delete(self.bytes_of(name), sorted(used), axis=axis)
+        return kept

@@ -1,0 +1,284 @@
+"""Whatever may keep a request from arriving, over either path: it is reported once, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.config import ExtraConfig
+from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined
+
+
+def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
+    pair.prefill.engine.fail_next(quiet=True, error="the link is down")
+    pair.start()
+    pair.run()
+    assert pair.decode.failed == {"a": "the link is down"}
+    assert pair.decode.received == ["a"]
+    assert pair.prefill.sent == ["a"], "D says that it will not come again"
+    pair.assert_idle()
+
+
+def test_a_direct_failure_that_left_writes_under_way_keeps_blocks_on_both_sides():
+    pair = Pair(ExtraConfig(path="direct"))
+    pair.prefill.engine.fail_next(quiet=False)
+    pair.start()
+    pair.run(ExtraConfig().quarantine_s - 1)
+    assert not pair.decode.received, "D's blocks may still be written"
+    assert not pair.prefill.sent, "P's blocks may still be read"
+    assert pair.prefill.engine.land_late() == 1
+    pair.run(2)
+    assert pair.decode.received == ["a"]
+    assert pair.prefill.sent == ["a"]
+    assert pair.decode.count("failures", reason="quarantine_over") == 1
+    pair.assert_idle()
+
+
+def test_a_packed_failure_that_left_writes_under_way_keeps_only_slots():
+    pair = Pair(ExtraConfig(path="packed"))
+    before = pair.decode.storage.clone()
+    pair.prefill.engine.fail_next(quiet=False, error="the library lost track")
+    pair.start()
+    pair.run()
+    assert pair.decode.failed == {"a": "the library lost track"}
+    assert pair.prefill.sent == ["a"], "what may still be read is a slot"
+    assert quarantined(pair.decode.landing) == 2
+    assert quarantined(pair.prefill.send) == 1
+    assert pair.prefill.engine.land_late() == 1
+    pair.run(ExtraConfig().quarantine_s - 1, step_s=0.5)
+    assert quarantined(pair.decode.landing) == 2
+    assert torch.equal(pair.decode.storage, before), "a late write reached a page"
+    pair.run(2)
+    pair.assert_idle()
+
+
+def test_aborting_a_load_waits_until_the_peer_has_stopped(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed == {"a": "the request was aborted"}
+    assert pair.prefill.sent == ["a"]
+    pair.assert_idle()
+
+
+def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    pair.abort("a")
+    pair.run(60 + 38, step_s=0.5)
+    if pair.path == "direct":
+        assert not pair.decode.received
+    else:
+        assert pair.decode.received == ["a"]
+        assert quarantined(pair.decode.landing) == 2
+    pair.run(4)
+    assert pair.decode.received == ["a"]
+    assert quarantined(pair.decode.landing) == 0
+
+
+def test_the_prefill_side_stops_by_itself_when_the_time_it_was_given_is_over(pair):
+    pair.prefill.engine.delay_next(1000)
+    pair.start()
+    pair.prefill.mover.prefill.sender._config = ExtraConfig(transfer_timeout_s=500, quarantine_s=500)
+    pair.run(1)
+    pair.cut()
+    pair.run(58)
+    assert pair.prefill.mover.prefill.sender.sendings
+    pair.run(2)
+    assert not pair.prefill.mover.prefill.sender.sendings
+
+
+def test_aborting_before_the_peer_was_met(pair):
+    pair.load("a", D_IDS)
+    pair.abort("a")
+    pair.run()
+    assert pair.decode.received == ["a"]
+    pair.abort("a")
+    pair.run()
+    assert pair.decode.received == ["a"]
+    pair.assert_idle()
+
+
+def test_a_peer_that_is_not_there(pair):
+    pair.load("a", D_IDS, port=99)
+    pair.run(0.1)
+    assert "nothing listens at h:99" in pair.decode.failed["a"]
+    pair.assert_idle()
+
+
+def test_a_peer_that_never_answers_the_greeting(pair):
+    pair.cut()
+    pair.start()
+    pair.run(4.9)
+    assert not pair.decode.received
+    pair.run(0.2)
+    assert "did not answer the greeting within 5.0 s" in pair.decode.failed["a"]
+
+
+def test_a_peer_that_falls_silent_while_it_writes(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    pair.run(9)
+    assert not pair.decode.received, "it may only be slow"
+    pair.run(2)
+    assert bool(pair.decode.received) == (pair.path == "packed")
+    pair.run(60 + 27, step_s=0.5)
+    if pair.path == "direct":
+        assert not pair.decode.received, "it was given 60 s, and its last write may take a while"
+    else:
+        assert quarantined(pair.decode.landing) == 2
+    pair.run(4)
+    assert "silent for 10.0 s" in pair.decode.failed["a"]
+    assert pair.decode.received == ["a"]
+    assert pair.decode.landing.taken == 0
+
+
+def test_a_peer_whose_process_is_gone_is_quiet_soon(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.network.kill(pair.prefill.channel.port)
+    pair.run(0.5)
+    if pair.path == "direct":
+        assert not pair.decode.received
+    else:
+        assert quarantined(pair.decode.landing) == 2
+    pair.run(1)
+    assert "the peer is gone" in pair.decode.failed["a"]
+    assert pair.decode.received == ["a"]
+    assert pair.decode.landing.taken == 0
+
+
+def test_a_slow_peer_ends_at_the_load_deadline(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(60.2)
+    pair.prefill.engine.release()
+    pair.run(1)
+    assert pair.decode.received == ["a"]
+    assert pair.decode.failed["a"]
+    pair.run(1)
+    pair.assert_idle()
+
+
+def test_two_models_refuse_each_other_and_say_so():
+    pair = Pair(prefill_model="gqa seed 0", decode_model="gqa seed 1")
+    pair.start()
+    pair.run(0.1)
+    assert "model differ: 'gqa seed 1' asks 'gqa seed 0'" in pair.decode.failed["a"]
+    pair.run(31)
+    assert pair.prefill.sent == ["a"]
+
+
+def test_another_engine_id_than_the_request_names(pair):
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, engine_id="Q")
+    pair.run(0.1)
+    assert "is engine P, the request names Q" in pair.decode.failed["a"]
+
+
+def test_one_flipped_byte_is_noticed_where_there_is_a_digest(pair):
+    pair.prefill.engine.corrupt_next(100)
+    pair.start()
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert not pair.landed()
+    assert ("a" in pair.decode.failed) == (pair.path == "packed")
+    assert pair.decode.count("failures", reason="digest") == (pair.path == "packed")
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotten(seed):
+    rng = random.Random(seed)
+    pair = Pair(ExtraConfig(path=rng.choice(["direct", "packed", "auto"])))
+    names = [f"r{n}" for n in range(rng.randint(1, 8))]
+    source = iter(rng.sample(range(1, 40), 16))
+    target = iter(rng.sample(range(1, 50), 16))
+    held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name in names:
+        fault = rng.choice(["", "", "quiet", "busy", "cut", "delay", "hold", "release"])
+        engine = pair.prefill.engine
+        match fault:
+            case "quiet":
+                engine.fail_next(quiet=True)
+            case "busy":
+                engine.fail_next(quiet=False)
+            case "cut":
+                engine.cut_next(rng.randint(0, 300))
+            case "delay":
+                engine.delay_next(rng.random() * 5)
+            case "hold":
+                engine.hold()
+            case "release":
+                engine.release()
+        held[name] = ((next(source), next(source)), (next(target), next(target)))
+        late = rng.random() < 0.3
+        if not late:
+            pair.hold(name, held[name][0])
+        pair.load(name, held[name][1])
+        if rng.random() < 0.3:
+            pair.run(rng.random() * 3, step_s=0.3)
+        if late and rng.random() < 0.7:
+            pair.hold(name, held[name][0])
+        if rng.random() < 0.3:
+            pair.abort(name)
+        if rng.random() < 0.1:
+            pair.cut()
+    pair.run(3, step_s=0.5)
+    pair.mend()
+    pair.prefill.engine.release()
+    pair.run(200, step_s=2.0)
+    assert sorted(pair.decode.received) == names
+    assert len(pair.prefill.sent) == len(set(pair.prefill.sent))
+    for name in names:
+        if name not in pair.decode.failed:
+            assert pair.landed(*held[name])
+    pair.assert_idle()
+
+
+def test_blocks_stay_unused_as_long_as_a_correct_peer_may_write():
+    """P goes on with what it was given time for, though nobody hears it; D must not free before that."""
+    pair = Pair(ExtraConfig(max_batch_bytes=128, max_inflight_bytes=128, path="direct"))
+    engine, wrote_at = pair.prefill.engine, []
+    submit = engine.submit
+
+    def slow_submit(batch):
+        wrote_at.append(pair.clock.now)
+        engine.delay_next(9)
+        submit(batch)
+
+    engine.submit = slow_submit
+    pair.start()
+    pair.run(1)
+    pair.cut()
+    for _ in range(300):
+        pair.run(0.5, step_s=0.5)
+        if pair.decode.received:
+            break
+    assert pair.decode.received == ["a"]
+    assert wrote_at[-1] < pair.clock.now - 9
+    assert len(wrote_at) > 4
+
+
+def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
+    def refuse(batch):
+        raise RuntimeError("no")
+
+    pair.prefill.engine.submit = refuse
+    pair.start()
+    pair.run()
+    assert "does not take a batch: no" in pair.decode.failed["a"]
+    assert pair.prefill.sent == ["a"]

@@ -1,0 +1,26 @@
+"""What a worker does with its own memory before anybody asks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.pack.arena import Arena
+from kvconnect.worker.local import Local
+from kvconnect.worker.slots import SlotPool
+from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), slot_bytes=st.sampled_from([4096, 1 << 20]))
+def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
+    model = data.draw(models())
+    side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
+    before = {layer.name: side.storage(layer.name).clone() for layer in model.layers}
+    arena = Arena(DEVICE, slot_bytes, 2)
+    pools = [SlotPool(arena.addresses, slot_bytes, 1) for _ in range(2)]
+    Local(side.table, torch.device(DEVICE), *pools).warm_up(0)
+    assert all(torch.equal(side.storage(name), was) for name, was in before.items())
+    assert [pool.taken for pool in pools] == [0, 0]
