@@ -43,6 +43,23 @@ def assert_heads_landed(prefill: Server, decode: Server, at_least: int) -> None:
         _assert_equal(landed, held)
 
 
+def became_of(decode: Server, handle: str) -> str:
+    """What the decode server's first rank wrote down of the load of a handle: ``load`` or ``failed``."""
+    records = [*decode.observed("load"), *decode.observed("failed")]
+    found = [record["kind"] for record in records if (record["handle"], record["rank"]) == (handle, 0)]
+    assert len(found) == 1, f"{len(found)} loads of one handle were reported, {found}"
+    return str(found[0])
+
+
+def assert_nothing_landed(prefill: Server, decode: Server, handle: str) -> None:
+    """No page of a load that failed is as the prefill server's: an answer of these pages is another one."""
+    (held,) = [record for record in prefill.observed("hold") if record["handle"] == handle]
+    (failed,) = [record for record in decode.observed("failed") if record["handle"] == handle]
+    found, right = _pages([failed]), _pages([held])
+    assert found.keys() == right.keys()
+    assert not [key for key, digest in found.items() if right[key] == digest]
+
+
 def _pages(records: list[dict[str, Any]]) -> Pages:
     found: Pages = {}
     for record in records:

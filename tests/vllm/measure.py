@@ -31,7 +31,7 @@ from tests.vllm.servers import (
 from tests.vllm.tiny_models import write_model
 
 _ANSWER_TIMEOUT_S = 5400
-"""A prompt of 32k tokens takes vLLM's CPU build an hour where it has no bf16 instructions."""
+"""A prompt of 32k tokens takes vLLM's CPU build many minutes."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

@@ -27,7 +27,11 @@ shm_broadcast.sched_yield = lambda: time.sleep(50e-6)
 
 
 class KVConnect(Observed):
-    """Appends a JSON line per request held and per request loaded, rank by rank."""
+    """Appends a JSON line per request that was held, loaded or not loaded, rank by rank.
+
+    Their kinds are ``hold``, ``load`` and ``failed``. Of a load that failed it has the pages as they lay when
+    vLLM was told.
+    """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -51,8 +55,8 @@ class KVConnect(Observed):
         results = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving:
             handle, groups = self._ordered.pop(request_id)
-            if request_id not in results.failed_recving:
-                self._write("load", handle, groups)
+            failed = request_id in results.failed_recving
+            self._write("failed" if failed else "load", handle, groups)
         return results
 
     def _write(self, kind: str, handle: str, groups: tuple[GroupBlocks, ...]) -> None:

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,11 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvconnect.demo.http import BadAnswer, fetch, fetch_json
+from kvconnect.demo.http import BadAnswer, fetch
 from tests.vllm.tiny_models import Recipe
 
 START_TIMEOUT_S = 300
 ANSWER_TIMEOUT_S = 120
+TAIL_LINES = 60
 ROOT = Path(__file__).parents[2]
 OBSERVED = "tests.vllm.observed"
 """A connector module that writes down what it holds and loads; see there."""
@@ -34,9 +36,10 @@ ASK_FOR_KV = {
     "remote_port": None,
 }
 
-
 NIXL_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 """A connector of vLLM's own, to compare with."""
+
+_TROUBLE = re.compile(r"\bERROR\b|Traceback \(most recent|Fatal Python error|terminate called")
 
 
 def free_port() -> int:
@@ -63,7 +66,11 @@ def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **mo
 
 
 class Server:
-    """One vLLM server process. ``log`` has what it printed."""
+    """One vLLM server process. ``log`` has what it and its workers printed.
+
+    ``together`` are the servers that it moves KV with, and itself: what one of them says is often explained
+    by another one's log, so failures tell all of them.
+    """
 
     def __init__(
         self,
@@ -84,6 +91,7 @@ class Server:
         self.log = folder / f"{name}.log"
         self.observations = folder / f"{name}.observed"
         self.observations.mkdir(exist_ok=True)
+        self.together: tuple[Server, ...] = (self,)
         self._command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(recipe.folder)]
         self._command += ["--served-model-name", "tiny", "--port", str(self.port), "--enforce-eager"]
         self._command += ["--max-model-len", "4096", "--dtype", "bfloat16", "--block-size", "128"]
@@ -96,8 +104,11 @@ class Server:
             "VLLM_CPU_OMP_THREADS_BIND": cpu,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            # vLLM compiles a piece of its sampler, and dies of it where there is no compiler.
+            # vLLM compiles a piece of its sampler, and with several ranks one of its embedding. It dies of
+            # either where there is no compiler.
             "TORCHDYNAMO_DISABLE": "1",
+            # A worker that dies of a signal says where.
+            "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": str(ROOT),
             "KVCONNECT_TEST_OBSERVATIONS": str(self.observations),
             **(environment or {}),
@@ -124,19 +135,40 @@ class Server:
                 fetch(self.url + "/health", timeout_s=2)
                 break
             except BadAnswer:
-                assert self.process.poll() is None, self.tail()
-                assert time.monotonic() < deadline, self.tail()
+                assert self.process.poll() is None, f"{self.name} ended\n{self.logs()}"
+                assert time.monotonic() < deadline, f"{self.name} does not answer\n{self.logs()}"
                 time.sleep(0.3)
         # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
         self.tokens([1, 2, 3, 4, 5])
 
     def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+        """The end of the log, and what follows its first error: a worker's is long before the end."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        before, end = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
+        first = next((at for at, line in enumerate(before) if _TROUBLE.search(line)), None)
+        if first is not None:
+            end = [*before[first : first + TAIL_LINES], "...", *end]
+        return "\n".join(end)
+
+    def logs(self) -> str:
+        """``tail`` of all servers that work together, each under its name."""
+        return "\n".join(f"--- log of {server.name}:\n{server.tail()}" for server in self.together)
+
+    def fetch(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+        """What the server answers.
+
+        Raises:
+            BadAnswer: an error, or nothing; the text ends with ``logs``.
+        """
+        try:
+            return fetch(self.url + path, body, timeout_s)
+        except BadAnswer as error:
+            raise BadAnswer(f"{error}\n{self.logs()}") from error
 
     def ask(self, prompt: list[int], **more: object) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         body |= {"return_token_ids": True, **more}
-        answer: dict[str, Any] = fetch_json(self.url + "/v1/completions", body, self._answer_timeout_s)
+        answer: dict[str, Any] = json.loads(self.fetch("/v1/completions", body, self._answer_timeout_s))
         return answer
 
     def tokens(self, prompt: list[int], **more: object) -> list[int]:
@@ -155,7 +187,10 @@ class Server:
         """Ask as a client that closes its connection ``after_s`` later, whatever came until then."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 64, "ignore_eos": True, **more}
         client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_TIMEOUT_S)
-        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        try:
+            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        except OSError as error:
+            raise BadAnswer(f"{self.url} takes no request: {error}\n{self.logs()}") from error
         time.sleep(after_s)
         client.close()
 
@@ -164,15 +199,15 @@ class Server:
         deadline = time.monotonic() + within_s
         while self.used_blocks() > 0:
             assert time.monotonic() < deadline, (
-                f"{self.name}: {self.used_blocks():.4f} of the cache is in use"
+                f"{self.name}: {self.used_blocks():.4f} of the cache is in use\n{self.logs()}"
             )
             time.sleep(0.1)
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of ``/metrics``, summed over its labels."""
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """Every sample of ``/metrics`` that carries ``labels``, summed over its other labels."""
         found: dict[str, float] = {}
-        for line in fetch(self.url + "/metrics").decode().splitlines():
-            if not line.startswith("#"):
+        for line in self.fetch("/metrics").decode().splitlines():
+            if not line.startswith("#") and all(f'{key}="{label}"' in line for key, label in labels.items()):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
                 found[name] = found.get(name, 0.0) + float(value)
@@ -186,11 +221,19 @@ class Server:
         return self.metrics()["vllm:kv_cache_usage_perc"]
 
     def observed(self, kind: str) -> list[dict[str, Any]]:
-        """What the observing connector wrote down, over all ranks: ``hold`` or ``load`` records."""
+        """What the observing connector wrote down of one kind, over all ranks; the kinds are its own."""
         records = []
         for path in sorted(self.observations.glob("*.jsonl")):
-            records += [json.loads(line) for line in path.read_text().splitlines()]
+            # What follows the last line's end is being written.
+            records += [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         return [record for record in records if record["kind"] == kind]
+
+    def wait_observed(self, kind: str, count: int, within_s: float = 30.0) -> None:
+        """Wait until the observing connector wrote down ``count`` of a kind."""
+        deadline = time.monotonic() + within_s
+        while len(self.observed(kind)) < count:
+            assert time.monotonic() < deadline, f"{self.name}: not {count} of {kind}\n{self.logs()}"
+            time.sleep(0.001)
 
     def kill(self) -> None:
         """End all of its processes at once, without a word."""
@@ -223,6 +266,8 @@ def members(server: Server) -> list[int]:
 @contextmanager
 def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
     """Wait until all of them answer, and end them in the end."""
+    for server in servers:
+        server.together = servers
     try:
         for server in servers:
             server.wait_ready()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.demo.http import BadAnswer
-from tests.vllm.comparing import assert_bytes_landed
+from tests.vllm.comparing import assert_bytes_landed, assert_nothing_landed, became_of
 from tests.vllm.servers import ASK_FOR_KV, free_port, members, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
@@ -21,13 +21,25 @@ pytestmark = pytest.mark.timeout(900)
 LEASE_S = 120
 PROMPTLY_S = 10
 """Far less than a lease: blocks that are free by then were let go, not forgotten."""
+ONE_BY_ONE = ["--max-num-seqs", "1"]
+"""Prompts that are computed at one time share steps: they are cut into other chunks than alone, and those of
+more than 1024 tokens round as these do. With this, a prompt is cut as it is alone, whatever else is asked."""
+SPLIT_ALIKE = 3 * 512 + 1
+"""Tokens of a prompt whose last step has one token wherever it is computed, as where it was loaded."""
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("life")
     options = ["--async-scheduling"]
-    with pair(write_model("gqa", folder), folder, "nixl", options=options, lease_s=LEASE_S) as both:
+    with pair(
+        write_model("gqa", folder),
+        folder,
+        "nixl",
+        options=options,
+        prefill_options=ONE_BY_ONE,
+        lease_s=LEASE_S,
+    ) as both:
         yield both
 
 
@@ -179,11 +191,15 @@ def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path)
 @pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.full), "recompute"])
 def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, policy):
     recipe = write_model("gqa", tmp_path)
-    port = free_port()
+    # A hundred small batches per request, one at a time: when one request has arrived, others have not.
+    prefill_config = {"port": free_port(), "lease_s": LEASE_S, "path": "direct"}
+    prefill_config |= {"max_batch_bytes": 65536, "max_inflight_bytes": 65536}
     decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15, "handshake_timeout_s": 3}
-    with pair(recipe, tmp_path, "nixl", prefill={"port": port}, decode=decode_config) as (prefill, decode):
-        prompts = [random_prompt(1500, 900 + n) for n in range(8)]
-        expected = [prefill.local_tokens(prompt) for prompt in prompts]
+    # All are loaded at one time, but computed one by one.
+    with pair(
+        recipe, tmp_path, "nixl", prefill=prefill_config, decode=decode_config, decode_options=ONE_BY_ONE
+    ) as (prefill, decode):
+        prompts = [random_prompt(SPLIT_ALIKE, 900 + n) for n in range(12)]
         params = [prefill.prefilled(prompt) for prompt in prompts]
 
         def ask(index):
@@ -192,26 +208,39 @@ def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, po
             except BadAnswer as error:
                 return str(error)
 
+        prefill.wait_observed("hold", len(params))
+        got = [ask(0)]
         with ThreadPoolExecutor(8) as pool:
-            answers = [pool.submit(ask, index) for index in range(8)]
-            time.sleep(0.02)
+            answers = [pool.submit(ask, index) for index in range(1, 9)]
+            decode.wait_observed("load", 2)
             prefill.kill()
             started = time.monotonic()
-            got = [answer.result(timeout=60) for answer in answers]
+            got += [answer.result(timeout=60) for answer in answers]
         assert time.monotonic() - started < 45, "a load's deadline, and the prompts computed again"
-        for tokens, right in zip(got, expected, strict=True):
-            if policy == "fail":
-                assert tokens == right or "answered 500" in tokens
-            else:
-                # Prompts that are computed again at one time are cut into other chunks than alone, and round
-                # as these do: only how an answer begins is the same always.
-                assert (len(tokens), tokens[:4]) == (16, right[:4])
+        got += [ask(9), ask(10)]
         decode.wait_idle()
         prefill.start()
         prefill.wait_ready()
+        got.append(ask(11))
+
+        handles = [param["kvconnect_handle"] for param in params]
+        became = [became_of(decode, handle) for handle in handles]
+        assert (became[0], became[9:]) == ("load", ["failed"] * 3)
+        assert "failed" in became[1:9], "the prefill server has to die before it has sent everything"
+        for handle in handles[9:]:
+            assert_nothing_landed(prefill, decode, handle)
+        for prompt, tokens, outcome in zip(prompts, got, became, strict=True):
+            if (policy, outcome) == ("fail", "failed"):
+                assert "answered 500" in tokens
+            else:
+                assert tokens == decode.local_tokens(prompt)
+        for outcome, counted in (("load", "ok"), ("failed", "failed")):
+            received = decode.metrics(direction="received", outcome=counted)
+            assert received["vllm:kvconnect_transfers_total"] == became.count(outcome)
+
         prompt = random_prompt(700, 950)
         before = decode.loaded_tokens()
-        assert decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)) == prefill.local_tokens(
-            prompt
-        )
+        expected = prefill.local_tokens(prompt)
+        assert decode.tokens(prompt, kv_transfer_params=prefill.prefilled(prompt)) == expected
         assert decode.loaded_tokens() - before == 700
+        assert_bytes_landed(prefill, decode, became.count("load") + 1)
