@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvconnect.bench_node.options import Options
-from kvconnect.bench_node.pair import Devices, NodeTiming, measure_node
+from kvconnect.bench_node.pair import NodeTiming, measure_node
 from kvconnect.bench_transfer.process import StepFailed
-from kvconnect.errors import ConfigError
+from kvconnect.bench_transfer.runner import devices_of
 
 _NEARLY = 0.95
 
@@ -27,7 +27,7 @@ def bench_node(options: Options, *, json_output: bool = False) -> int:
     Raises:
         ConfigError: the device is not there.
     """
-    devices = _devices(options.device)
+    devices = devices_of(options.device)
     timings, failures = [], 0
     for programs in dict.fromkeys(options.programs or (None,)):
         try:
@@ -47,22 +47,6 @@ def bench_node(options: Options, *, json_output: bool = False) -> int:
     if timings and not json_output:
         Console(width=150).print(_table(options, timings))
     return 1 if failures else 0
-
-
-def _devices(device: str) -> Devices:
-    """Where prefill and decode live: on two GPUs if there are two.
-
-    Raises:
-        ConfigError: there is no GPU.
-    """
-    if device == "cpu":
-        return "cpu", "cpu"
-    import torch
-
-    count = torch.cuda.device_count()
-    if not count:
-        raise ConfigError("device is 'cuda', but torch sees no CUDA device here; accepted: cpu")
-    return "cuda:0", "cuda:1" if count > 1 else "cuda:0"
 
 
 def _comment(timing: NodeTiming) -> None:

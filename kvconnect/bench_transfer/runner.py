@@ -125,7 +125,7 @@ def _size(length_bytes: int) -> str:
     return f"{length_bytes >> 10} KiB" if length_bytes % 1024 == 0 else f"{length_bytes} B"
 
 
-def _devices(device: str) -> Devices:
+def devices_of(device: str) -> Devices:
     """Where prefill and decode live: on two GPUs if there are two.
 
     Raises:
@@ -155,7 +155,7 @@ def bench_transfer(options: Options, *, json_output: bool = False) -> int:
     Raises:
         ConfigError: the device is not there.
     """
-    devices = _devices(options.device)
+    devices = devices_of(options.device)
     report = _Report(options, json_output)
     for asked in dict.fromkeys(options.engines):
         engine, limit = asked, None

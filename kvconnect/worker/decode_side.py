@@ -206,14 +206,7 @@ class DecodeSide:
                     self._fail(loading, reason)
             elif leg.state is LegState.MEETING:
                 self._fail(loading, reason)
-            elif (
-                leg.state is LegState.ASKED
-                and refused
-                and not loading.met_again
-                and not loading.error
-                # What is asked anew lands in the same pages.
-                and not self._is_unpacking(leg)
-            ):
+            elif leg.state is LegState.ASKED and refused and not loading.met_again and not loading.error:
                 loading.met_again = True
                 self.bay.close(leg.transfer_id, None)
                 self._leave(loading, leg, LegEvent.FORGET)
@@ -258,6 +251,8 @@ class DecodeSide:
         for leg in loading.legs.values():
             link = self.peers.connect_rank(peer, leg.rank, now)
             if leg.state is not LegState.MEETING or link is None or link.session.state is not State.READY:
+                continue
+            if self._is_unpacking(leg):
                 continue
             transfer_id = next(self._transfer_ids)
             try:
@@ -336,11 +331,6 @@ class DecodeSide:
             leg.path = "packed"
 
     def _written(self, loading: Loading, leg: Leg, written: Written, now: float) -> None:
-        moved = loading.moved.setdefault(leg.path or "direct", [0, 0])
-        moved[0] += written.total_bytes
-        moved[1] += written.copies
-        if math.isfinite(written.seconds):
-            loading.seconds = max(loading.seconds, written.seconds)
         if leg.state is LegState.BUSY:
             if written.quiet:
                 self.bay.settle(leg.transfer_id)
@@ -354,6 +344,11 @@ class DecodeSide:
         if leg.state is not LegState.ASKED:
             return
         if written.ok and written.quiet:
+            moved = loading.moved.setdefault(leg.path or "direct", [0, 0])
+            moved[0] += written.total_bytes
+            moved[1] += written.copies
+            if math.isfinite(written.seconds):
+                loading.seconds = max(loading.seconds, written.seconds)
             if leg.path == "direct":
                 self.bay.close(leg.transfer_id, None)
                 self._leave(loading, leg, LegEvent.LAND)
@@ -361,7 +356,7 @@ class DecodeSide:
                 leg.move(LegEvent.ARRIVE)
             return
         if written.again and written.quiet and not loading.error and leg.repeats < MOST_REPEATS:
-            # Nothing that landed counts. What is asked for anew is unpacked after it, over it.
+            # Nothing that landed counts. It is asked for anew once none of it is being unpacked any more.
             leg.repeats += 1
             self.bay.close(leg.transfer_id, None)
             self._leave(loading, leg, LegEvent.REPEAT)
@@ -388,6 +383,7 @@ class DecodeSide:
         self._leave(loading, leg, LegEvent.FAIL)
 
     def _is_unpacking(self, leg: Leg) -> bool:
+        """A kernel of ours works for what was asked last, which may be over for the peer."""
         landing = self.bay.find(leg.transfer_id)
         return landing is not None and not landing.idle
 
@@ -422,7 +418,8 @@ class DecodeSide:
         for leg in loading.legs.values():
             match leg.state:
                 case LegState.MEETING:
-                    self._leave(loading, leg, LegEvent.FAIL)
+                    if not self._is_unpacking(leg):
+                        self._leave(loading, leg, LegEvent.FAIL)
                 case LegState.ASKED:
                     # The peer answers a cancel as soon as it has stopped; until then it may write.
                     self._end(loading, leg, self._longest_write(loading, now))
