@@ -376,9 +376,8 @@ class DecodeSide:
             self.bay.close(leg.transfer_id, None)
             self._leave(loading, leg, LegEvent.LAND)
             return
-        if landing is not None and not loading.error:
-            missing = len(landing.chunks) - landing.committed
-            self._fail(loading, f"the peer says that all is written, but {missing} chunks did not land")
+        missing = "its" if landing is None else len(landing.chunks) - landing.committed
+        self._fail(loading, f"the peer says that all is written, but {missing} chunks did not land")
         self.bay.close(leg.transfer_id, None)
         self._leave(loading, leg, LegEvent.FAIL)
 

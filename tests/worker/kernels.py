@@ -33,20 +33,20 @@ class SlowTicket:
 
 
 class SlowKernels:
-    """While this is open, kernels of one side (``source`` packs, ``target`` unpacks) wait for ``finish``.
+    """While this is open, kernels of these sides (``source`` packs, ``target`` unpacks) wait for ``finish``.
 
     Unless ``slow`` is set to False: then they run when they are launched.
     """
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, *sides: str) -> None:
         self.pending: list[SlowTicket] = []
         self.slow = True
-        self._side = side
+        self._sides = sides
         self._patches: list = []
 
     def _slowed(self, launch):
         def launch_later(packer: Packer, slot: int, staged: StagedChunk, seed: int | None):
-            if not self.slow or packer._side != self._side:
+            if not self.slow or packer._side not in self._sides:
                 return launch(packer, slot, staged, seed)
             ticket = SlowTicket(lambda: launch(packer, slot, staged, seed))
             self.pending.append(ticket)

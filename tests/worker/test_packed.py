@@ -201,9 +201,9 @@ def test_slots_that_are_taken_show():
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.1)
-    assert pair.decode.gauge("slots_taken", kind="landing") == 2
-    assert pair.prefill.gauge("slots_taken", kind="send") == 2
+    assert pair.decode.gauge("slots_landing") == 2
+    assert pair.prefill.gauge("slots_send") == 2
     pair.prefill.engine.release()
     pair.run()
-    assert pair.decode.gauge("slots_taken", kind="landing") == 0
-    assert pair.prefill.gauge("slots_taken", kind="send") == 0
+    assert pair.decode.gauge("slots_landing") == 0
+    assert pair.prefill.gauge("slots_send") == 0

@@ -13,10 +13,10 @@ import torch
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import Landed, Refused, Written, encode
+from kvconnect.peer.messages import Fetch, Landed, Refused, Written, encode
 from kvconnect.worker.ledger import LegState
 from tests.worker.kernels import SlowKernels
-from tests.worker.pair import Pair, quarantined
+from tests.worker.pair import PAGE_BYTES, Pair, quarantined
 
 SOURCE = tuple(range(1, 11))
 TARGET = tuple(range(31, 21, -1))
@@ -166,6 +166,39 @@ def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(p
     kernels.finish()
     watch(pair, kernels, LONGEST_S)
     assert pair.decode.received == ["a"]
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("then", ["abort", "silence", "death", "nothing"])
+def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair, kernels, then):
+    """The peer lost the blocks that it sent from; what it sent already is still being unpacked."""
+    bring_to(pair, kernels, "unpacking")
+    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    again = Written(1, False, True, 0, 0, 0.0, "the prefill was preempted", again=True)
+    pair.prefill.channel.send(link, encode(again))
+    pair.settle(2)
+    if then != "nothing":
+        end(pair, then)
+    watch(pair, kernels, 6)
+    assert not pair.decode.received
+    assert len(pair.network.heard(Fetch)) == 1
+    pair.prefill.engine.release()
+    for _ in range(40):
+        kernels.finish()
+        pair.settle(1)
+    watch(pair, kernels, LONGEST_S)
+    assert pair.decode.received == ["a"]
+    pair.decode.assert_idle()
+
+
+def test_what_was_moved_is_counted_once_however_often_the_peer_says_so(pair, kernels):
+    pair.network.taps.append(lambda said: [said] * (3 if isinstance(said, Written) else 1))
+    bring_to(pair, kernels, "written")
+    kernels.finish()
+    pair.settle()
+    assert pair.landed(SOURCE, TARGET)
+    for name, amount in (("transfer_bytes", len(SOURCE) * 3 * PAGE_BYTES), ("copies", 5)):
+        assert pair.decode.count(name, direction="received", path="packed") == amount
     pair.assert_idle()
 
 
