@@ -299,7 +299,13 @@ def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path) -> None:
     command = [sys.executable, "-m", "kvconnect", "demo", "--engine", "memory", "--model", "gqa"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     demo = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # Whoever runs the tests in the background has them ignore it, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 30
