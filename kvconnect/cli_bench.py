@@ -1,0 +1,263 @@
+"""``kvconnect bench``: the options of every benchmark. What is measured lies with each of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvconnect.cli_options import Environment, ExtraSettings, JsonLines
+
+bench_app = typer.Typer(help="Measure parts of kvconnect on this machine.", no_args_is_help=True)
+
+
+@bench_app.command("plan")
+def bench_plan_command(
+    json_output: JsonLines = False,
+) -> None:
+    """Time the planning of large transfers, on one core and without a network."""
+    from kvconnect.bench import bench_plan
+
+    bench_plan(json_output)
+
+
+@bench_app.command("zero")
+def bench_zero_command(
+    page_bytes: Annotated[int, typer.Option(min=64, help="Bytes of a page.")] = 16 << 10,
+    regions: Annotated[int, typer.Option(min=1, help="Layers, each in its own allocation.")] = 64,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks to zero.")] = 256,
+) -> None:
+    """Time the zeroing of fresh blocks beside a memset of as many bytes, on the GPU if there is one."""
+    from kvconnect.bench_kit import bench_zero
+
+    bench_zero(page_bytes=page_bytes, regions=regions, blocks=blocks)
+
+
+@bench_app.command("tables")
+def bench_tables_command(
+    requests: Annotated[int, typer.Option(min=1, help="Requests that grow in the step.")] = 256,
+    groups: Annotated[int, typer.Option(min=1, help="Cache groups.")] = 4,
+) -> None:
+    """Time the update of block tables, on the GPU if there is one."""
+    from kvconnect.bench_kit import bench_tables
+
+    bench_tables(requests=requests, groups=groups)
+
+
+@bench_app.command("scheduler")
+def bench_scheduler_command(
+    requests: Annotated[int, typer.Option(min=1, help="Requests that run.")] = 256,
+    json_output: JsonLines = False,
+) -> None:
+    """Time what the scheduler half's hooks add to a step, on one core and without a network."""
+    from kvconnect.bench_scheduler import bench_scheduler
+
+    bench_scheduler(requests=requests, json_output=json_output)
+
+
+@bench_app.command("pack")
+def bench_pack_command(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; left out, the GPU if there is one.")
+    ] = None,
+    json_output: JsonLines = False,
+) -> None:
+    """Time the packing of pages into slots and back, beside a plain copy of as many bytes."""
+    from kvconnect.bench_pack import bench_pack
+
+    bench_pack(device=device, json_output=json_output)
+
+
+@bench_app.command("transfer")
+def bench_transfer_command(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Engine to measure (several times for several); default: one that works here."),
+    ] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option(help="direct, packed or auto (several times for several); default: direct and packed."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: one GPU for each side if there are two, else one for both.")
+    ] = "cpu",
+    page_bytes: Annotated[
+        list[int] | None,
+        typer.Option(help="Bytes of a page of the prefill side; default: 4096 and 16384."),
+    ] = None,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Blocks of a request; default: 256 and 1024, on a CPU 16 and 64."),
+    ] = None,
+    regions: Annotated[int, typer.Option(min=1, help="Layers, each in its own allocation.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per measurement.")] = 16,
+    in_flight: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests at a time; default: 1, whose time is a latency, and 8."),
+    ] = None,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(help="PREFILL:DECODE, nhd or hnd with tokens per block; default: nhd16:nhd16."),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Measurements per case.")] = 5,
+    budget_s: Annotated[float, typer.Option(help="Seconds after which a case is not repeated.")] = 10.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one step of a child may take.")] = 120.0,
+    batch_bytes: Annotated[
+        int, typer.Option(min=0, help="Bytes of the engine's own contiguous copies; 0 suits the device.")
+    ] = 0,
+    extra: ExtraSettings = "{}",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Set in the children only; NAME alone takes it away. On GPUs "
+            "MC_INTRANODE_NVLINK=true is set, unless it is said otherwise.",
+        ),
+    ] = None,
+    json_output: JsonLines = False,
+) -> None:
+    """Time the KV of requests between two workers, beside what the engine alone can do."""
+    from kvconnect.bench_transfer.cases import Layouts
+    from kvconnect.bench_transfer.options import Options, parse_environment, parse_extra
+    from kvconnect.bench_transfer.runner import bench_transfer
+
+    options = Options(
+        engines=tuple(engine or ("auto",)),
+        paths=tuple(path or ("direct", "packed")),
+        device=device,
+        page_bytes=tuple(page_bytes or (4096, 16384)),
+        blocks=tuple(blocks or ()),
+        regions=regions,
+        requests=requests,
+        in_flight=tuple(in_flight or (1, 8)),
+        layouts=tuple(Layouts.parse(text) for text in layouts or ("nhd16:nhd16",)),
+        repeat=repeat,
+        budget_s=budget_s,
+        timeout_s=timeout_s,
+        batch_bytes=batch_bytes,
+        extra=parse_extra(extra),
+        environment=parse_environment(env or ()),
+    )
+    raise typer.Exit(bench_transfer(options, json_output=json_output))
+
+
+@bench_app.command("node")
+def bench_node_command(
+    side: Annotated[
+        str, typer.Option(help="Who computes: decode, which receives, or prefill, which sends.")
+    ] = "decode",
+    engine: Annotated[str, typer.Option(help="Engine of both workers.")] = "auto",
+    path: Annotated[str, typer.Option(help="direct, packed or auto.")] = "packed",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: one GPU for each side if there are two, else one for both.")
+    ] = "cpu",
+    model: Annotated[
+        str, typer.Option(help="8b or tiny, with random weights; default: 8b, on a CPU tiny.")
+    ] = "",
+    batch: Annotated[int, typer.Option(help="Requests that decode; default: 32, on a CPU 4.")] = 0,
+    context: Annotated[
+        int, typer.Option(help="Tokens of each, or of a prompt; default: 4096, prompts 2048, on a CPU 64.")
+    ] = 0,
+    request_mb: Annotated[
+        float, typer.Option(help="MiB of KV of a received request; default: 256, on a CPU 0.25.")
+    ] = 0.0,
+    receive_gb_per_s: Annotated[
+        float, typer.Option(help="GB/s at which requests are ordered; default: 25, on a CPU 0.01.")
+    ] = 0.0,
+    in_flight: Annotated[int, typer.Option(help="Most requests under way at a time.")] = 8,
+    layouts: Annotated[
+        str, typer.Option(help="PREFILL:DECODE, nhd or hnd with tokens per block.")
+    ] = "nhd16:nhd16",
+    programs: Annotated[
+        list[int] | None,
+        typer.Option(help="pack_programs to measure (several times for several), 0 for no bound."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often without and with alternate.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Seconds of each.")] = 2.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one step of a child may take.")] = 120.0,
+    extra: ExtraSettings = "{}",
+    env: Environment = None,
+    json_output: JsonLines = False,
+) -> None:
+    """Time a node's decode steps while it receives KV without pause, beside those while it does not."""
+    from kvconnect.bench_node.options import Options
+    from kvconnect.bench_node.runner import bench_node
+    from kvconnect.bench_transfer.cases import Layouts
+    from kvconnect.bench_transfer.options import parse_environment, parse_extra
+
+    options = Options(
+        side=side,
+        engine=engine,
+        path=path,
+        device=device,
+        model=model,
+        batch=batch,
+        context=context,
+        request_mb=request_mb,
+        gb_per_s=receive_gb_per_s,
+        in_flight=in_flight,
+        layouts=Layouts.parse(layouts),
+        programs=tuple(programs or ()),
+        rounds=rounds,
+        seconds=seconds,
+        timeout_s=timeout_s,
+        extra=parse_extra(extra),
+        environment=parse_environment(env or ()),
+    )
+    raise typer.Exit(bench_node(options, json_output=json_output))
+
+
+@bench_app.command("streaming")
+def bench_streaming_command(
+    engine: Annotated[str, typer.Option(help="Engine of the nodes.")] = "mooncake",
+    model: Annotated[str, typer.Option(help="Model of the nodes; `wide` keeps most.")] = "wide",
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a prompt (several times for several); default: 16384 and 256."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each length, for either pair.")] = 9,
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a step computes.")] = 1024,
+    path: Annotated[str, typer.Option(help="auto or packed.")] = "auto",
+    min_tokens: Annotated[int, typer.Option(min=0, help="stream_min_tokens of one of the pairs.")] = 4096,
+    extra: ExtraSettings = "{}",
+    json_output: JsonLines = False,
+) -> None:
+    """Time the first token of a pair that sends KV while it is computed, beside one that does not."""
+    from kvconnect.bench_transfer.options import parse_extra
+    from kvconnect.demo.streaming import StreamingOptions, bench_streaming
+
+    lengths = tuple(tokens or (16384, 256))
+    options = StreamingOptions(
+        engine, model, lengths, prompts, batched_tokens, path, min_tokens, parse_extra(extra)
+    )
+    raise typer.Exit(bench_streaming(options, json_output=json_output))
+
+
+@bench_app.command("soak")
+def bench_soak_command(
+    engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",
+    model: Annotated[str, typer.Option(help="Model of the pair.")] = "gqa",
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 2000,
+    concurrency: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
+    compare: Annotated[bool, typer.Option(help="Compare every token with a single node's.")] = True,
+) -> None:
+    """Send many prompts through a pair, then see that every block is free and nothing is remembered."""
+    from kvconnect.demo.measure import bench_soak
+
+    code = bench_soak(
+        engine=engine, model=model, prompts=prompts, concurrency=concurrency, seed=seed, compare=compare
+    )
+    raise typer.Exit(code)
+
+
+@bench_app.command("idle")
+def bench_idle_command(
+    engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",
+    model: Annotated[str, typer.Option(help="Model of the pair.")] = "gqa",
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to watch.")] = 30.0,
+) -> None:
+    """Measure what a pair that has met costs while nobody asks it anything."""
+    from kvconnect.demo.measure import bench_idle
+
+    raise typer.Exit(bench_idle(engine=engine, model=model, seconds=seconds))
