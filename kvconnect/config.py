@@ -86,6 +86,11 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_batch_bytes: int = 64 << 20
     engine_options: dict[str, Any] = {}
 
+    @property
+    def has_slots(self) -> bool:
+        """This side opens the packed path."""
+        return self.path != "direct" and self.num_slots > 0
+
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_transfer_config`` as vLLM spells it."""

@@ -6,10 +6,8 @@ The same functions that workers use line up the tables and cut the request; noth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
@@ -19,11 +17,11 @@ from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import Link, TableCard, align_tables
-from kvconnect.plan.chunks import Chunk, Chunker, Span, wanted_spans
+from kvconnect.plan.chunks import Chunker
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
+from kvconnect.plan.cutting import RequestCutter
 from kvconnect.plan.size import PlanSize, plan_size
 from kvconnect.plan.wire import align_wire
-from kvconnect.worker.routes import chunks_in_turn
 
 CUDA_SLOT_BYTES = 128 << 20
 """What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
@@ -154,7 +152,7 @@ class _Sides:
         cases = []
         for name, (held, wanted) in self._blocks.items():
             size = self._direct_size(link, held, wanted, closed["direct"])
-            sizes = self._chunk_sizes(chunker, target, wanted, slot_bytes, rates, closed["packed"])
+            sizes = self._chunk_sizes(chunker, source, target, wanted, slot_bytes, rates, closed["packed"])
             # A cost of its own for each, so that none is influenced by the one before.
             cases.append(_case(name, size, sizes, rates.link_cost() if rates else LinkCost(), may))
         return Pair(
@@ -222,6 +220,7 @@ class _Sides:
     def _chunk_sizes(
         self,
         chunker: Chunker | None,
+        source: TableCard,
         target: TableCard,
         wanted: list[GroupBlocks],
         slot_bytes: int,
@@ -232,36 +231,13 @@ class _Sides:
         if chunker is None:
             return []
         try:
-            chunks = self._cut(chunker, target, wanted, slot_bytes, rates)
+            pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
+            cutter = RequestCutter(chunker, source, target, slot_bytes, pack_rate)
+            chunks = cutter.cut(wanted, self._tokens)
         except LayoutError as error:
             closed.extend(reasons(error))
             return []
         return [chunker.place(chunk).total_bytes for chunk in chunks]
-
-    def _cut(
-        self,
-        chunker: Chunker,
-        target: TableCard,
-        wanted: list[GroupBlocks],
-        slot_bytes: int,
-        rates: Rates | None,
-    ) -> tuple[Chunk, ...]:
-        """As a decode worker does it: several chunks, so that packing, moving and unpacking overlap."""
-        spans = wanted_spans(target.groups, wanted, self._tokens)
-        streams = len(chunker.wire.streams)
-        block_tokens = max(
-            (kind.block_size or 1 for side in self._files for kind in side.layers if kind.kind != "state"),
-            default=1,
-        )
-        step = tuple(Span(group.group, 0, 1 if group.is_state else block_tokens) for group in target.groups)
-        step_bytes = chunker.place(Chunk(0, streams, step)).total_bytes
-        total_bytes = chunker.place(Chunk(0, streams, spans)).total_bytes
-        pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
-        wanted_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, pack_rate))
-        for budget in (min(slot_bytes, wanted_bytes + step_bytes), slot_bytes):
-            with suppress(LayoutError):
-                return chunker.cut(spans, budget, block_tokens)
-        return chunker.cut(spans, slot_bytes)
 
 
 def _case(name: str, size: PlanSize | None, chunk_sizes: list[int], cost: LinkCost, may: bool) -> Case:

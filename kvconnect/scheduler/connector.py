@@ -87,8 +87,7 @@ class SchedulerConnector:
         self._shares = Shares()
         self._promises = Promises()
         extra = config.extra
-        packs = extra.path != "direct" and extra.num_slots > 0
-        self._streams = Streams(self._groups, extra.stream_min_tokens if packs else 0)
+        self._streams = Streams(self._groups, extra.stream_min_tokens if extra.has_slots else 0)
         self._said: set[str] = set()
 
     def new_request(self, request: RequestView) -> None:

@@ -89,7 +89,7 @@ class ProbeOutbox:
 def _scattered(source: int, target: int, copies: int, length: int) -> Columns:
     """So many copies, in an order that leaves none beside the one before it."""
     order = np.arange(copies, dtype=np.int64)
-    places = (order * 7919) % copies if copies > 1 else order
+    places = (order * 7919) % copies
     return source + order * length, target + places * length, np.full(copies, length, dtype=np.int64)
 
 

@@ -177,7 +177,7 @@ class WorkerConnector:
     def _make_arenas(self, device: torch.device) -> dict[str, Arena]:
         """The memory of our slots, by what they are for."""
         extra = self._config.extra
-        if extra.path == "direct" or not extra.num_slots:
+        if not extra.has_slots:
             return {}
         slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
         kinds = {"landing": self._config.is_consumer, "send": self._config.is_producer}

@@ -48,7 +48,6 @@ class Landing:
     arrived: set[int] = field(default_factory=set)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
-    total_bytes: int = 0
     error: str = ""
     closed: bool = False
 
@@ -87,11 +86,6 @@ class LandingBay:
         self._landings: dict[int, Landing] = {}
         self._hungry: deque[Landing] = deque()
         self._lost: dict[int, _Lost] = {}
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest chunk that a slot takes, 0 where there are no slots."""
-        return self._pool.slot_bytes if self._pool.slots else 0
 
     @property
     def taken(self) -> int:
@@ -216,14 +210,11 @@ class LandingBay:
             self.settle(transfer_id)
         return True
 
-    def settle(self, transfer_id: int) -> bool:
+    def settle(self, transfer_id: int) -> None:
         """The peer of a fetch that was lost says, or time proves, that it writes no more."""
         lost = self._lost.pop(transfer_id, None)
-        if lost is None:
-            return False
-        for slot in lost.slots:
+        for slot in lost.slots if lost is not None else ():
             self._pool.move(slot, SlotEvent.RETURN)
-        return True
 
     def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
         self._pool.move(unpacked.slot, SlotEvent.RETURN)
@@ -234,7 +225,6 @@ class LandingBay:
             )
             return
         landing.committed += 1
-        landing.total_bytes += landing.staged[unpacked.chunk].total_bytes
 
     def _lend(self, landing: Landing) -> Grant:
         slot = self._pool.take(SlotEvent.LEND)

@@ -11,9 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvconnect.errors import LocalError, PeerError
+from kvconnect.errors import PeerError
 from kvconnect.orders import Hold, Load
 from kvconnect.plan.cost import LinkCost
+from kvconnect.worker.moves import next_state
 
 
 class LeaseState(enum.Enum):
@@ -144,10 +145,7 @@ class Lease(Claims):
         Raises:
             LocalError: the event is not legal in this state.
         """
-        after = LEASE_MOVES.get((self.state, event))
-        if after is None:
-            raise LocalError(f"lease of {self.order.request_id}: {self.state.value}, but {event.value}")
-        self.state = after
+        self.state = next_state(LEASE_MOVES, self.state, event, f"lease of {self.order.request_id}")
 
 
 @dataclass(eq=False)
@@ -172,12 +170,7 @@ class Leg:
         Raises:
             LocalError: the event is not legal in this state.
         """
-        after = LEG_MOVES.get((self.state, event))
-        if after is None:
-            raise LocalError(
-                f"leg {self.transfer_id} of rank {self.rank}: {self.state.value}, but {event.value}"
-            )
-        self.state = after
+        self.state = next_state(LEG_MOVES, self.state, event, f"leg {self.transfer_id} of rank {self.rank}")
 
     @property
     def owed(self) -> bool:

@@ -13,7 +13,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
-from kvconnect.plan.wire import ORDERS, align_wire
+from kvconnect.plan.wire import ORDERS, Wire, align_wire
 from kvconnect.worker.slots import SlotPool
 
 
@@ -43,9 +43,12 @@ class Local:
         Raises:
             LayoutError: the two caches cannot be matched.
         """
+        return self._packer(align_wire(source.table, target.table, convert=convert), side, max_programs)
+
+    def _packer(self, wire: Wire, side: str, max_programs: int) -> Packer:
         return Packer(
             self.table,
-            align_wire(source.table, target.table, convert=convert),
+            wire,
             side=side,
             device=self.device,
             max_programs=max_programs,
@@ -61,15 +64,7 @@ class Local:
         card = TableCard.of(self.table)
         for pool, side in ((self.send, "source"), (self.landing, "target")):
             for order in ORDERS if pool.slots else ():
-                wire = align_wire(card, card, order)
-                packer = Packer(
-                    self.table,
-                    wire,
-                    side=side,
-                    device=self.device,
-                    max_programs=max_programs,
-                    cuda_stream=self.stream,
-                )
+                packer = self._packer(align_wire(card, card, order), side, max_programs)
                 for chunk in _one_token(packer, pool.slot_bytes):
                     (staged,) = packer.stage(_blocks(self.table, int(side == "source")), [chunk], 1)
                     for seed in (None, 1 << 60):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconnect.errors import LocalError
+from kvconnect.worker.moves import next_state
 
 
 class SlotState(enum.Enum):
@@ -103,13 +104,6 @@ class SlotPool:
         Raises:
             LocalError: the event is not legal in this state.
         """
-        after = SLOT_MOVES.get((slot.state, event))
-        if after is None:
-            raise LocalError(f"slot of generation {slot.generation}: {slot.state.value}, but {event.value}")
-        slot.state = after
-        if after is SlotState.FREE:
+        slot.state = next_state(SLOT_MOVES, slot.state, event, f"slot of generation {slot.generation}")
+        if slot.state is SlotState.FREE:
             self._free.append(slot)
-
-
-NO_SLOTS = 0
-"""The size that is told where there are none."""

@@ -1,0 +1,24 @@
+"""Tables of legal moves: what a record becomes when something happens to it, and what cannot happen."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeVar
+
+from kvconnect.errors import LocalError
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
+
+
+def next_state(moves: Mapping[tuple[S, E], S], state: S, event: E, who: str) -> S:
+    """The state after an event.
+
+    Raises:
+        LocalError: the event is not legal in this state; the text names ``who`` and both.
+    """
+    after = moves.get((state, event))
+    if after is None:
+        raise LocalError(f"{who}: {state.value}, but {event.value}")
+    return after
