@@ -21,7 +21,9 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import ConfigError
 from kvconnect.orders import GroupBlocks
+from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer, StagedChunk
+from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
 from kvconnect.plan.wire import align_wire
@@ -45,7 +47,7 @@ class PackTiming:
     blocks: int
     total_bytes: int
     programs: int
-    digest: bool
+    digest_sample: int
     copy_us: float
     pack_us: float
     unpack_us: float
@@ -97,18 +99,25 @@ class _Case:
     def _copy(self) -> None:
         self.other.copy_(self.slot)
 
-    def stage(self, order: str, programs: int) -> tuple[Packer, StagedChunk]:
+    def stage(self, order: str, programs: int, digest_sample: int) -> tuple[Packer, StagedChunk]:
         card = TableCard.of(self.table)
         wire = align_wire(card, card, order)
-        packer = Packer(self.table, wire, side="source", device=self.device, max_programs=programs)
+        packer = Packer(
+            self.table,
+            wire,
+            side="source",
+            device=self.device,
+            max_programs=programs,
+            digest_sample=max(1, digest_sample),
+        )
         tokens = self.blocks * _TOKENS
         chunk = Chunk(0, len(wire.streams), (Span(0, 0, tokens),))
         (staged,) = packer.stage([GroupBlocks(0, 0, self.ids)], [chunk], tokens)
         return packer, staged
 
-    def measure(self, order: str, programs: int = 0, digest: bool = True) -> PackTiming:
-        packer, staged = self.stage(order, programs)
-        seed = _SEED if digest else None
+    def measure(self, order: str, programs: int = 0, digest_sample: int = 1) -> PackTiming:
+        packer, staged = self.stage(order, programs, digest_sample)
+        seed = _SEED if digest_sample else None
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
         on_cpu = self.device == "cpu"
@@ -121,7 +130,7 @@ class _Case:
             blocks=self.blocks,
             total_bytes=self.total_bytes,
             programs=programs,
-            digest=digest,
+            digest_sample=digest_sample,
             copy_us=round(self.copy_us, 1),
             pack_us=round(pack_us, 1),
             unpack_us=round(unpack_us, 1),
@@ -139,11 +148,13 @@ def _ignore(_: object) -> None:
 
 def _timings(device: str) -> Iterator[PackTiming]:
     if device == "cpu":
-        # A CPU is the place of tests: small, and enough to see what the digest costs there.
+        # A CPU is the place of tests: small, and enough to see what digests cost there.
+        use_one_thread()
         for layout in (_NHD, _HND):
             case = _Case(device, layout, 2, 128, 32)
             for order in ("pages", "rows"):
-                yield from (case.measure(order, digest=digest) for digest in (False, True))
+                samples = (0, CPU_DIGEST_SAMPLE, 1)
+                yield from (case.measure(order, digest_sample=sample) for sample in samples)
         return
     for blocks in (256, 1024):
         case = _Case(device, _NHD, 1, 64, blocks)
@@ -153,7 +164,7 @@ def _timings(device: str) -> Iterator[PackTiming]:
             for order in ("pages", "rows"):
                 if order == "pages" and layout == _HND:
                     continue
-                yield from (case.measure(order, digest=digest) for digest in (False, True))
+                yield from (case.measure(order, digest_sample=sample) for sample in (0, 1))
                 if blocks == 1024:
                     yield from (case.measure(order, programs) for programs in (8, 16, 32, 64))
 
@@ -190,7 +201,7 @@ def _print_table(device: str, timings: list[PackTiming]) -> None:
             str(timing.blocks),
             str(timing.total_bytes >> 20),
             str(timing.programs or "all"),
-            "yes" if timing.digest else "no",
+            {0: "no", 1: "all"}.get(timing.digest_sample, f"1/{timing.digest_sample}"),
             f"{timing.total_bytes / timing.copy_us / 1e3:.0f}",
             f"{timing.pack_gb_per_s:.0f} ({timing.pack_of_copy:.2f})",
             f"{timing.unpack_gb_per_s:.0f} ({timing.unpack_of_copy:.2f})",

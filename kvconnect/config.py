@@ -38,6 +38,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pack_programs: most programs of a packing kernel that may run on a GPU at one time, so that the
             other multiprocessors are the model's; 0 for no bound.
         check_digest: whether packed chunks carry a digest, and only what has the right one is used.
+        digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
+            one in 64 on a CPU. A GPU takes all lines in any case.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
             packed path, with the scales of the quantised side; both sides must say so.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
@@ -69,6 +71,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_slots: int = 4
     pack_programs: int = 0
     check_digest: bool = True
+    digest_sample: int = 0
     convert_dtype: bool = False
     stream_min_tokens: int = 4096
     lease_s: float = 30.0
@@ -223,6 +226,8 @@ def _check_combination(config: TransferConfig) -> None:
         raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
     if extra.pack_programs < 0:
         raise ConfigError(f"{where}.pack_programs is {extra.pack_programs}, it must be at least 0")
+    if extra.digest_sample < 0:
+        raise ConfigError(f"{where}.digest_sample is {extra.digest_sample}, it must be at least 0")
     if extra.stream_min_tokens < 0:
         raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
     if extra.load_timeout_s < extra.handshake_timeout_s:

@@ -91,10 +91,13 @@ class Packer:
         max_programs: at most so many programs of the kernel run, so that it leaves the other
             multiprocessors alone; 0 for as many as there is work for.
         cuda_stream: the stream of all work; None for the one that is current now.
+        digest_sample: digests are of one line of 64 bytes in so many. Kernels of a GPU know 1 only: they have
+            all words in hand.
 
     Raises:
         LayoutError: the wire is not one of this table's.
-        ConfigError: ``kernels`` or ``max_programs`` is not accepted, or Triton is not installed.
+        ConfigError: ``kernels``, ``max_programs`` or ``digest_sample`` is not accepted, or Triton is not
+            installed.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Packer:
         kernels: str = "auto",
         max_programs: int = 0,
         cuda_stream: torch.cuda.Stream | None = None,
+        digest_sample: int = 1,
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
@@ -114,6 +118,8 @@ class Packer:
             raise ConfigError(f"kernels is {kernels!r}; accepted: {', '.join(KERNELS)}")
         if max_programs < 0:
             raise ConfigError(f"max_programs is {max_programs}; accepted: 0 for no bound, or more")
+        if digest_sample < 1:
+            raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
         self._wire = wire
@@ -134,13 +140,15 @@ class Packer:
                 raise ConfigError(
                     f"kernels is {kernels!r}, which needs Triton: pip install triton"
                 ) from error
+            if digest_sample != 1:
+                raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
             self._ops = TritonPackOps(self._classes, device, max_programs, cuda_stream)
         elif device.type == "cuda":
             raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
         else:
             from kvconnect.pack.packer_torch import TorchPackOps
 
-            self._ops = TorchPackOps(self._classes)
+            self._ops = TorchPackOps(self._classes, digest_sample)
 
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int

@@ -8,6 +8,7 @@ alone. Values that are cast go a few pages at a time, through what stays in the 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,27 @@ from numpy.typing import NDArray
 
 from kvconnect.pack.batches import Batch, LaneClass
 from kvconnect.pack.casts import Cast, cast_table
-from kvconnect.pack.digest import digest_bytes
+from kvconnect.pack.digest import digest_streams
 from kvconnect.pack.lanes import Access, Walk
 from kvconnect.pack.packer import StagedChunk, Ticket
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UINTS = {1: np.uint8, 2: np.uint16}
 _VALUES_AT_ONCE = 1 << 15
+
+
+def use_one_thread() -> None:
+    """Let torch work with this thread alone whenever it is called from it; other threads are not touched.
+
+    A model may keep all cores busy: threads of ours that wait for each other between its own are many times
+    slower than one.
+    """
+    everyone = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # What counts is each thread's own, but threads that begin later take what any has set last.
+    other = threading.Thread(target=torch.set_num_threads, args=(everyone,))
+    other.start()
+    other.join()
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,8 @@ class _Done:
 class TorchPackOps:
     """See ``PackOps``."""
 
-    def __init__(self, classes: Sequence[LaneClass]) -> None:
+    def __init__(self, classes: Sequence[LaneClass], digest_sample: int) -> None:
+        self._digest_sample = digest_sample
         self._pages = {
             (int(address), lanes.walk, lanes.access): _memory_view(int(address), lanes)
             for lanes in classes
@@ -67,14 +83,9 @@ class TorchPackOps:
                     else:
                         values = _Values(batch.access.cast, batch.key_values, scales)
                         _cast_part(view, slot_view, part, values, pack)
-        return _Done(None if seed is None else _digest(raw, staged, seed))
-
-
-def _digest(raw: NDArray[np.uint8], staged: StagedChunk, seed: int) -> int:
-    total = 0
-    for offset, length, word in staged.streams:
-        total += digest_bytes(raw[offset : offset + length], offset, word, seed)
-    return total % 2**64
+        if seed is None:
+            return _Done(None)
+        return _Done(digest_streams(raw, staged.streams, seed, self._digest_sample))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Address = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+Sample = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Generation = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 MAX_CHUNKS = 65_536
@@ -45,8 +46,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
     ``incarnation`` changes with every start, also where an operator fixes the engine id.
     ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
-    chunk that this worker's slots take; 0 if it has none, and the packed path is closed. The scratch
-    memory may be written by any peer at any time, to see how fast the link is; nobody reads it.
+    chunk that this worker's slots take; 0 if it has none, and the packed path is closed. Digests are of
+    one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
+    at any time, to see how fast the link is; nobody reads it.
     """
 
     engine_id: str
@@ -59,6 +61,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     slot_bytes: Bytes = 0
     scratch_address: Bytes = 0
     scratch_bytes: Bytes = 0
+    digest_sample: Sample = 1
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

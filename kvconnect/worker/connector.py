@@ -27,6 +27,8 @@ from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.pack.arena import Arena, auto_slot_bytes
+from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
+from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
@@ -223,6 +225,8 @@ class WorkerConnector:
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
             torch.cuda.set_stream(self._stream)
+        else:
+            use_one_thread()
         mover.run(self._stopping)
 
     def mark(self) -> None:
@@ -309,6 +313,7 @@ class WorkerConnector:
             slot_bytes=self._slot_bytes,
             scratch_address=self._scratch.scratch_address if self._scratch else 0,
             scratch_bytes=self._scratch.scratch_bytes if self._scratch else 0,
+            digest_sample=1 if self._on_cuda else self._config.extra.digest_sample or CPU_DIGEST_SAMPLE,
         )
 
 

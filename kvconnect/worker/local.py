@@ -43,9 +43,10 @@ class Local:
         Raises:
             LayoutError: the two caches cannot be matched.
         """
-        return self._packer(align_wire(source.table, target.table, convert=convert), side, max_programs)
+        wire = align_wire(source.table, target.table, convert=convert)
+        return self._packer(wire, side, max_programs, min(source.digest_sample, target.digest_sample))
 
-    def _packer(self, wire: Wire, side: str, max_programs: int) -> Packer:
+    def _packer(self, wire: Wire, side: str, max_programs: int, digest_sample: int = 1) -> Packer:
         return Packer(
             self.table,
             wire,
@@ -53,6 +54,7 @@ class Local:
             device=self.device,
             max_programs=max_programs,
             cuda_stream=self.stream,
+            digest_sample=digest_sample,
         )
 
     def warm_up(self, max_programs: int) -> None:

@@ -1,0 +1,110 @@
+"""Digests of one line in so many: the same by hand, and what they are sure to find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.errors import ConfigError
+from kvconnect.pack import digest
+from kvconnect.pack.digest import digest_streams
+from kvconnect.pack.packer import Packer
+from kvconnect.plan.align import TableCard
+from kvconnect.plan.wire import align_wire
+from tests.pack.sides import M64, MULTIPLIER, STEP
+from tests.pack.test_casts import one_layer
+
+WORDS = st.sampled_from([1, 2, 4, 8])
+SEEDS = st.integers(0, M64 - 1)
+
+
+@st.composite
+def slots(draw):
+    """Random bytes, and streams of them as a chunk has them: one after the other, with gaps."""
+    streams, end = [], 0
+    for word in draw(st.lists(WORDS, min_size=1, max_size=6)):
+        offset = -(-end // 16) * 16
+        length = word * draw(st.integers(1, 600))
+        streams.append((offset, length, word))
+        end = offset + length
+    data = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, end, dtype=np.uint8)
+    return data, streams
+
+
+def sampled_by_hand(data, streams, seed, one_in):
+    total = 0
+    for offset, length, word in streams:
+        for at in range(offset, offset + length, word):
+            place, line = at // word, at // 64
+            is_whole = offset <= line * 64 and (line + 1) * 64 <= offset + length
+            if one_in > 1 and (not is_whole or (line + seed) % one_in):
+                continue
+            x = (int.from_bytes(bytes(data[at : at + word]), "little") + seed + STEP * place) % M64
+            x ^= x >> 32
+            x = x * MULTIPLIER % M64
+            total += x ^ x >> 32
+    return total % M64
+
+
+@given(slot=slots(), seed=SEEDS, one_in=st.integers(1, 80))
+def test_a_sampled_digest_is_the_sum_by_hand(slot, seed, one_in):
+    data, streams = slot
+    before, digest.LEAST_LINES = digest.LEAST_LINES, 1
+    try:
+        used = max(1, min(one_in, sum(length for _, length, _ in streams) // 64))
+        assert digest_streams(data, streams, seed, one_in) == sampled_by_hand(data, streams, seed, used)
+    finally:
+        digest.LEAST_LINES = before
+
+
+@given(slot=slots(), seed=SEEDS, one_in=st.integers(2, 20), data=st.data())
+def test_whatever_is_torn_over_as_many_lines_is_found(slot, seed, one_in, data):
+    raw, streams = slot
+    offset, length, _ = max(streams, key=lambda stream: stream[1])
+    lines = range(-(-offset // 64), (offset + length) // 64)
+    if len(lines) < one_in:
+        return
+    first = data.draw(st.sampled_from(lines[: len(lines) - one_in + 1]))
+    torn = raw.copy()
+    torn[first * 64 : (first + one_in) * 64] ^= 0xA5
+    assert digest_streams(torn, streams, seed, one_in) != digest_streams(raw, streams, seed, one_in)
+
+
+def test_a_small_chunk_is_digested_whole():
+    data = np.zeros(64 * digest.LEAST_LINES, dtype=np.uint8)
+    streams = [(0, len(data), 8)]
+    before = digest_streams(data, streams, 7, 64)
+    for at in (0, 8, 4096, len(data) - 1):
+        data[at] ^= 1
+        assert digest_streams(data, streams, 7, 64) != before
+        data[at] ^= 1
+
+
+def test_another_generation_looks_at_other_lines():
+    data = np.zeros(64 * 64 * digest.LEAST_LINES, dtype=np.uint8)
+    streams = [(0, len(data), 8)]
+    flipped = data.copy()
+    flipped[1000] ^= 1
+    found = [
+        digest_streams(data, streams, seed, 64) != digest_streams(flipped, streams, seed, 64)
+        for seed in range(64)
+    ]
+    assert found.count(True) == 1
+
+
+@pytest.mark.parametrize(("sample", "kernels"), [(0, "torch"), (2, "triton")])
+def test_a_packer_says_which_samples_it_takes(sample, kernels):
+    side = one_layer(torch.float16)
+    card = TableCard.of(side.table)
+    with pytest.raises(ConfigError, match=f"digest_sample is {sample}; accepted.*: 1"):
+        Packer(
+            side.table,
+            align_wire(card, card),
+            side="source",
+            device="cpu",
+            kernels=kernels,
+            digest_sample=sample,
+        )
