@@ -7,7 +7,7 @@ class; nothing here loops over pages or layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,15 @@ class LaneClass:
 
 
 @dataclass(frozen=True)
+class PageRange:
+    """The kernel positions ``first .. first + count - 1`` of a group."""
+
+    group: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """What one class moves in one chunk.
 
@@ -58,6 +67,35 @@ class Batch:
     rows: int
     key_values: int
     scales: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """What one class moves in one chunk, whichever request it is of: a batch but for its blocks."""
+
+    walk: Walk
+    access: Access
+    address: Column
+    wire: Column
+    pages: PageRange
+    lead: int
+    rows: int
+    key_values: int
+    scales: NDArray[np.float32]
+
+    def of(self, blocks: BlockIds) -> Batch:
+        """The batch of a request that has its pages in these blocks."""
+        return Batch(
+            walk=self.walk,
+            access=self.access,
+            address=self.address,
+            wire=self.wire,
+            blocks=blocks,
+            lead=self.lead,
+            rows=self.rows,
+            key_values=self.key_values,
+            scales=self.scales,
+        )
 
 
 def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[LaneClass, ...]:
@@ -82,26 +120,17 @@ def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -
     )
 
 
-@dataclass(frozen=True)
-class PageRange:
-    """The kernel positions ``first .. first + count - 1`` of a group."""
-
-    group: int
-    first: int
-    count: int
-
-
-def page_range(lanes: LaneClass, chunk: Chunk, placement: Placement) -> PageRange | None:
-    """The pages of a class that a chunk has rows of; None where it has none.
+def make_move(lanes: LaneClass, chunk: Chunk, placement: Placement) -> Move | None:
+    """What a class moves in a chunk; None where it has no rows of it.
 
     Raises:
-        LayoutError: they are more than the cache has, whoever asked for them.
+        LayoutError: that is more pages than the cache has, whoever asked for them.
     """
     start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
     if start == stop:
         return None
-    at = int(lanes.stream[start]) - chunk.first_stream
-    first_row, rows = int(placement.first_row[at]), int(placement.rows[at])
+    stream = lanes.stream[start:stop] - chunk.first_stream
+    first_row, rows = int(placement.first_row[stream[0]]), int(placement.rows[stream[0]])
     if not rows:
         return None
     first = first_row // lanes.walk.tokens
@@ -110,37 +139,27 @@ def page_range(lanes: LaneClass, chunk: Chunk, placement: Placement) -> PageRang
         raise LayoutError(
             f"cache group {lanes.group}: a chunk has {count} kernel blocks, the cache {lanes.num_blocks}"
         )
-    return PageRange(lanes.group, first, count)
-
-
-def make_batch(
-    lanes: LaneClass,
-    chunk: Chunk,
-    placement: Placement,
-    pages: PageRange,
-    blocks_of: Mapping[PageRange, BlockIds],
-) -> Batch:
-    """What a class moves in a chunk, ``blocks_of`` being the blocks of its pages.
-
-    Raises:
-        LocalError: a block is none of this cache.
-    """
-    blocks = blocks_of[pages]
-    if len(blocks) and (blocks.min() < 0 or blocks.max() >= lanes.num_blocks):
-        raise LocalError(
-            f"cache group {lanes.group}: kernel blocks {blocks.min()}..{blocks.max()} are to be moved, the "
-            f"cache has 0..{lanes.num_blocks - 1}"
-        )
-    start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
-    stream = lanes.stream[start:stop] - chunk.first_stream
-    return Batch(
+    return Move(
         walk=lanes.walk,
         access=lanes.access,
         address=lanes.address[start:stop],
         wire=placement.base[stream] + lanes.wire_offset[start:stop],
-        blocks=blocks,
-        lead=pages.first * lanes.walk.tokens - int(placement.first_row[stream[0]]),
-        rows=int(placement.rows[stream[0]]),
+        pages=PageRange(lanes.group, first, count),
+        lead=first * lanes.walk.tokens - first_row,
+        rows=rows,
         key_values=lanes.key_values,
         scales=lanes.scales[start:stop],
     )
+
+
+def check_blocks(group: int, blocks: BlockIds, num_blocks: int) -> None:
+    """Refuse blocks that lie outside the cache.
+
+    Raises:
+        LocalError: there are some.
+    """
+    if len(blocks) and (blocks.min() < 0 or blocks.max() >= num_blocks):
+        raise LocalError(
+            f"cache group {group}: kernel blocks {blocks.min()}..{blocks.max()} are to be moved, the "
+            f"cache has 0..{num_blocks - 1}"
+        )

@@ -6,7 +6,8 @@ is told where a slot is, and that its pages are quiet. On CUDA everything is asy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from kvconnect.cache.block_table import BlockIds
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.batches import Batch, PageRange, make_batch, make_classes, page_range
+from kvconnect.pack.batches import Batch, Move, PageRange, check_blocks, make_classes, make_move
 from kvconnect.pack.lanes import make_lanes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
@@ -25,6 +26,7 @@ from kvconnect.plan.wire import Wire
 KERNELS = ("auto", "torch", "triton")
 SIDES = ("source", "target")
 SLOT_ALIGN_BYTES = 16
+_MOST_LAYOUTS = 64
 
 
 class Ticket(Protocol):
@@ -49,24 +51,50 @@ class Ticket(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StagedChunk:
-    """A chunk with the blocks of a request, ready to be moved as often as is wanted.
+@dataclass(frozen=True, eq=False)
+class ChunkLayout:
+    """What a chunk is on this side, whichever request it is of.
 
-    ``streams`` are the streams that have bytes, as (offset, length, word) in bytes.
+    ``streams`` are the streams that have bytes, as (offset, length, word) in bytes. ``handle`` is the
+    implementation's.
     """
 
     chunk: Chunk
     total_bytes: int
     streams: tuple[tuple[int, int, int], ...]
-    batches: tuple[Batch, ...]
+    moves: tuple[Move, ...]
+    pages: tuple[PageRange, ...]
     handle: Any
+
+
+@dataclass(frozen=True, eq=False)
+class StagedChunk:
+    """A chunk with the blocks of a request, ready to be moved as often as is wanted."""
+
+    layout: ChunkLayout
+    total_bytes: int
+    blocks: Mapping[PageRange, BlockIds]
+    handle: Any
+
+    @property
+    def streams(self) -> tuple[tuple[int, int, int], ...]:
+        """See ``ChunkLayout``."""
+        return self.layout.streams
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        """What is to be moved, class by class."""
+        return (move.of(self.blocks[move.pages]) for move in self.layout.moves)
 
 
 class PackOps(Protocol):
     """The two implementations. Arguments were checked by the packer."""
 
-    def stage(self, chunks: Sequence[Sequence[Batch]]) -> Sequence[Any]:
+    def prepare(self, moves: Sequence[Move]) -> Any:
+        """What can be worked out once for a chunk, whichever request it is of."""
+        ...
+
+    def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> Sequence[Any]:
         """Bring the numbers of several chunks to where the kernels read them, in one copy."""
         ...
 
@@ -131,6 +159,12 @@ class Packer:
         self._classes = make_classes(
             lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams]
         )
+        self._num_blocks: dict[int, int] = {}
+        for lane in lanes:
+            known = self._num_blocks.get(lane.group, lane.num_blocks)
+            self._num_blocks[lane.group] = min(known, lane.num_blocks)
+        # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
+        self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
         self._ops: PackOps
         if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
@@ -164,23 +198,29 @@ class Packer:
             LocalError: a block is none of this cache.
         """
         held = {group.group: group for group in blocks}
+        layouts = [self._layout_of(chunk) for chunk in chunks]
         found: dict[PageRange, BlockIds] = {}
-        placed: list[tuple[Placement, list[Batch]]] = []
-        for chunk in chunks:
-            placement = self.chunker.place(chunk)
-            batches = []
-            for lanes in self._classes:
-                pages = page_range(lanes, chunk, placement)
-                if pages is None:
-                    continue
+        for layout in layouts:
+            for pages in layout.pages:
                 if pages not in found:
                     found[pages] = self._blocks_of(held, pages, num_tokens)
-                batches.append(make_batch(lanes, chunk, placement, pages, found))
-            placed.append((placement, batches))
-        handles = self._ops.stage([batches for _, batches in placed])
+        handles = self._ops.stage(layouts, found)
         return tuple(
-            StagedChunk(chunk, placement.total_bytes, self._streams(chunk, placement), tuple(batches), handle)
-            for chunk, (placement, batches), handle in zip(chunks, placed, handles, strict=True)
+            StagedChunk(layout, layout.total_bytes, found, handle)
+            for layout, handle in zip(layouts, handles, strict=True)
+        )
+
+    def _make_layout(self, chunk: Chunk) -> ChunkLayout:
+        placement = self.chunker.place(chunk)
+        made = (make_move(lanes, chunk, placement) for lanes in self._classes)
+        moves = tuple(move for move in made if move is not None)
+        return ChunkLayout(
+            chunk,
+            placement.total_bytes,
+            self._streams(chunk, placement),
+            moves,
+            tuple(dict.fromkeys(move.pages for move in moves)),
+            self._ops.prepare(moves),
         )
 
     def _streams(self, chunk: Chunk, placement: Placement) -> tuple[tuple[int, int, int], ...]:
@@ -200,6 +240,7 @@ class Packer:
             )
         geometry = self._groups[pages.group]
         ids = page_ids(held[pages.group], geometry, pages.first, pages.count)
+        check_blocks(pages.group, ids, self._num_blocks[pages.group])
         if self._side == "source":
             check_held(ids, pages.first, geometry, num_tokens)
         return ids

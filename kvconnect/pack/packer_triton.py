@@ -8,7 +8,7 @@ Here the kernel's work is cut and its numbers are laid out; the kernel itself is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.block_table import BlockIds
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import Batch, LaneClass
+from kvconnect.pack.batches import LaneClass, Move, PageRange
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.lanes import Access
 from kvconnect.pack.move_triton import move_kernel
-from kvconnect.pack.packer import StagedChunk, Ticket
+from kvconnect.pack.packer import ChunkLayout, StagedChunk, Ticket
 from kvconnect.pack.tickets import Tickets
 
 FIELDS = 20
@@ -56,16 +58,22 @@ _LEAST_TURNS = 4
 
 @dataclass(frozen=True)
 class _Launch:
-    """One launch of a chunk: the batches of one access width."""
+    """One launch of a chunk: the moves of one access width. ``batches_at`` is where their rows begin."""
 
     access: Access
-    flat: bool
-    pages: int
-    units: int
     batches_at: int
     num_batches: int
     num_items: int
     programs: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A chunk's launches and its numbers, with room for the blocks of a request from ``places`` on."""
+
+    launches: tuple[_Launch, ...]
+    numbers: NDArray[np.int64]
+    places: tuple[tuple[PageRange, int], ...]
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,13 @@ class TritonPackOps:
         self._units = {
             access: units_at_once(found, self._tile_units(access)) for access, found in sizes.items()
         }
+        self._compiled: dict[tuple[Access, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
         with self._on_stream():
-            self._tickets = Tickets(device)
+            self._tickets = Tickets(device, cuda_stream)
 
-    def stage(self, chunks: Sequence[Sequence[Batch]]) -> Sequence[_Numbers]:
+    def prepare(self, moves: Sequence[Move]) -> _Prepared:
         """See ``PackOps``."""
         columns: list[NDArray[np.int64]] = []
-        placed: dict[int, int] = {}
         at = 0
 
         def put(column: NDArray[np.int64]) -> int:
@@ -122,44 +130,59 @@ class TritonPackOps:
             at += len(column)
             return at - len(column)
 
-        launches: list[tuple[_Launch, ...]] = []
-        for batches in chunks:
-            by_access: dict[Access, list[Batch]] = {}
-            for batch in batches:
-                by_access.setdefault(batch.access, []).append(batch)
-                if id(batch.blocks) not in placed:
-                    placed[id(batch.blocks)] = put(batch.blocks)
-            made = []
-            for access, alike in by_access.items():
-                lanes_at = [put(_lane_numbers(access, batch)) for batch in alike]
-                blocks_at = [placed[id(batch.blocks)] for batch in alike]
-                rows, num_items = self._rows(access, alike, lanes_at, blocks_at)
-                made.append(self._launch(access, put(rows), len(alike), num_items))
-            launches.append(tuple(made))
-        with self._on_stream():
-            numbers = self._upload(columns, at)
-        return [_Numbers(numbers, made) for made in launches]
+        places: dict[PageRange, int] = {}
+        by_access: dict[Access, list[Move]] = {}
+        for move in moves:
+            by_access.setdefault(move.access, []).append(move)
+            if move.pages not in places:
+                places[move.pages] = put(np.zeros(move.pages.count, dtype=np.int64))
+        launches = []
+        for access, alike in by_access.items():
+            lanes_at = [put(_lane_numbers(access, move)) for move in alike]
+            blocks_at = [places[move.pages] for move in alike]
+            rows, num_items = self._rows(access, alike, lanes_at, blocks_at)
+            programs = min(num_items, self._max_programs)
+            launches.append(_Launch(access, put(rows), len(alike), num_items, programs))
+        # Chunks lie side by side, each from a multiple of 16 bytes on, as the compiled kernel expects it.
+        put(np.zeros(2 - at % 2, dtype=np.int64))
+        return _Prepared(tuple(launches), np.concatenate(columns), tuple(places.items()))
+
+    def stage(
+        self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]
+    ) -> Sequence[_Numbers]:
+        """See ``PackOps``."""
+        prepared: list[_Prepared] = [layout.handle for layout in layouts]
+        lengths = [len(chunk.numbers) for chunk in prepared]
+        on_cuda = self._device.type == "cuda"
+        # The allocator of pinned memory keeps it from reuse until the copy is done.
+        host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=on_cuda)
+        numbers, at = host.numpy(), 0
+        for chunk, length in zip(prepared, lengths, strict=True):
+            numbers[at : at + length] = chunk.numbers
+            for pages, place in chunk.places:
+                numbers[at + place : at + place + pages.count] = blocks[pages]
+            at += length
+        if on_cuda:
+            with self._on_stream():
+                host = host.to(self._device, non_blocking=True)
+        parts = torch.split(host, lengths) if len(lengths) > 1 else (host,) * len(lengths)
+        return [_Numbers(part, chunk.launches) for part, chunk in zip(parts, prepared, strict=True)]
 
     def _tile_units(self, access: Access) -> int:
         return self._tuning.tile_bytes // access.memory_unit
 
-    def _launch(self, access: Access, batches_at: int, num_batches: int, num_items: int) -> _Launch:
-        units = self._units[access]
-        programs = min(num_items, self._max_programs)
-        pages = max(1, self._tile_units(access) // units)
-        return _Launch(access, self._flat[access], pages, units, batches_at, num_batches, num_items, programs)
+    def _pages_at_once(self, access: Access) -> int:
+        return max(1, self._tile_units(access) // self._units[access])
 
     def _rows(
-        self, access: Access, batches: Sequence[Batch], lanes_at: Sequence[int], blocks_at: Sequence[int]
+        self, access: Access, moves: Sequence[Move], lanes_at: Sequence[int], blocks_at: Sequence[int]
     ) -> tuple[NDArray[np.int64], int]:
-        """The batches' rows, and how many items they have together."""
-        units = self._units[access]
-        pages = max(1, self._tile_units(access) // units)
-        tiles = [div_ceil(batch.walk.page_bytes // access.unit, units) for batch in batches]
-        turns = [div_ceil(len(batch.blocks), pages) for batch in batches]
+        """The moves' rows, and how many items they have together."""
+        units, pages = self._units[access], self._pages_at_once(access)
+        tiles = [div_ceil(move.walk.page_bytes // access.unit, units) for move in moves]
+        turns = [div_ceil(move.pages.count, pages) for move in moves]
         all_turns = sum(
-            count * turn * len(batch.address)
-            for count, turn, batch in zip(tiles, turns, batches, strict=True)
+            count * turn * len(move.address) for count, turn, move in zip(tiles, turns, moves, strict=True)
         )
         # Long items, a few for each program, so that all programs end at about the same time; where there is
         # less to do, fewer programs rather than short items.
@@ -168,8 +191,8 @@ class TritonPackOps:
         at_once = min(at_once, self._tuning.max_turns)
         rows, first = [], 0
         step = access.stride_bytes
-        for batch, count, turn, lanes, blocks in zip(batches, tiles, turns, lanes_at, blocks_at, strict=True):
-            walk = batch.walk
+        for move, count, turn, lanes, blocks in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):
+            walk = move.walk
             turn = div_ceil(turn, at_once)
             rows.append(
                 (
@@ -179,9 +202,9 @@ class TritonPackOps:
                     at_once * pages,
                     lanes,
                     blocks,
-                    len(batch.blocks),
-                    batch.lead,
-                    batch.rows,
+                    move.pages.count,
+                    move.lead,
+                    move.rows,
                     walk.tokens,
                     walk.page_bytes // access.unit,
                     walk.block_stride,
@@ -193,22 +216,13 @@ class TritonPackOps:
                     walk.head_stride // step,
                     walk.token_stride // step,
                     walk.wire_head_stride // access.unit,
-                    *(() if access.cast is None else (batch.key_values,)),
+                    *(() if access.cast is None else (move.key_values,)),
                 )
             )
-            first += count * turn * len(batch.address)
+            first += count * turn * len(move.address)
         if first >= 2**31:
             raise LocalError(f"a chunk has {first} items of work; accepted: less than 2**31")
         return np.array(rows, dtype=np.int64).reshape(-1), first
-
-    def _upload(self, columns: Sequence[NDArray[np.int64]], length: int) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return torch.from_numpy(np.concatenate([*columns, np.zeros(1, dtype=np.int64)]))
-        # The allocator of pinned memory keeps it from reuse until the copy is done.
-        host = torch.empty(length, dtype=torch.int64, pin_memory=True)
-        if length:
-            np.concatenate(columns, out=host.numpy())
-        return host.to(self._device, non_blocking=True)
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> Ticket:
         """See ``PackOps``."""
@@ -217,43 +231,71 @@ class TritonPackOps:
         wrapped = 0 if seed is None else (seed + 2**63) % 2**64 - 2**63
         with self._on_stream():
             for launch in numbers.launches:
-                move_kernel[(launch.programs,)](
-                    numbers.tensor,
-                    launch.batches_at,
-                    launch.num_batches,
-                    launch.num_items,
-                    slot,
-                    self._tickets.sum_of_all,
-                    wrapped,
-                    PACK=pack,
-                    DIGEST=seed is not None,
-                    FLAT=launch.flat,
-                    UNIT=launch.access.unit,
-                    WORD=launch.access.word,
-                    MEMORY=launch.access.stride_bytes,
-                    MEMORY_TYPE=None if launch.access.cast is None else launch.access.cast.memory,
-                    WIRE_TYPE=None if launch.access.cast is None else launch.access.cast.wire,
-                    PAGES=launch.pages,
-                    UNITS=launch.units,
-                    FIELDS=FIELDS if launch.access.cast is None else CAST_FIELDS,
-                    STEP=STEP,
-                    MULTIPLIER=MULTIPLIER,
-                    num_warps=self._tuning.num_warps,
-                )
+                self._start(launch, numbers.tensor, slot, wrapped, pack, seed is not None)
             return self._tickets.issue(seed is not None, numbers.tensor)
+
+    def _start(
+        self, launch: _Launch, numbers: torch.Tensor, slot: int, seed: int, pack: bool, digest: bool
+    ) -> None:
+        """Launch on the current stream."""
+        varying = (
+            numbers,
+            launch.batches_at,
+            launch.num_batches,
+            launch.num_items,
+            slot,
+            self._tickets.sum_of_all,
+            seed,
+        )
+        key = (launch.access, pack, digest)
+        compiled, constants = self._compiled.get(key, (None, ()))
+        if compiled is not None:
+            # What Triton would find out anew at each launch takes longer than everything else that is done
+            # for a chunk, and has been found out: the types of all arguments, and which kernel that means.
+            compiled[(launch.programs, 1, 1)](*varying, *constants)
+            return
+        named = self._constants(launch.access, pack, digest)
+        made = move_kernel[(launch.programs,)](*varying, **named, num_warps=self._tuning.num_warps)
+        if isinstance(made, CompiledKernel):
+            self._compiled[key] = (made, tuple(named.values()))
+
+    def _constants(self, access: Access, pack: bool, digest: bool) -> dict[str, Any]:
+        """The kernel's compile-time arguments, in its order."""
+        cast = access.cast
+        return {
+            "PACK": pack,
+            "DIGEST": digest,
+            "FLAT": self._flat[access],
+            "UNIT": access.unit,
+            "WORD": access.word,
+            "MEMORY": access.stride_bytes,
+            "MEMORY_TYPE": None if cast is None else cast.memory,
+            "WIRE_TYPE": None if cast is None else cast.wire,
+            "PAGES": self._pages_at_once(access),
+            "UNITS": self._units[access],
+            "FIELDS": FIELDS if cast is None else CAST_FIELDS,
+            "STEP": STEP,
+            "MULTIPLIER": MULTIPLIER,
+        }
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # To change the stream and back costs more than to look: the owner's thread may be on it already.
-        if self._stream is None or torch.cuda.current_stream(self._device) == self._stream:
+        if self._stream is None or _current_stream(self._device) == self._stream.cuda_stream:
             return nullcontext()
         return torch.cuda.stream(self._stream)
 
 
-def _lane_numbers(access: Access, batch: Batch) -> NDArray[np.int64]:
+def _current_stream(device: torch.device) -> int:
+    """The handle of the stream that is current: asked for at every launch, and an object costs 10 us."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def _lane_numbers(access: Access, move: Move) -> NDArray[np.int64]:
     """For each lane its address and its place in the slot; with a cast also its scales, two to a number."""
-    columns = [batch.address, batch.wire // access.unit]
+    columns = [move.address, move.wire // access.unit]
     if access.cast is not None:
-        columns.append(batch.scales.view(np.int64).reshape(-1))
+        columns.append(move.scales.view(np.int64).reshape(-1))
     return np.stack(columns, axis=1).reshape(-1)
 
 

@@ -17,16 +17,18 @@ _PLACES = 256
 
 
 class Tickets:
-    """Tickets of one stream, which is current when this is made and at each call."""
+    """Tickets of one stream, which is current when this is made and at each call; None on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._on_cuda = device.type == "cuda"
+        self._stream = stream
         self.sum_of_all = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=self._on_cuda)
         self._values = self._places.numpy()
         # Views that are made once: they cost as much as the copy from one to the other.
         self._sum = self.sum_of_all[0]
         self._each_place = list(self._places.unbind())
+        self._events = [torch.cuda.Event() for _ in range(_PLACES if self._on_cuda else 0)]  # type: ignore[no-untyped-call]
         self._issued = 0
         self._pending: deque[KernelTicket] = deque()
         self._last_value = 0
@@ -50,8 +52,9 @@ class Tickets:
             self._each_place[place].copy_(self._sum, non_blocking=True)
         event: Any = None
         if self._on_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            # Whoever had this place before is settled, and asks its event no more.
+            event = self._events[place]
+            event.record(self._stream)
         ticket = KernelTicket(self, place, event, with_digest, numbers)
         self._pending.append(ticket)
         return ticket

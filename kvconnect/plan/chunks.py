@@ -6,6 +6,7 @@ after row. Both sides work it out from the wire and the chunk alone.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvconnect.plan.blocks import NULL_BLOCK, kernel_positions
 from kvconnect.plan.wire import Wire
 
 ALIGN_BYTES = 16
+_MOST_PLACED = 64
 
 Column = NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1
@@ -50,7 +52,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a chunk's rows lie: int64 columns, one entry a stream of the chunk.
+    """Where a chunk's rows lie: int64 columns, one entry a stream of the chunk. They must not be changed.
 
     Stream ``first_stream + i`` has ``rows[i]`` rows from ``first_row[i]`` of the sequence on, and they
     begin ``base[i]`` bytes into the slot.
@@ -74,6 +76,8 @@ class Chunker:
         self._group = np.array([self._groups[stream.target_group][0] for stream in wire.streams])
         self._row_tokens = np.array([stream.row_tokens for stream in wire.streams], dtype=np.int64)
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
+        # A chunk is placed where it is cut and where it is staged, and others like it follow.
+        self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
 
     def place(self, chunk: Chunk) -> Placement:
         """Where the rows of a chunk lie in its slot.
@@ -81,6 +85,9 @@ class Chunker:
         Raises:
             LayoutError: the chunk is none of this wire's.
         """
+        return self._placed(chunk)
+
+    def _check_and_place(self, chunk: Chunk) -> Placement:
         streams = len(self.wire.streams)
         if not 0 <= chunk.first_stream < chunk.stop_stream <= streams:
             raise LayoutError(
@@ -223,18 +230,24 @@ def wanted_spans(
         group = by_group.get(blocks.group)
         if group is None:
             raise LayoutError(f"cache group {blocks.group} is wanted, the cache has {sorted(by_group)}")
-        real = np.flatnonzero(np.asarray(blocks.block_ids, dtype=np.int64) != NULL_BLOCK)
-        if not len(real):
+        first = _first_real(blocks.block_ids)
+        if first is None:
             continue
         if group.is_state:
             spans.append(Span(blocks.group, 0, 1))
             continue
         tokens = group.block_tokens * group.blocks_per_kv_block
-        start = (blocks.first_block + int(real[0])) * tokens
-        stop = min(num_tokens, (blocks.first_block + int(real[-1]) + 1) * tokens)
+        end = len(blocks.block_ids) - (_first_real(reversed(blocks.block_ids)) or 0)
+        start = (blocks.first_block + first) * tokens
+        stop = min(num_tokens, (blocks.first_block + end) * tokens)
         if start < stop:
             spans.append(Span(blocks.group, start, stop))
     return tuple(spans)
+
+
+def _first_real(block_ids: Iterable[int]) -> int | None:
+    # Almost always the very first: no column is made of them for that.
+    return next((index for index, block in enumerate(block_ids) if block != NULL_BLOCK), None)
 
 
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:

@@ -126,6 +126,7 @@ class LinkCost:
         pack_bytes_per_s: how fast the sender packs; None where that is not known.
         unpack_bytes_per_s: how fast the receiver unpacks; None where that is not known.
         round_trip_s: of a message on the side channel and its answer; None where that is not known.
+        overlaps: chunks are packed while others are on their way; not so where one processor does both.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class LinkCost:
         pack_bytes_per_s: float | None = None,
         unpack_bytes_per_s: float | None = None,
         round_trip_s: float | None = None,
+        overlaps: bool = True,
     ) -> None:
         self._probed = rates is not None
         self._rates = _bounded(rates or DEFAULT_RATES)
@@ -144,8 +146,9 @@ class LinkCost:
         pack, unpack = (
             _speed(speed or DEFAULT_PACK_BYTES_PER_S) for speed in (pack_bytes_per_s, unpack_bytes_per_s)
         )
-        # Seconds per byte of the three stages of a chunk.
-        self._stages = (1 / pack, 1 / self._rates.bytes_per_s, 1 / unpack)
+        # Seconds per byte of the stages of a chunk.
+        wire = self._rates.bytes_per_s
+        self._stages = (1 / pack, 1 / wire, 1 / unpack) if overlaps else (1 / pack + 1 / wire, 1 / unpack)
         message_s = _within(round_trip_s or DEFAULT_ROUND_TRIP_S, _LEAST_S, _MOST_S) / 2
         self._chunk_s = self._rates.seconds_per_batch + self._rates.seconds_per_copy + message_s
         engine = CALIBRATED if rates else ASSUMED
@@ -244,7 +247,7 @@ class LinkCost:
     def _packed_terms(self, total_bytes: int, chunks: int) -> Vector:
         """Seconds that grow with the number of chunks, with all bytes, and with the bytes of one chunk.
 
-        The first chunk goes through all three stages; the others follow at the pace of the slowest.
+        The first chunk goes through all stages; the others follow at the pace of the slowest.
         """
         chunks, total_bytes = max(chunks, 1), min(max(total_bytes, 0), _MOST_COUNT)
         slowest = max(self._stages)

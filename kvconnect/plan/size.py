@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import Link, PageRows
-from kvconnect.plan.blocks import BlockPairs, pair_blocks
+from kvconnect.plan.blocks import BlockPairs
 from kvconnect.plan.pieces import run_lengths, run_starts
+from kvconnect.plan.transfer import pair_groups
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,12 @@ def plan_size(
     Raises:
         LayoutError: the target wants a group or a block that the source does not have.
     """
-    held = {blocks.group: blocks for blocks in source}
-    sizes = []
-    for wanted in target:
-        group = link.groups.get(wanted.group)
-        if group is None or group.source.group not in held:
-            raise LayoutError(
-                f"cache group {wanted.group} is wanted, but the source holds none of its blocks"
-            )
-        pairs = pair_blocks(held[group.source.group], group.source, wanted, group.target, num_tokens)
-        if len(pairs.source):
-            sizes += [_rows_size(rows, pairs) for rows in group.rows]
+    sizes = [
+        _rows_size(rows, pairs)
+        for group, pairs in pair_groups(link, source, target, num_tokens)
+        if len(pairs.source)
+        for rows in group.rows
+    ]
     return PlanSize(
         sum(size.copies for size in sizes),
         sum(size.total_bytes for size in sizes),

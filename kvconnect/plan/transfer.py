@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.plan.align import Link, PageRows
+from kvconnect.plan.align import GroupLink, Link, PageRows
 from kvconnect.plan.blocks import BlockPairs, pair_blocks
 from kvconnect.plan.pieces import run_lengths, run_starts
 
@@ -70,6 +70,26 @@ def _split_long(
     return np.repeat(source, parts) + offset, np.repeat(target, parts) + offset, cut
 
 
+def pair_groups(
+    link: Link, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
+) -> Iterator[tuple[GroupLink, BlockPairs]]:
+    """The groups that the target wants, each with the blocks of both sides that hold the same tokens.
+
+    Raises:
+        LayoutError: the target wants a group or a block that the source does not have.
+    """
+    held = {blocks.group: blocks for blocks in source}
+    for wanted in target:
+        group = link.groups.get(wanted.group)
+        if group is None:
+            raise LayoutError(f"cache group {wanted.group} is wanted, the link knows {sorted(link.groups)}")
+        if group.source.group not in held:
+            raise LayoutError(
+                f"cache group {wanted.group} is wanted, but the source holds none of its blocks"
+            )
+        yield group, pair_blocks(held[group.source.group], group.source, wanted, group.target, num_tokens)
+
+
 def make_plan(
     link: Link, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
 ) -> Plan:
@@ -81,18 +101,9 @@ def make_plan(
     Raises:
         LayoutError: the target wants a group or a block that the source does not have.
     """
-    held = {blocks.group: blocks for blocks in source}
     made: list[tuple[Column, Column, Column]] = []
     pages = 0
-    for wanted in target:
-        group = link.groups.get(wanted.group)
-        if group is None:
-            raise LayoutError(f"cache group {wanted.group} is wanted, the link knows {sorted(link.groups)}")
-        if group.source.group not in held:
-            raise LayoutError(
-                f"cache group {wanted.group} is wanted, but the source holds none of its blocks"
-            )
-        pairs = pair_blocks(held[group.source.group], group.source, wanted, group.target, num_tokens)
+    for group, pairs in pair_groups(link, source, target, num_tokens):
         for rows in group.rows:
             made.append(_expand(rows, pairs))
             pages += len(rows.length) * len(pairs.source)
