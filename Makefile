@@ -8,7 +8,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?= --require mooncake --require nixl
 BENCH_ARGS ?=
 
-# Tests against real vLLM servers: MARKS="full or not full" for every kind of model over both engines.
+# MARKS="full or not full" for the long form of the tests as well: hours of simulated faults, a hundred kills,
+# every kind of model over both engines.
 MARKS ?= not full
 
 .PHONY: help setup demo test test-vllm test-vllm-releases check bench
@@ -26,7 +27,7 @@ demo: setup ## prove it: every engine with every model, token-exact against a si
 
 test: setup ## all tests
 	@echo "test: pytest over tests/"
-	@.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-vllm: setup ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@deploy/setup-vllm.sh

@@ -6,12 +6,14 @@ The folders are the data flow, and their order is the import order:
 ``plan``       pure: which bytes go where
 ``pack``       kernels that move pages into a contiguous slot and out of one
 ``engine``     one narrow seam over the transfer libraries; the only place that imports them
-``peer``       two sides talking: messages, session, leases, the ZeroMQ channel
+``peer``       two sides talking: messages, session, the encrypted ZeroMQ channel and its keys
 ``scheduler``  the half that lives with the request scheduler
-``worker``     the half that lives with the tensors
+``worker``     the half that lives with the tensors: leases, loads, slots
+``vllm``       the connector class that vLLM loads, and everything that knows a vLLM type
+``testing``    shipped doubles, contract suites and the simulator
 ``node``       a small real serving node, used by the demo, the tests and the benchmarks
 ``router``     the HTTP router of a prefill/decode pair
-``testing``    shipped doubles and contract suites
+``explain``    what two configurations would exchange, and by which path
 
 This module imports nothing heavy: a serving stack loads it in every one of its processes.
 """

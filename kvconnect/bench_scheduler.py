@@ -23,12 +23,14 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Claims, Handles
 
 _STEPS = 2000
 _WARM_UP = 200
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
 _NOTHING = Results()
+_HANDLES = Handles(b"what the benchmark signs with")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ def _half(role: str) -> SchedulerConnector:
     config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
     group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
     half = SchedulerConnector(
-        config, KVCacheConfig(1 << 20, (group,)), {}, directory=(RankAddress(0, "10.0.0.1", 5600),)
+        config,
+        KVCacheConfig(1 << 20, (group,)),
+        {},
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        handles=_HANDLES,
     )
     half.build_orders()
     return half
@@ -76,7 +82,9 @@ def _told(n: int) -> dict[str, Any]:
         "remote_host": "10.0.0.2",
         "remote_port": 5600,
         "remote_num_tokens": _PROMPT_TOKENS,
-        "kvconnect_handle": f"handle-{n}",
+        "kvconnect_handle": _HANDLES.make(
+            Claims("P", "epoch", f"request-{n}", _PROMPT_TOKENS, "10.0.0.2", 5600, expires_at=0)
+        ),
     }
 
 

@@ -17,6 +17,7 @@ import typer
 
 from kvconnect import __version__
 from kvconnect.cli_bench import bench_app
+from kvconnect.cli_keys import keys_app
 from kvconnect.cli_options import JsonObject
 from kvconnect.errors import ConfigError, KVConnectError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 
 def _show_version(wanted: bool) -> None:
@@ -178,7 +180,7 @@ def demo(
         str, typer.Option(help="What the nodes' caches keep: auto, bf16 or fp8_e4m3.")
     ] = "auto",
     flow: Annotated[str, typer.Option(help="The router's flow: sequential or parallel.")] = "sequential",
-    path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "auto",
+    path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "packed",
     decode_block_size: Annotated[
         int, typer.Option(min=0, help="Tokens of the decode node's blocks; 0 for the model's own.")
     ] = 0,

@@ -217,7 +217,7 @@ def bench_streaming_command(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each length, for either pair.")] = 9,
     batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a step computes.")] = 1024,
-    path: Annotated[str, typer.Option(help="auto or packed.")] = "auto",
+    path: Annotated[str, typer.Option(help="auto or packed.")] = "packed",
     min_tokens: Annotated[int, typer.Option(min=0, help="stream_min_tokens of one of the pairs.")] = 4096,
     extra: ExtraSettings = "{}",
     json_output: JsonLines = False,

@@ -8,6 +8,7 @@ accepted, and the nearest known key.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -28,23 +29,36 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
             ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host; NIXL takes the name of a backend such
             as ``UCX``.
-        device_name: network devices for the engine, comma separated; empty for all.
+        device_name: network devices for the engine: RDMA adapters for Mooncake, comma separated, or one
+            device of UCX for NIXL; empty for all, with NIXL for ``host``'s interface where that can be told.
         host: the address of this node that peers use; the side channel listens there.
+        insecure: the side channel is neither authenticated nor encrypted, and handles are not signed; only
+            where ``host`` is a loopback address.
+        key_file: the secret that all nodes of a small cluster share (``kvconnect keys new``).
+        keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
+        allow_peers: whom this node fetches from, and nobody else: host, host:port, network, and
+            network:ports such as ``10.0.0.0/24:14600-14607``. Empty for whoever a signed handle names.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
-        path: how pages travel. ``direct`` copies page to page, and needs equal pages; ``packed`` packs them
-            into slots, whatever they are on the other side; ``auto`` takes the cheaper one for each request.
+        path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
+            peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers
+            write to the cache of a decode node. ``auto`` opens both, and takes the cheaper one each time.
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
         num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
         pack_programs: most programs of a packing kernel that may run on a GPU at one time, so that the
             other multiprocessors are the model's; 0 for no bound.
         check_digest: whether packed chunks carry a digest, and only what has the right one is used.
         digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
-            one in 64 on a CPU. A GPU takes all lines in any case.
+            one in 256 on a CPU. A GPU takes all lines in any case.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
             packed path, with the scales of the quantised side; both sides must say so.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
             asked both nodes at once and the packed path is open; 0 for never.
-        lease_s: how long prefilled blocks wait to be fetched.
+        lease_s: how long prefilled blocks wait to be fetched, unless who will fetch them renews that.
+        lease_max_s: how long they wait at most, however often that is renewed.
+        drain_s: how long a node that shall stop goes on sending what it was asked for.
+        heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
+        retry_max_s: how long at most a peer that could not be reached is left alone.
+        warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
         handshake_timeout_s: how long a peer may take to answer the first greeting.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
@@ -66,15 +80,24 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device_name: str = ""
     host: str = "127.0.0.1"
     port: int = 0
-    path: Literal["auto", "direct", "packed"] = "auto"
+    insecure: bool = False
+    key_file: str = ""
+    keys_dir: str = ""
+    allow_peers: tuple[str, ...] = ()
+    path: Literal["auto", "direct", "packed"] = "packed"
     slot_bytes: int = 0
-    num_slots: int = 4
+    num_slots: int = 8
     pack_programs: int = 0
     check_digest: bool = True
     digest_sample: int = 0
     convert_dtype: bool = False
     stream_min_tokens: int = 4096
     lease_s: float = 30.0
+    lease_max_s: float = 600.0
+    drain_s: float = 30.0
+    heartbeat_s: float = 5.0
+    retry_max_s: float = 10.0
+    warm_peers: tuple[str, ...] = ()
     handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 30.0
     load_timeout_s: float = 60.0
@@ -216,6 +239,7 @@ def _check_combination(config: TransferConfig) -> None:
             f"{where}.host is {extra.host!r}, which peers cannot connect to; "
             "set the address of the interface that they reach this node on"
         )
+    _check_security(extra, where)
     if extra.slot_bytes < 0 or extra.slot_bytes % 4096:
         raise ConfigError(
             f"{where}.slot_bytes is {extra.slot_bytes}, accepted: multiples of 4096, and 0 for a size that "
@@ -230,6 +254,15 @@ def _check_combination(config: TransferConfig) -> None:
         raise ConfigError(f"{where}.digest_sample is {extra.digest_sample}, it must be at least 0")
     if extra.stream_min_tokens < 0:
         raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
+    if extra.lease_max_s < extra.lease_s:
+        raise ConfigError(
+            f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "
+            f"which is {extra.lease_s}"
+        )
+    for address in extra.warm_peers:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigError(f"{where}.warm_peers names {address!r}, accepted: host:port")
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
             f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least handshake_timeout_s, "
@@ -251,3 +284,22 @@ def _check_combination(config: TransferConfig) -> None:
         )
     if not config.engine_id:
         raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")
+
+
+def _check_security(extra: ExtraConfig, where: str) -> None:
+    given = [name for name in ("insecure", "key_file", "keys_dir") if getattr(extra, name)]
+    if len(given) > 1:
+        raise ConfigError(f"{where} has {' and '.join(given)}; accepted: one of them")
+    if extra.insecure and not is_loopback(extra.host):
+        raise ConfigError(
+            f"{where}.insecure is true and host is {extra.host!r}; accepted: a loopback address. For any "
+            "other make a key with `kvconnect keys new` and give it as key_file"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from its own machine. A name is not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

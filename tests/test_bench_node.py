@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from kvconnect.bench_node.receiver import Receiver
 from kvconnect.bench_node.side import NodeSide
 from kvconnect.bench_transfer.cache import BenchCache
 from kvconnect.bench_transfer.cases import Layout, Layouts
-from kvconnect.bench_transfer.process import ChildPair, StepFailed
+from kvconnect.bench_transfer.process import StepFailed
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Load, Results
+from tests.sides_here import PairHere
 
 CPUS = ("cpu", "cpu")
 TINY = Options(
@@ -43,32 +45,10 @@ TINY = Options(
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-class Here:
-    """A side in this process, asked as a child is."""
-
-    def __init__(self):
-        self.side = NodeSide()
-
-    def begin(self, step, *arguments):
-        self.value = getattr(self.side, step)(*arguments)
-
-    def answer(self):
-        return self.value
-
-    def ask(self, step, *arguments):
-        self.begin(step, *arguments)
-        return self.answer()
-
-
-class PairHere(ChildPair):
+class NodesHere(PairHere):
     """Both sides in this process."""
 
-    def __init__(self, side, environment, timeout_s):
-        self.prefill, self.decode = Here(), Here()
-
-    def __exit__(self, *_):
-        for child in (self.decode, self.prefill):
-            child.side.close()
+    sides: ClassVar = {pairs.NODE_SIDE: NodeSide}
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +90,7 @@ def test_the_command_measures_in_two_processes():
     ("side", "layouts"), [("decode", "nhd16:hnd32"), ("prefill", "hnd:nhd"), ("prefill", "nhd4:nhd16")]
 )
 def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
-    monkeypatch.setattr(pairs, "ChildPair", PairHere)
+    monkeypatch.setattr(pairs, "ChildPair", NodesHere)
     options = replace(TINY, side=side, layouts=Layouts.parse(layouts))
     timing = pairs.measure_node(options, 5, CPUS)
     assert (timing.side, timing.pack_programs, timing.layouts) == (side, 5, str(options.layouts))
@@ -125,7 +105,7 @@ def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
 
 
 def test_wrong_bytes_are_noticed():
-    with PairHere("", {}, 20.0) as pair:
+    with NodesHere(pairs.NODE_SIDE, {}, 20.0) as pair:
         node = pairs.NodePair(pair, TINY, None, CPUS)
         node.meet()
         with pytest.raises(StepFailed, match="no request was received"):
@@ -141,7 +121,7 @@ def test_wrong_bytes_are_noticed():
 
 
 def test_a_request_that_is_not_loaded_fails_the_window():
-    with PairHere("", {}, 20.0) as pair:
+    with NodesHere(pairs.NODE_SIDE, {}, 20.0) as pair:
         node = pairs.NodePair(pair, replace(TINY, extra={"early_fetch_s": 0.1}), None, CPUS)
         # Nothing is held under the names that are ordered.
         pair.prefill.side.hold = lambda asked: None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvconnect.bench_transfer.options import Options, parse_environment, parse_e
 from kvconnect.bench_transfer.process import ChildPair, ChildProcess, StepFailed
 from kvconnect.bench_transfer.side import WorkerSide
 from kvconnect.errors import ConfigError
+from tests.sides_here import PairHere
 
 CPUS = ("cpu", "cpu")
 TINY = Options(
@@ -39,38 +41,15 @@ TINY = Options(
 )
 
 
-class Here:
-    """A side in this process, asked as a child is."""
-
-    def __init__(self, side):
-        self.side = side
-
-    def begin(self, step, *arguments):
-        self.value = getattr(self.side, step)(*arguments)
-
-    def answer(self):
-        return self.value
-
-    def ask(self, step, *arguments):
-        self.begin(step, *arguments)
-        return self.answer()
-
-
-class PairHere(ChildPair):
+class WorkersHere(PairHere):
     """Both sides in this process."""
 
-    def __init__(self, side, environment, timeout_s):
-        make = {pairs.WORKER_SIDE: WorkerSide, pairs.ENGINE_SIDE: EngineSide}[side]
-        self.prefill, self.decode = Here(make()), Here(make())
-
-    def __exit__(self, *_):
-        for child in (self.decode, self.prefill):
-            child.side.close()
+    sides: ClassVar = {pairs.WORKER_SIDE: WorkerSide, pairs.ENGINE_SIDE: EngineSide}
 
 
 @pytest.fixture
 def pair():
-    with PairHere(pairs.WORKER_SIDE, {}, 20.0) as made:
+    with WorkersHere(pairs.WORKER_SIDE, {}, 20.0) as made:
         yield made
 
 
@@ -119,7 +98,7 @@ def test_the_command_measures_in_two_processes():
     [("nhd16:nhd16", 4096), ("nhd:hnd", 16384), ("hnd4:nhd4", 2048), ("nhd1:hnd1", 24)],
 )
 def test_every_case_of_a_pair_is_measured_and_right(monkeypatch, layouts, page_bytes):
-    monkeypatch.setattr(pairs, "ChildPair", PairHere)
+    monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
     options = replace(TINY, layouts=(Layouts.parse(layouts),), page_bytes=(page_bytes,), blocks=(1, 3))
     limit = pairs.measure_limit(options, "memory", CPUS)
     (case,) = options.pairs(limit.engine)
@@ -135,7 +114,7 @@ def test_every_case_of_a_pair_is_measured_and_right(monkeypatch, layouts, page_b
 def test_the_limit_reaches_every_byte(monkeypatch):
     made = []
 
-    class Kept(PairHere):
+    class Kept(WorkersHere):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
@@ -155,7 +134,7 @@ def test_the_limit_reaches_every_byte(monkeypatch):
     # The pages are shuffled, and none is missing or twice.
     assert not np.array_equal(sent, landed)
     assert sorted(map(bytes, sent)) == sorted(map(bytes, landed))
-    PairHere.__exit__(pair)
+    WorkersHere.__exit__(pair)
 
 
 def test_the_direct_path_is_named_where_it_was_measured():

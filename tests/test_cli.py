@@ -240,13 +240,9 @@ def test_the_demo_is_exact_and_says_so_in_json() -> None:
     assert found["block_ids_differ"] is True
 
 
-FLIPPER = """
-import json, sys
+FLIP_IN_A_PAGE = """
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.pack import digest
 
-# One byte is found for sure by digests of all there is.
-digest.CPU_DIGEST_SAMPLE = 1
 submit, flipped = MemoryEngine.submit, []
 
 def submit_flipped(self, batch):
@@ -258,23 +254,47 @@ def submit_flipped(self, batch):
     submit(self, batch)
 
 MemoryEngine.submit = submit_flipped
-from kvconnect.cli import main
-main()
+"""
+
+FLIP_IN_A_SLOT = """
+import ctypes
+from kvconnect.pack import digest
+from kvconnect.pack.packer import Packer
+
+# One byte is found for sure by digests of all there is.
+digest.CPU_DIGEST_SAMPLE = 1
+pack, flipped = Packer.pack, []
+
+def pack_and_flip(self, slot, staged, seed):
+    ticket = pack(self, slot, staged, seed)
+    if not flipped and staged.total_bytes > 20_000:
+        flipped.append(True)
+        ctypes.c_uint8.from_address(slot + staged.total_bytes // 2).value ^= 1
+    return ticket
+
+Packer.pack = pack_and_flip
 """
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
-    [("direct", "tokens differ at place"), ("packed", "landed with another digest")],
-    ids=["in a page", "in a slot"],
+    ("engine", "path", "flip", "said"),
+    [
+        ("memory", "direct", FLIP_IN_A_PAGE, "tokens differ at place"),
+        ("memory", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
+        ("mooncake", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
+        ("nixl", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
+    ],
+    ids=["in a page", "in a slot", "in a slot, Mooncake", "in a slot, NIXL"],
 )
-def test_one_flipped_byte_fails_the_demo(path, said, tmp_path, monkeypatch, capfd) -> None:
+def test_one_flipped_byte_fails_the_demo(engine, path, flip, said, tmp_path, monkeypatch, capfd) -> None:
+    if engine != "memory":
+        pytest.importorskip(engine)
     script = tmp_path / "flipper.py"
-    script.write_text(FLIPPER)
+    script.write_text(f"{flip}\nfrom kvconnect.cli import main\nmain()\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = runner.run_demo(engines=["memory"], models=["gqa"], requests=4, json_output=True, path=path)
+    code = runner.run_demo(engines=[engine], models=["gqa"], requests=4, json_output=True, path=path)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1

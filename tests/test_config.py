@@ -82,8 +82,26 @@ def test_the_value_is_frozen():
             r"stream_min_tokens is -1, it must be at least 0",
         ),
         ({"kv_connector_extra_config": {"host": "0.0.0.0"}}, r"host is '0.0.0.0', which peers cannot"),
+        (
+            {"kv_connector_extra_config": {"insecure": True, "host": "10.0.0.1"}},
+            r"insecure is true and host is '10.0.0.1'; accepted: a loopback address.*kvconnect keys new",
+        ),
+        (
+            {"kv_connector_extra_config": {"insecure": True, "host": "a.name"}},
+            r"insecure is true and host is 'a.name'",
+        ),
+        (
+            {"kv_connector_extra_config": {"key_file": "a", "keys_dir": "b"}},
+            r"has key_file and keys_dir; accepted: one of them",
+        ),
+        ({"kv_connector_extra_config": {"insecure": True, "key_file": "a"}}, r"has insecure and key_file"),
+        ({"kv_connector_extra_config": {"allow_peers": "a"}}, r"allow_peers is 'a': Expected `array`"),
         ({"kv_connector_extra_config": {"quarantine_s": 1}}, r"quarantine_s is 1.0.*transfer_timeout_s"),
         ({"kv_connector_extra_config": {"load_timeout_s": 1}}, r"load_timeout_s is 1.0.*handshake_timeout_s"),
+        ({"kv_connector_extra_config": {"lease_max_s": 1}}, r"lease_max_s is 1.0.*at least lease_s"),
+        ({"kv_connector_extra_config": {"warm_peers": ["h"]}}, r"warm_peers names 'h', accepted: host:port"),
+        ({"kv_connector_extra_config": {"warm_peers": ["h:0"]}}, r"warm_peers names 'h:0'"),
+        ({"kv_connector_extra_config": {"warm_peers": ["h:65536"]}}, r"warm_peers names 'h:65536'"),
         ({"kv_connector_extra_config": {"max_batch_bytes": 1 << 40}}, r"max_batch_bytes.*max_inflight_bytes"),
     ],
 )

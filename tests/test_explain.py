@@ -33,8 +33,9 @@ def cache(*layers, **outer):
         for key in ("engine", "path", "slot_bytes", "num_slots", "convert_dtype")
         if key in outer
     }
+    extra = {"path": "auto", **transfer}
     return parse_cache(
-        {"layers": list(layers), "block_size": 16, **outer, "kv_connector_extra_config": transfer}
+        {"layers": list(layers), "block_size": 16, **outer, "kv_connector_extra_config": extra}
     )
 
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
 import time
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
+from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import ask
+from kvconnect.peer.keyring import load_keyring
+from kvconnect.scheduler.handles import Handles
 
 PROMPT = list(range(1, 201))
 DEADLINE_S = 6
@@ -152,10 +157,42 @@ def test_a_client_that_leaves_frees_both_sides(nodes):
         connection.close()
 
 
+def signed_anew(params, **change):
+    """P's parameters with other claims, signed with the key of this user as P's are."""
+    keyring = load_keyring(ExtraConfig(), os.environ)
+    handles = Handles(keyring.handle_secret, time.time)
+    claims = msgspec.structs.replace(handles.read(params["kvconnect_handle"]), **change)
+    repeated = {"remote_" + key: value for key, value in change.items() if "remote_" + key in params}
+    return {**params, **repeated, "kvconnect_handle": handles.make(claims)}
+
+
 def test_an_unknown_handle(nodes):
     params = prefilled(nodes["prefill"])
-    said = refused(nodes["decode"], {**params, "kvconnect_handle": "made-up"}, [3, *PROMPT[1:]])
+    said = refused(nodes["decode"], signed_anew(params, name="made-up"), [3, *PROMPT[1:]])
     assert "no request is held under this handle" in said
+
+
+def test_a_handle_that_p_did_not_sign(nodes):
+    params = prefilled(nodes["prefill"])
+    for handle in ("made-up", params["kvconnect_handle"][:-1]):
+        said = refused(nodes["decode"], {**params, "kvconnect_handle": handle}, [21, *PROMPT[1:]])
+        assert "kv_transfer_params.kvconnect_handle is of no use" in said
+
+
+def test_a_client_cannot_send_d_to_another_address(nodes):
+    prompt = [22, *PROMPT[1:]]
+    params = prefilled(nodes["prefill"], prompt)
+    elsewhere = {**params, "remote_host": "192.0.2.1", "remote_port": 1}
+    assert ask(nodes["decode"], "gqa", prompt, kv_transfer_params=elsewhere), "the handle says where it is"
+    announced = {"do_remote_prefill": True, "transfer_id": "t", "remote_host": "192.0.2.1", "remote_port": 1}
+    said = refused(nodes["decode"], announced, [23, *PROMPT[1:]])
+    assert "192.0.2.1:1, which no signed handle has named" in said
+
+
+def test_a_handle_whose_time_is_over(nodes):
+    params = prefilled(nodes["prefill"])
+    said = refused(nodes["decode"], signed_anew(params, expires_at=time.time() - 100), [24, *PROMPT[1:]])
+    assert "it expired 100 s ago" in said
 
 
 def test_a_handle_that_was_used_already(nodes):
@@ -183,7 +220,7 @@ def test_a_prefill_node_that_is_not_there(nodes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = refused(nodes["decode"], {**params, "remote_port": port}, [6, *PROMPT[1:]])
+    said = refused(nodes["decode"], signed_anew(params, port=port), [6, *PROMPT[1:]])
     assert f"nothing listens at 127.0.0.1:{port}" in said
 
 
@@ -193,7 +230,7 @@ def test_a_prefill_node_that_accepts_and_stays_silent(nodes):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        said = refused(nodes["decode"], {**params, "remote_port": port}, [8, *PROMPT[1:]])
+        said = refused(nodes["decode"], signed_anew(params, port=port), [8, *PROMPT[1:]])
     assert "did not answer the greeting within 2.0 s" in said
 
 

@@ -6,7 +6,7 @@ The cache is the one that a worker has registered: what is received lies beside 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,13 +40,17 @@ class StepTime:
     device_s: float | None
 
 
+def _nothing() -> None:
+    pass
+
+
 class Loop(Protocol):
     """Steps of one kind."""
 
     tokens_per_step: int
 
-    def step(self) -> StepTime:
-        """Do one step, and wait until its tokens are there."""
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
+        """Do one step, and wait until its tokens are there. ``meanwhile`` is called once it is launched."""
         ...
 
 
@@ -143,7 +147,7 @@ class DecodeLoop:
         self._runner.prepare(Step(new_rows=[(row, (blocks[row][:count],)) for row, count in enumerate(held)]))
 
     @torch.inference_mode()
-    def step(self) -> StepTime:
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
         """See ``Loop``. What a runner does: block tables, one upload, a replay, and reading the tokens."""
         self._watch.begin()
         step = self._next()
@@ -151,6 +155,7 @@ class DecodeLoop:
         self._watch.launching()
         output = self._decoder.run(step)
         self._watch.launched()
+        meanwhile()
         self._tokens = output.tokens.tolist()
         return self._watch.end()
 
@@ -185,7 +190,7 @@ class PromptLoop:
         self._watch = _Stopwatch(cache.device)
 
     @torch.inference_mode()
-    def step(self) -> StepTime:
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
         """See ``Loop``. Attention is over the prompt alone; its keys and values go to its blocks."""
         self._watch.begin()
         device, tokens = self._cache.device, self.tokens_per_step
@@ -197,6 +202,7 @@ class PromptLoop:
         self._blocks = torch.tensor(ids, device=device)[self._positions // size]
         token = self._model.run(prompt, self._positions, self._last, self._attend)
         self._watch.launched()
+        meanwhile()
         token.item()
         return self._watch.end()
 

@@ -6,6 +6,7 @@ takes results when it is woken. The clock that counts runs here, in the process 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ class WorkerSide(Side):
         self._connector = connector
         connector.on_results(self._wake)
         connector.register_kv_caches(self._cache.tensors)
+        # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.
+        gc.collect()
+        gc.freeze()
         return WorkerAddress(config.engine_id, connector.engine_name, connector.address())
 
     def draw(self, slots: int, blocks: int, seed: int) -> None:
@@ -141,6 +145,7 @@ class WorkerSide(Side):
 
     def close(self) -> None:
         """End the worker."""
+        gc.unfreeze()
         if self._connector is not None:
             self._connector.close()
 

@@ -70,7 +70,7 @@ def start_nodes(
     engine: str,
     model: str,
     *options: str,
-    path: str = "auto",
+    path: str = "packed",
     decode_options: Sequence[str] = (),
 ) -> tuple[Child, Child]:
     """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""

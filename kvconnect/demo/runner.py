@@ -46,7 +46,7 @@ def run_demo(
     device: str = "cpu",
     kv_cache_dtype: str = "auto",
     flow: str = "sequential",
-    path: str = "auto",
+    path: str = "packed",
     decode_block_size: int = 0,
 ) -> int:
     """Run the demo, with the nodes on ``device``; no engine or no model named means all of them.

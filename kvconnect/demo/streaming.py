@@ -69,7 +69,7 @@ class StreamingOptions:
     lengths: tuple[int, ...] = (16384, 256)
     prompts: int = 9
     batched_tokens: int = 1024
-    path: str = "auto"
+    path: str = "packed"
     min_tokens: int = 4096
     extra: dict[str, Any] = field(default_factory=dict)
 

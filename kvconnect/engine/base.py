@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +58,7 @@ class Capabilities:
         target_must_poll: the target of a transfer must call ``poll`` often for it to advance
             (UCX over TCP or shared memory without a progress thread).
         device_memory: spans on a GPU can be registered.
+        can_renew: ``renew_registration`` keeps every byte out that a peer sends under an earlier card.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Capabilities:
     max_batches_per_peer: int
     target_must_poll: bool
     device_memory: bool
+    can_renew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Batch:
     ``source``, ``target`` and ``length`` are int64 columns of one length: copy ``i`` moves
     ``length[i]`` bytes from address ``source[i]`` to address ``target[i]``. With ``Verb.WRITE`` the
     sources are local, with ``Verb.READ`` the targets are. ``batch_id`` is chosen by the caller and
-    never used twice. ``timeout_s`` counts from ``submit``.
+    never used twice. ``timeout_s`` counts from ``submit``. ``total_bytes`` are the bytes that it moves.
     """
 
     batch_id: int
@@ -85,6 +88,10 @@ class Batch:
     target: Addresses
     length: Addresses
     timeout_s: float
+    total_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_bytes", int(self.length.sum()))
 
     @property
     def local(self) -> Addresses:
@@ -95,11 +102,6 @@ class Batch:
     def remote(self) -> Addresses:
         """The addresses on the peer's side."""
         return self.target if self.verb is Verb.WRITE else self.source
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the batch moves."""
-        return int(self.length.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,17 @@ class Engine(Protocol):
 
         Raises:
             EngineError: a span is not registered; then none is taken back.
+        """
+        ...
+
+    def renew_registration(self) -> bool:
+        """Make registered memory reachable under another card, and not under those given out before.
+
+        What a peer still has under way to us fails, whenever it goes on. Our own batches are not touched.
+        False: this engine cannot promise that, and did nothing.
+
+        Raises:
+            EngineError: the library refused, and memory may not be reachable at all.
         """
         ...
 
@@ -198,9 +211,7 @@ class SpanSet:
     """
 
     def __init__(self) -> None:
-        self._spans: dict[int, Span] = {}
-        self._starts = np.empty(0, dtype=np.int64)
-        self._ends = np.empty(0, dtype=np.int64)
+        self._rebuild(())
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -250,6 +261,12 @@ class SpanSet:
             return None
         if len(self._starts) == 0:
             return 0
+        if len(addresses) == 1:
+            # A chunk in a slot: the numbers of one stretch are compared sooner than columns are.
+            address = int(addresses[0])
+            at = bisect_right(self._first, address) - 1
+            is_inside = at >= 0 and 0 <= int(length[0]) <= self._last[at] - address
+            return None if is_inside else 0
         owner = np.searchsorted(self._starts, addresses, side="right") - 1
         # Subtracted rather than added: an address near the end of the number range must not wrap.
         inside = (owner >= 0) & (length >= 0) & (addresses <= self._ends[np.maximum(owner, 0)] - length)
@@ -258,5 +275,7 @@ class SpanSet:
     def _rebuild(self, ordered: Sequence[Span]) -> None:
         ordered = sorted(ordered, key=lambda span: span.address)
         self._spans = {span.address: span for span in ordered}
-        self._starts = np.array([span.address for span in ordered], dtype=np.int64)
-        self._ends = np.array([span.address + span.length_bytes for span in ordered], dtype=np.int64)
+        self._first = [span.address for span in ordered]
+        self._last = [span.address + span.length_bytes for span in ordered]
+        self._starts = np.array(self._first, dtype=np.int64)
+        self._ends = np.array(self._last, dtype=np.int64)

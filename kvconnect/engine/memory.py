@@ -113,6 +113,7 @@ class MemoryEngine:
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
             device_memory=False,
+            can_renew=True,
         )
         self._clock = clock
         self._spans = SpanSet()
@@ -125,7 +126,7 @@ class MemoryEngine:
         self._results: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._held = False
         self._next = _Faults()
-        self._late: list[Batch] = []
+        self._late: list[tuple[Batch, bytes]] = []
         self._closed = False
         self._server: Server | None = None
         address = (host, 0)
@@ -159,6 +160,19 @@ class MemoryEngine:
         """Take spans back; nobody touches them once this returns. Raises ``EngineError``."""
         with self._lock:
             self._spans.remove(spans)
+
+    def renew_registration(self) -> bool:
+        """Serve under another token: who knows only the one before reads and writes no more."""
+        self._check_open()
+        token = secrets.token_bytes(16)
+        with _fabric_lock:
+            del _fabric[self._token]
+            _fabric[token] = self
+        if self._server is not None:
+            self._server.renew(token)
+        self._token = token
+        self._card = msgspec.structs.replace(self._card, token=token)
+        return True
 
     def card(self) -> bytes:
         """Process, token, host and port, as msgpack."""
@@ -274,8 +288,10 @@ class MemoryEngine:
         Only between engines of one process.
         """
         late, self._late = self._late, []
-        for batch in late:
-            self._copy_here(batch, self._local_target(batch.peer))
+        for batch, token in late:
+            with _fabric_lock:
+                target = _fabric.get(token)
+            self._copy_here(batch, target)
         return len(late)
 
     # ---- how a batch ends
@@ -349,7 +365,9 @@ class MemoryEngine:
         if not error and faults.cut_bytes is not None:
             error, quiet = faults.error, faults.quiet
         if error and not quiet:
-            self._late.append(batch)
+            # To who it was submitted, whatever that name stands for by then.
+            known = self._peers.get(batch.peer)
+            self._late.append((batch, known.card.token if known is not None else b""))
             del self._late[:-64]
         if error:
             log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)

@@ -173,6 +173,11 @@ class Server:
         self._thread = threading.Thread(target=self._accept, name="kvconnect-memory", daemon=True)
         self._thread.start()
 
+    def renew(self, token: bytes) -> None:
+        """Serve those who know this token, and nobody else any more. What is being done ends first."""
+        with self._lock:
+            self._token = token
+
     def close(self) -> None:
         """Stop listening and break every connection. A request that is being done ends first."""
         self._closed = True

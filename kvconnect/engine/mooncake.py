@@ -7,7 +7,7 @@ Owns registration, the card, the bounds and the deadlines. How a batch runs and 
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 
 - More than 2048 entries to one peer fail at once, more than 1024 unless they drain within a second.
-  Batches of at most 1024 go to a peer one at a time.
+  Batches of at most 1024 go to a peer one at a time, but for the smallest ones over NVLink.
 - Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
   the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
   range is checked against our own ``SpanSet`` first.
@@ -46,6 +46,11 @@ log = logging.getLogger("kvconnect.engine.mooncake")
 _MAX_TCP_BYTES = 64 << 20
 _MAX_BYTES = 256 << 20
 
+# Over NVLink a call waits for its copies one by one, and the link would idle from one call to the next. Only
+# batches of few copies take turns: the library fails when it has more than 1024 to a peer that do not drain.
+_NVLINK_SENDERS = 2
+_FEW_COPIES = 16
+
 # Threads that the library keeps in a call long after their batch was answered; most per peer.
 _MAX_STUCK_SENDERS = 3
 _CLOSE_S = 3.0
@@ -61,18 +66,22 @@ class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-1", frozen=True):
 @dataclass(slots=True)
 class _Peer:
     session: str
-    sender: Sender | None = None
+    senders: list[Sender] = field(default_factory=list)
     stuck: list[Sender] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch that was not answered yet. ``ended`` says why it must fail, whatever comes of it."""
+    """A batch that was not answered yet, and whose thread it is given to.
+
+    ``ended`` says why it must fail, whatever comes of it.
+    """
 
     batch: Batch
     submitted: float
     deadline: float
     job: Job
+    sender: Sender | None = None
     ended: str = ""
 
 
@@ -113,14 +122,14 @@ class MooncakeEngine:
         self._spans = SpanSet()
         self._peers: dict[str, _Peer] = {}
         self._senders: list[Sender] = []
+        self._senders_per_peer = _NVLINK_SENDERS if protocol == NVLINK else 1
         self._flights: dict[int, _Flight] = {}
         self._finished: list[Completion] = []
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._told: set[str] = set()
         self._closed = False
         self._home: Any = self._make_engine()
-        self._session = f"[{host}]" if ":" in host else host
-        self._session += f":{self._home.get_rpc_port()}"
+        self._session = self._session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
         self._capabilities = Capabilities(
             name="mooncake",
@@ -128,10 +137,12 @@ class MooncakeEngine:
             max_copies=max_copies,
             # A batch cannot be called back: over TCP a large one would outlive its deadline.
             max_bytes=max_bytes or (_MAX_TCP_BYTES if protocol == "tcp" else _MAX_BYTES),
-            # The second waits here, not in the library: it only spares the gap between two polls.
-            max_batches_per_peer=2,
+            # One for each thread waits here, not in the library: it only spares the gap between two polls.
+            max_batches_per_peer=2 * self._senders_per_peer,
             target_must_poll=False,
             device_memory=built_for_cuda(),
+            # Tried over TCP with a peer that was stopped in the middle of a write.
+            can_renew=protocol == "tcp",
         )
 
     @property
@@ -169,10 +180,31 @@ class MooncakeEngine:
         if code != 0:
             raise EngineError(f"Mooncake cannot unregister {len(spans)} spans: it returned {code}")
 
+    def renew_registration(self) -> bool:
+        """Let another engine listen in place of the one that peers know. Takes some 0.2 s.
+
+        To unregister and register anew would not do: over TCP a peer names addresses and nothing else.
+        """
+        self._check_open()
+        addresses = [span.address for span in self._spans]
+        if addresses and self._home.batch_unregister_memory(addresses) != 0:
+            log.warning("Mooncake did not take back its memory from the engine that peers knew")
+        self._home = None
+        self._home = self._make_engine()
+        self._session = self._session_of(self._home)
+        code = register_spans(self._home, list(self._spans)) if addresses else 0
+        if code != 0:
+            raise EngineError(f"Mooncake cannot register {len(addresses)} spans anew: it returned {code}")
+        return True
+
+    def _session_of(self, engine: Any) -> str:
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{shown}:{engine.get_rpc_port()}"
+
     # ---- peers
 
     def card(self) -> bytes:
-        """The session name, which stays the same while memory comes and goes."""
+        """The session name, which stays the same while memory comes and goes, until it is renewed."""
         self._check_open()
         return msgspec.msgpack.encode(MooncakeCard(self._session))
 
@@ -199,8 +231,8 @@ class MooncakeEngine:
             if flight.batch.peer == peer:
                 self._end_early(flight, f"peer {peer!r} was disconnected")
         known = self._peers.pop(peer, None)
-        if known is not None and known.sender is not None:
-            known.sender.close()
+        for sender in known.senders if known is not None else ():
+            sender.close()
 
     # ---- batches
 
@@ -214,19 +246,29 @@ class MooncakeEngine:
         self._flights[batch.batch_id] = flight
         problem = local_problem(batch, self._spans)
         peer.stuck = [sender for sender in peer.stuck if sender.alive]
-        if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and peer.sender is None:
+        if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and not peer.senders:
             problem = f"Mooncake still hangs in {len(peer.stuck)} earlier transfers to {peer.session}"
         if problem or not batch.total_bytes:
             self._answer(flight, problem, quiet=True)
             return
-        if peer.sender is None:
+        flight.sender = self._sender_for(batch, peer)
+        flight.sender.put(job)
+
+    def _sender_for(self, batch: Batch, peer: _Peer) -> Sender:
+        """The thread that has least to do, of those that a batch of so many copies may go to."""
+        if not peer.senders or (
+            len(peer.senders) < self._senders_per_peer and len(batch.length) <= _FEW_COPIES
+        ):
             # Over TCP a lane is cheap and every peer has its own, so that one which falls silent
             # holds up no other. Over RDMA each lane would open every adapter and pin all memory.
             key = batch.peer if self._protocol == "tcp" else ""
-            peer.sender = Sender(key, self._pool, self._results)
+            peer.senders.append(Sender(key, self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.alive]
-            self._senders.append(peer.sender)
-        peer.sender.put(job)
+            self._senders.append(peer.senders[-1])
+        if len(batch.length) > _FEW_COPIES:
+            return peer.senders[0]
+        busy = [flight.sender for flight in self._flights.values() if flight.sender in peer.senders]
+        return min(peer.senders, key=busy.count)
 
     def poll(self) -> list[Completion]:
         """Collect what threads have done, and answer what had its time."""
@@ -300,12 +342,13 @@ class MooncakeEngine:
 
     def _leave_sender(self, flight: _Flight) -> None:
         """New batches of this peer take another thread: this one hangs in the library."""
-        peer = self._peers.get(flight.batch.peer)
-        if peer is None or peer.sender is None or not flight.job.posted:
+        peer, sender = self._peers.get(flight.batch.peer), flight.sender
+        if peer is None or sender not in peer.senders or not flight.job.posted:
             return
-        peer.sender.close()
-        peer.stuck.append(peer.sender)
-        peer.sender = None
+        assert sender is not None
+        sender.close()
+        peer.stuck.append(sender)
+        peer.senders.remove(sender)
         self._pool.retire_key(flight.batch.peer if self._protocol == "tcp" else "")
 
     def _end_early(self, flight: _Flight, error: str) -> None:

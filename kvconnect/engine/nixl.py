@@ -16,6 +16,8 @@ Observed with nixl 1.5.1 and UCX, which made the code what it is:
 - After a disconnect every post fails, with a healthy peer too, until the agent is removed and added.
 - Releasing a handle that is in progress succeeds, but what is in the kernel's socket buffers still
   lands when the peer wakes. Such a failure is not quiet.
+- To make a transfer takes several times as long as to post it, so those of one copy, which come again and
+  again between the same slots, are kept. A transfer that was done can be posted again.
 - Over shared memory nothing checks the peer's registration but our copy of its card, so ranges are
   checked against the card before a post.
 """
@@ -40,7 +42,9 @@ from kvconnect.engine.nixl_library import (
     released,
     remote_problem,
 )
-from kvconnect.engine.nixl_peer import DeviceMap, Peer, decode_card, encode_card, is_dead
+from kvconnect.engine.nixl_peer import DeviceMap, Peer, decode_card, encode_card
+from kvconnect.engine.nixl_reuse import KeptTransfers, Stretch, stretch_of
+from kvconnect.engine.process import is_dead
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")
@@ -51,7 +55,8 @@ class _Flight:
     """A batch that was not answered yet.
 
     ``handles`` are those which may still be in progress. ``error`` is set once the batch can only
-    fail; it is then answered when it is proven quiet, or at ``settle_until``.
+    fail; it is then answered when it is proven quiet, or at ``settle_until``. ``stretch`` is set where its
+    handle can be posted again.
     """
 
     batch: Batch
@@ -60,6 +65,7 @@ class _Flight:
     error: str = ""
     settle_until: float = 0.0
     severed: bool = False
+    stretch: Stretch | None = None
 
 
 class NixlEngine:
@@ -95,6 +101,7 @@ class NixlEngine:
         self._flights: dict[int, _Flight] = {}
         self._finished: list[Completion] = []
         self._stuck: list[Any] = []
+        self._kept = KeptTransfers(self._release)
         self._told: set[str] = set()
         options = {"ucx_error_handling_mode": "peer"} if backend == "UCX" else {}
         options.update(backend_options or {})
@@ -147,12 +154,17 @@ class NixlEngine:
         """Take memory back from the agent. Raises ``EngineError``."""
         self._check_open()
         self._spans.remove(spans)
+        self._kept.drop()
         self._devices = DeviceMap(self._spans)
         try:
             for memory_type, rows in by_memory_type(spans).items():
                 self._agent.deregister_memory(self._agent.get_reg_descs(rows, memory_type))
         except Exception as error:
             raise EngineError(f"NIXL cannot unregister {len(spans)} spans: {error!r}") from error
+
+    def renew_registration(self) -> bool:
+        """Not possible: over shared memory, and over TCP too, UCX writes to memory that was deregistered."""
+        return False
 
     # ---- peers
 
@@ -184,6 +196,7 @@ class NixlEngine:
             if flight.batch.peer == peer:
                 self._abandon(flight, f"peer {peer!r} was disconnected")
         del self._peers[peer]
+        self._kept.drop(known.agent)
         if all(state.agent != known.agent for state in self._peers.values()):
             self._remove_agent(known.agent)
 
@@ -257,6 +270,11 @@ class NixlEngine:
 
     def _post(self, flight: _Flight, peer: Peer) -> None:
         batch = flight.batch
+        flight.stretch = stretch_of(batch, peer.agent)
+        kept = self._kept.take(flight.stretch) if flight.stretch is not None else None
+        if kept is not None:
+            self._start(flight, kept)
+            return
         local_gpu, local_number = self._devices.lookup(batch.local)
         remote_gpu, remote_number = peer.devices.lookup(batch.remote)
         # A descriptor list has one memory type, so a batch that mixes types becomes several posts.
@@ -272,15 +290,17 @@ class NixlEngine:
             handle = self._agent.initialize_xfer(
                 "WRITE" if batch.verb is Verb.WRITE else "READ", local, remote, peer.agent
             )
-            flight.handles.append(handle)
-            state = self._agent.transfer(handle)
-            if state == "ERR":
-                raise EngineError("NIXL refused the transfer")
+            self._start(flight, handle)
+
+    def _start(self, flight: _Flight, handle: Any) -> None:
+        flight.handles.append(handle)
+        if self._agent.transfer(handle) == "ERR":
+            raise EngineError("NIXL refused the transfer")
 
     def _advance(self, flight: _Flight, now: float) -> None:
         """One look at a batch that was not answered."""
         try:
-            flight.handles = [handle for handle in flight.handles if not self._ended(handle)]
+            flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
         except Exception as error:
             self._fail(flight, error)
         if flight.error:
@@ -291,14 +311,17 @@ class NixlEngine:
             flight.error = f"timed out after {flight.batch.timeout_s:g} s"
             flight.settle_until = now + self._settle_s
 
-    def _ended(self, handle: Any) -> bool:
-        """Whether a transfer was done, in which case its handle is released. Raises if it failed."""
+    def _ended(self, flight: _Flight, handle: Any) -> bool:
+        """Whether a transfer was done, in which case its handle is kept or released. Raises if it failed."""
         state = self._agent.check_xfer_state(handle)
         if state == "PROC":
             return False
         if state == "ERR":
             raise EngineError("NIXL reports an error of the transfer")
-        self._release(handle)
+        if flight.stretch is not None:
+            self._kept.keep(flight.stretch, handle)
+        else:
+            self._release(handle)
         return True
 
     def _settle(self, flight: _Flight, now: float) -> None:
@@ -329,7 +352,7 @@ class NixlEngine:
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
         quiet = not flight.severed
         try:
-            flight.handles = [handle for handle in flight.handles if not self._ended(handle)]
+            flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
         except Exception as cause:
             log.debug("batch %d failed while it was given up: %r", flight.batch.batch_id, cause)
             quiet = False
@@ -370,6 +393,7 @@ class NixlEngine:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def _remove_agent(self, agent: str) -> None:
+        self._kept.drop(agent)
         try:
             self._agent.remove_remote_agent(agent)
         except Exception as error:

@@ -1,12 +1,11 @@
-"""What the NIXL adapter knows of memory on both sides, and of the life of a peer's process.
+"""What the NIXL adapter knows of memory on both sides.
 
-Owns the card, the lookup from an address to NIXL's memory type and device number, and the proof that
-a process of this host is dead. It must not import NIXL.
+Owns the card, and the lookup from an address to NIXL's memory type and device number. It must not
+import NIXL.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import msgspec
@@ -14,17 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.engine.base import Addresses, Span, SpanSet
+from kvconnect.engine.process import ProcessIdentity, own_identity
 from kvconnect.errors import EngineError
 
 MAX_CARD_BYTES = 16 << 20
-
-
-class ProcessIdentity(msgspec.Struct, frozen=True):
-    """One process of one boot of one host, never mistaken for a later process of the same pid."""
-
-    host: str
-    pid: int
-    started: str
 
 
 class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
@@ -87,39 +79,3 @@ def decode_card(peer: str, card: bytes) -> NixlCard:
         return msgspec.msgpack.decode(card, type=NixlCard)
     except msgspec.MsgspecError as error:
         raise EngineError(f"the card of peer {peer!r} is not a NIXL engine's: {error}") from error
-
-
-def own_identity() -> ProcessIdentity:
-    """Who this process is."""
-    return ProcessIdentity(_host_identity(), os.getpid(), _start_time(os.getpid()) or "")
-
-
-def is_dead(process: ProcessIdentity) -> bool:
-    """Whether the process is proven to be gone, and its memory with it.
-
-    Only a process of this host and pid namespace can be proven dead. A zombie counts: its memory is
-    released before its sockets are, long before it is reaped.
-    """
-    if not process.host or process.host != _host_identity():
-        return False
-    return _start_time(process.pid) != process.started
-
-
-def _host_identity() -> str:
-    """This boot of this host and the pid namespace; empty where the system does not say."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started, in the system's ticks; None if it is gone or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name is in parentheses and may hold anything, so read from its last one on.
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]

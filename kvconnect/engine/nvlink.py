@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, Span, Verb
 from kvconnect.engine.batches import check_batch
 from kvconnect.engine.ipc import CudaMemory, DeviceMemory
-from kvconnect.engine.nixl_peer import own_identity
 from kvconnect.engine.nvlink_card import SharedMemory, decode_card, device_of
 from kvconnect.engine.nvlink_peer import Peer, PeerSet
 from kvconnect.engine.nvlink_stream import Copier, CopyStream
+from kvconnect.engine.process import own_identity
 from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine.nvlink")
@@ -136,6 +136,10 @@ class NvlinkEngine:
         """Take spans off the card. What peers have mapped stays mapped. Raises ``EngineError``."""
         self._check_open()
         self._shared.remove(spans)
+
+    def renew_registration(self) -> bool:
+        """Not possible: a peer has our memory mapped until it lets go of it."""
+        return False
 
     # ---- peers
 

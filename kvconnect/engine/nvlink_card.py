@@ -12,7 +12,8 @@ import msgspec
 
 from kvconnect.engine.base import Addresses, Span, SpanSet
 from kvconnect.engine.ipc import Allocation, DeviceMemory
-from kvconnect.engine.nixl_peer import ProcessIdentity, device_number, own_identity
+from kvconnect.engine.nixl_peer import device_number
+from kvconnect.engine.process import ProcessIdentity, own_identity
 from kvconnect.engine.span_table import SpanTable
 from kvconnect.errors import EngineError
 

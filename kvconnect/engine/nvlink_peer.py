@@ -11,9 +11,8 @@ import numpy as np
 
 from kvconnect.engine.base import Addresses, Span, SpanSet
 from kvconnect.engine.ipc import Allocation, DeviceMemory
-from kvconnect.engine.nixl_peer import own_identity
 from kvconnect.engine.nvlink_card import NvlinkCard
-from kvconnect.engine.process import ProcessWatch
+from kvconnect.engine.process import ProcessWatch, own_identity
 from kvconnect.engine.span_table import SpanTable
 from kvconnect.errors import EngineError
 
@@ -29,9 +28,6 @@ class Mappings:
         self.device = device
         self._memory = memory
         self._known: dict[bytes, tuple[int, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def reach(self, gpu: str) -> None:
         """Have this process's own memory on another GPU within reach. Raises ``EngineError``."""
@@ -142,11 +138,6 @@ class PeerSet:
     def num_leaving(self) -> int:
         """How many peers that left have memory mapped still."""
         return len(self._leaving)
-
-    @property
-    def num_mapped(self) -> int:
-        """How many allocations of other processes are mapped."""
-        return 0 if self._mappings is None else len(self._mappings)
 
     def map_for(self, memory: DeviceMemory, device: int) -> None:
         """From now on map peers' memory for this GPU."""

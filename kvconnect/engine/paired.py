@@ -22,9 +22,9 @@ import msgspec
 from kvconnect.engine.base import Batch, Capabilities, Completion, Engine, Span
 from kvconnect.engine.batches import check_batch
 from kvconnect.engine.ipc import UnshareableError
-from kvconnect.engine.nixl_peer import own_identity
+from kvconnect.engine.process import own_identity
 from kvconnect.engine.span_table import SpanTable
-from kvconnect.errors import EngineError, LocalError
+from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.paired")
 
@@ -110,12 +110,6 @@ class PairedEngine:
             return self._capabilities
         return replace(self._direct.capabilities, name=self._capabilities.name)
 
-    def engine_of(self, peer: str) -> str:
-        """The name of the engine that moves GPU memory to and from a peer. Raises ``LocalError``."""
-        if peer not in self._peers:
-            raise LocalError(f"no such peer is connected: {peer!r}")
-        return self._peers[peer].engine
-
     # ---- memory
 
     def register(self, spans: Sequence[Span]) -> None:
@@ -149,6 +143,10 @@ class PairedEngine:
         self._tabulate()
         if shared:
             self._direct.unregister(shared)
+
+    def renew_registration(self) -> bool:
+        """Not possible: peers of this host write through their own mapping of our memory."""
+        return False
 
     # ---- peers
 

@@ -24,6 +24,9 @@ log = logging.getLogger("kvconnect.engine")
 _PREFERENCE = ("nixl", "mooncake", "memory")
 
 
+_told: list[str] = []
+"""What was said once in this process, and need not be said again."""
+
 # What an engine's class is given otherwise, and what is there for its tests.
 _NO_OPTIONS = {"host", "protocol", "backend", "memory", "make_copier"}
 
@@ -119,13 +122,25 @@ def _make_mooncake(host: str, protocol: str, options: dict[str, Any]) -> Engine:
     from kvconnect.engine.mooncake import MooncakeEngine
 
     _check_options(MooncakeEngine, options)
+    if not _told:
+        _told.append("mooncake")
+        log.warning(
+            "Mooncake listens on all interfaces, whatever host is, and asks nobody who they are: close its "
+            "ports (15000 to 17000) to all but peers"
+        )
     return cast(Engine, MooncakeEngine(host, protocol or "tcp", **options))
 
 
 def _make_nixl(host: str, protocol: str, options: dict[str, Any]) -> Engine:
+    from kvconnect.engine.interfaces import ucx_options
     from kvconnect.engine.nixl import NixlEngine
 
+    device_name = options.pop("device_name", "")
     _check_options(NixlEngine, options)
+    if protocol in ("", "UCX"):
+        options["backend_options"] = ucx_options(host, device_name, options.get("backend_options") or {})
+    elif device_name:
+        raise ConfigError(f"device_name is {device_name!r}: NIXL's backend {protocol} takes none here")
     return cast(Engine, NixlEngine(protocol or "UCX", **options))
 
 

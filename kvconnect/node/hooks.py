@@ -68,6 +68,10 @@ class SchedulerHooks(Protocol):
         """What the other half reported."""
         ...
 
+    def drain(self) -> None:
+        """Hold nothing any more. The only hook that any thread may call."""
+        ...
+
 
 class WorkerHooks(Protocol):
     """The half of a connector that lives with the tensors."""
@@ -86,6 +90,10 @@ class WorkerHooks(Protocol):
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when results are waiting."""
+        ...
+
+    def drain(self) -> bool:
+        """Wait, within a bound, until nothing is held any more. From any thread but the engine loop's."""
         ...
 
     def close(self) -> None:

@@ -6,8 +6,11 @@ The only file of the node that makes a connector: configuration in, two halves o
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -163,7 +166,11 @@ def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = Fal
 
 def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
     from kvconnect.config import parse_kv_transfer_config
+    from kvconnect.peer.allow_list import AllowList
+    from kvconnect.peer.keyring import load_keyring
     from kvconnect.scheduler.connector import SchedulerConnector
+    from kvconnect.scheduler.handles import Handles
+    from kvconnect.scheduler.trust import PeerTrust
     from kvconnect.worker.connector import WorkerConnector
 
     assert options.kv_transfer_config is not None
@@ -174,10 +181,25 @@ def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) 
         cache.kernel_block_sizes,
         model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
     )
+    keyring = load_keyring(config.extra, os.environ)
     scheduler = SchedulerConnector(
-        config, cache.config, cache.kernel_block_sizes, directory=(worker.address(),)
+        config,
+        cache.config,
+        cache.kernel_block_sizes,
+        directory=(worker.address(),),
+        handles=Handles(keyring.handle_secret if keyring else b"", time.time),
+        trust=PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers),
     )
     return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute")
+
+
+async def _drain(engine: Engine) -> None:
+    """Let peers fetch what is held for them, within ``drain_s``, and tell the others. Nothing new is held."""
+    if engine.worker is None or engine.scheduler.transfers is None:
+        return
+    engine.scheduler.transfers.hooks.drain()
+    if not await asyncio.get_running_loop().run_in_executor(None, engine.worker.drain):
+        logger.warning("some requests were still held, or being sent, when the node ended")
 
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
@@ -191,10 +213,15 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
         loop.add_signal_handler(number, stopped.set)
     try:
         bound = await server.start(host, port)
+        # What is here now stays: to look through it takes a collection longer than most transfers take.
+        gc.collect()
+        gc.freeze()
         shown = f"[{host}]" if ":" in host else host
         print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
         await stopped.wait()
         logger.info("stopping")
+        server.refuse()
+        await _drain(engine)
     finally:
         await server.stop()
 

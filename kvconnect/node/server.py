@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvconnect.errors import LocalError
 from kvconnect.node.completions import (
@@ -37,6 +38,19 @@ MAX_BODY_BYTES = 8 * 1024 * 1024
 DRAIN_TIMEOUT_S = 5.0
 REQUEST_ID_HEADER = "X-Request-Id"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _NoTracebacks(logging.Filter):
+    """A client that leaves, or sends what is no HTTP and is told so, is no error of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See ``logging.Filter``."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (HttpProcessingError, ConnectionError))
+
+
+_http_logger = logging.getLogger("kvconnect.node.http")
+_http_logger.addFilter(_NoTracebacks())
 
 
 def _json(body: Any, status: int = 200) -> web.Response:
@@ -87,10 +101,16 @@ class NodeServer:
         app.router.add_get("/debug/state", self._state)
         self.engine.start()
         # Cancelling the handler is how a client that left is noticed.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         return int(self._runner.addresses[0][1])
+
+    def refuse(self) -> None:
+        """Take no new request from now on; those in flight go on."""
+        self._draining = True
 
     async def stop(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Refuse new requests, give those in flight some time, then end everything."""

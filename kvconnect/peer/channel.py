@@ -23,10 +23,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkLost:
-    """A connection that we opened broke. ``refused``: the peer's port is closed, its process is gone."""
+    """A connection that we opened broke. ``refused``: the peer's port is closed, its process is gone.
+
+    ``reason`` says why it never was one, most likely; empty where that cannot be said.
+    """
 
     link: str
     refused: bool
+    reason: str = ""
 
 
 Arrival = Frame | LinkLost
@@ -90,6 +94,10 @@ class MemoryNetwork:
         self._channels[channel.port] = channel
         return channel
 
+    def next_number(self) -> int:
+        """What comes later has a larger one."""
+        return next(self._order)
+
     def cut(self, first: int, second: int) -> None:
         """Lose every frame between two ports from now on."""
         self._cut.add(frozenset((first, second)))
@@ -110,7 +118,7 @@ class MemoryNetwork:
             return False
         if frozenset((source, target)) not in self._cut:
             arrives = self.clock() + self.delay_s
-            self._channels[target].enqueue(arrives, next(self._order), Frame(link, data))
+            self._channels[target].enqueue(arrives, self.next_number(), Frame(link, data))
         return True
 
 
@@ -138,7 +146,7 @@ class MemoryChannel:
             target = self._opened[link]
             delivered = self._network.deliver(self._port, target, f"in:{self._port}:{link}", data)
             if not delivered:
-                self.enqueue(self._network.clock(), -1, LinkLost(link, refused=True))
+                self.enqueue(self._network.clock(), self._network.next_number(), LinkLost(link, refused=True))
             return True
         _, port, theirs = link.split(":", 2)
         return self._network.deliver(self._port, int(port), theirs, data)
@@ -162,7 +170,7 @@ class MemoryChannel:
         """Called by the network when a process is gone."""
         for link, target in self._opened.items():
             if target == port:
-                self.enqueue(self._network.clock(), -1, LinkLost(link, refused=True))
+                self.enqueue(self._network.clock(), self._network.next_number(), LinkLost(link, refused=True))
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once: time is the caller's."""

@@ -6,6 +6,7 @@ what it does not understand, and raises nothing but ``PeerError``.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -23,10 +24,13 @@ Address = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
 Sample = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Generation = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 MAX_CHUNKS = 65_536
+MAX_HANDLES = 4096
+"""Most handles that one message names."""
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 
@@ -72,11 +76,16 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """P to D: the peers agree. ``directory`` is where P's other ranks listen."""
+    """P to D: the peers agree. ``directory`` is where P's other ranks listen.
+
+    ``lease_s`` is how long P holds a request that nobody renews, ``clock_s`` what P's clock says.
+    """
 
     version: int
     introduction: Introduction
     directory: tuple[RankAddress, ...]
+    lease_s: float = 0.0
+    clock_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
@@ -105,7 +114,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     none, that path is closed. If both are open P chooses one, and keeps to it.
 
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
-    P starts no write later than ``timeout_s`` after it received this.
+    P starts no write later than ``timeout_s`` after it received this, nor when its clock says ``until_s``:
+    however long this was under way, or P stood still, D's own time is not over then.
     """
 
     transfer_id: int
@@ -116,6 +126,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     timeout_s: float
     chunks: Chunks = ()
     grants: Grants = ()
+    until_s: float = math.inf
 
 
 class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
@@ -123,6 +134,28 @@ class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
 
     transfer_id: int
     grants: Grants
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+    """P to D: a fetch has begun. What it sends is of the lease of this epoch, and of no other.
+
+    Left out where chunks follow at once, which say the same.
+    """
+
+    transfer_id: int
+    epoch: Epoch
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
+    """P to D: of the chunks of a fetch so many, in all, can be packed by now: slots are of use for them.
+
+    The slots of ``spared`` were not written, and will not be. Said only where not all chunks can be
+    packed when the fetch comes.
+    """
+
+    transfer_id: int
+    chunks: Count
+    spared: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] = ()
 
 
 class Declined(msgspec.Struct, frozen=True, array_like=True, tag="declined"):
@@ -135,6 +168,7 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     """P to D: a chunk lies in the slot of this generation, and P writes to it no more.
 
     ``digest`` is that of its bytes as they were packed, with the generation as seed; None for none.
+    ``epoch`` says what ``Accepted`` says, where that was not sent.
     """
 
     transfer_id: int
@@ -142,14 +176,15 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     generation: Generation
     length_bytes: Bytes
     digest: Digest | None
+    epoch: Epoch = 0
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     """P to D: the one answer to a fetch.
 
     ``quiet`` says that P will not write to D's blocks and slots any more on behalf of this fetch.
-    ``ok`` implies it, and that every byte was written under a valid lease. ``again``: what was sent came
-    from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
+    ``ok`` implies it, and that every byte was written under the lease of ``epoch``. ``again``: what was
+    sent came from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
     """
 
     transfer_id: int
@@ -160,6 +195,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     seconds: float
     error: str
     again: bool = False
+    epoch: Epoch = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -175,8 +211,25 @@ class LetGo(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
     consumers: Ranks
 
 
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """D to P: hold these requests on, I will still fetch them. Answered by ``Renewed``."""
+
+    handles: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)]
+
+
+class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
+    """P to D: the leases that go on, each with its epoch, and those that are over, each with the reason.
+
+    A handle that P has not heard of yet is in neither. Also sent unasked, when a lease is over that D
+    has renewed.
+    """
+
+    epochs: Annotated[tuple[tuple[str, Epoch], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+    over: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+
+
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """D to P while it waits for an answer: I am still here, and so are my fetches."""
+    """D to P while it waits for an answer, and now and then when it does not: are you still there?"""
 
 
 class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"):
@@ -189,8 +242,8 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = Hello | Fetch | Granted | Cancel | LetGo | Alive | Bad
-ToDecode = Welcome | Refused | Declined | Landed | Written | StillAlive | Bad
+ToPrefill = Hello | Fetch | Granted | Cancel | LetGo | Renew | Alive | Bad
+ToDecode = Welcome | Refused | Accepted | Wanted | Declined | Landed | Written | Renewed | StillAlive | Bad
 Message = ToPrefill | ToDecode
 
 _encoder = msgspec.msgpack.Encoder()

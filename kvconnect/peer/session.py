@@ -14,6 +14,7 @@ from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import RankAddress
 from kvconnect.peer.messages import (
     PROTOCOL_VERSION,
+    Accepted,
     Alive,
     Bad,
     Cancel,
@@ -26,9 +27,12 @@ from kvconnect.peer.messages import (
     LetGo,
     Message,
     Refused,
+    Renew,
+    Renewed,
     StillAlive,
     ToDecode,
     ToPrefill,
+    Wanted,
     Welcome,
     Written,
     decode_to_decode,
@@ -58,9 +62,13 @@ MOVES: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.GREETED, Welcome): State.READY,
     (Side.DECODE, State.GREETED, Refused): State.ENDED,
     (Side.DECODE, State.GREETED, Bad): State.ENDED,
+    (Side.DECODE, State.READY, Welcome): State.READY,
+    (Side.DECODE, State.READY, Accepted): State.READY,
+    (Side.DECODE, State.READY, Wanted): State.READY,
     (Side.DECODE, State.READY, Declined): State.READY,
     (Side.DECODE, State.READY, Landed): State.READY,
     (Side.DECODE, State.READY, Written): State.READY,
+    (Side.DECODE, State.READY, Renewed): State.READY,
     (Side.DECODE, State.READY, StillAlive): State.READY,
     (Side.DECODE, State.READY, Refused): State.ENDED,
     (Side.DECODE, State.READY, Bad): State.READY,
@@ -70,6 +78,7 @@ MOVES: dict[tuple[Side, State, type], State] = {
     (Side.PREFILL, State.READY, Granted): State.READY,
     (Side.PREFILL, State.READY, Cancel): State.READY,
     (Side.PREFILL, State.READY, LetGo): State.READY,
+    (Side.PREFILL, State.READY, Renew): State.READY,
     (Side.PREFILL, State.READY, Alive): State.READY,
     (Side.PREFILL, State.NEW, Bad): State.NEW,
     (Side.PREFILL, State.READY, Bad): State.READY,
@@ -79,10 +88,12 @@ MOVES: dict[tuple[Side, State, type], State] = {
 
 @dataclass(frozen=True)
 class Ready:
-    """The two sides agreed. ``peer`` is who the other one is."""
+    """The two sides agreed. ``peer`` is who the other one is; see ``Welcome`` for the others."""
 
     peer: Introduction
     directory: tuple[RankAddress, ...]
+    lease_s: float = 0.0
+    clock_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,9 +131,12 @@ class Session:
         side: which half to speak.
         ours: our introduction.
         directory: where our ranks listen, told to D in ``Welcome``.
+        lease_s: how long P holds what nobody renews, told likewise.
         max_message_bytes: longer frames are refused unread.
         handshake_timeout_s: D's wait for ``Welcome``.
-        peer_timeout_s: D's wait for any frame while it is owed an answer.
+        peer_timeout_s: D's wait for any frame while it is owed an answer, or has asked for a sign of life.
+        heartbeat_s: after so much silence D asks for a sign of life, also where it is owed nothing; 0 for
+            never.
     """
 
     def __init__(
@@ -131,15 +145,20 @@ class Session:
         ours: Introduction,
         *,
         directory: tuple[RankAddress, ...] = (),
+        lease_s: float = 0.0,
         max_message_bytes: int,
         handshake_timeout_s: float,
         peer_timeout_s: float,
+        heartbeat_s: float = 0.0,
     ) -> None:
         self.side = side
         self.state = State.NEW
         self.peer: Introduction | None = None
+        self._unanswered_greetings = 0
         self.ours = ours
         self._directory = directory
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
         self._max_message_bytes = max_message_bytes
         self._handshake_timeout_s = handshake_timeout_s
         self._peer_timeout_s = peer_timeout_s
@@ -147,6 +166,8 @@ class Session:
         self._greeted_at = 0.0
         self._owed_since: float | None = None
         self._asked_at = 0.0
+        self._heard_at = 0.0
+        self._questioned_at: float | None = None
 
     def __repr__(self) -> str:
         who = f"{self.peer.engine_id}/{self.peer.rank}" if self.peer else "nobody yet"
@@ -161,8 +182,21 @@ class Session:
         if self.side is not Side.DECODE or self.state is not State.NEW:
             raise LocalError(f"{self!r} cannot greet")
         self.state = State.GREETED
+        self._unanswered_greetings = 1
         self._greeted_at = now
         self._push(Hello(PROTOCOL_VERSION, self.ours))
+
+    @property
+    def is_greeting_anew(self) -> bool:
+        """What the peer says now may be of before the last greeting, and says nothing of what came after."""
+        return self.state is not State.GREETED and self._unanswered_greetings > 0
+
+    def greet_anew(self, ours: Introduction) -> None:
+        """D's introduction has changed: say so, if it greeted already."""
+        self.ours = ours
+        if self.side is Side.DECODE and self.state in (State.GREETED, State.READY):
+            self._unanswered_greetings += 1
+            self._push(Hello(PROTOCOL_VERSION, ours))
 
     def send(self, message: Message) -> None:
         """Queue a message of the layer above.
@@ -202,11 +236,12 @@ class Session:
         after = MOVES.get((self.side, self.state, type(message)))
         if after is None:
             return self._illegal(message)
+        self._heard_at, self._questioned_at = now, None
         if self._owed_since is not None:
             self._owed_since = now
         match message:
             case Hello():
-                return self._hello(message)
+                return self._hello(message, now)
             case Welcome():
                 return self._welcome(message, after)
             case Refused(reason=reason):
@@ -237,6 +272,21 @@ class Session:
             if now - max(self._owed_since, self._asked_at) >= self._peer_timeout_s / 4:
                 self._asked_at = now
                 self._push(Alive())
+        elif self.state is State.READY:
+            return self._listen(now)
+        return []
+
+    def _listen(self, now: float) -> list[Event]:
+        """D hears of a peer that it is owed nothing by whether it lives."""
+        if not self._heartbeat_s or self.side is not Side.DECODE:
+            return []
+        if self._questioned_at is None:
+            if now - self._heard_at >= self._heartbeat_s:
+                self._questioned_at = now
+                self._push(Alive())
+        elif now - self._questioned_at >= self._peer_timeout_s:
+            self.state = State.ENDED
+            return [Ended(f"the peer has been silent for {self._peer_timeout_s} s")]
         return []
 
     def next_tick(self) -> float | None:
@@ -246,6 +296,10 @@ class Session:
         if self.state is State.READY and self._owed_since is not None:
             question = max(self._owed_since, self._asked_at) + self._peer_timeout_s / 4
             return min(self._owed_since + self._peer_timeout_s, question)
+        if self.state is State.READY and self._heartbeat_s and self.side is Side.DECODE:
+            if self._questioned_at is None:
+                return self._heard_at + self._heartbeat_s
+            return self._questioned_at + self._peer_timeout_s
         return None
 
     def _decode(self, frame: bytes) -> ToPrefill | ToDecode:
@@ -253,14 +307,14 @@ class Session:
             return decode_to_prefill(frame, self._max_message_bytes)
         return decode_to_decode(frame, self._max_message_bytes)
 
-    def _hello(self, hello: Hello) -> list[Event]:
+    def _hello(self, hello: Hello, now: float) -> list[Event]:
         refusal = _version_refusal(hello.version) or disagreement(self.ours, hello.introduction)
         if refusal:
             self.refuse(refusal)
             return [Ended(f"refused a peer: {refusal}")]
         self.state = State.READY
         self.peer = hello.introduction
-        self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory))
+        self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._lease_s, now))
         return [Ready(hello.introduction, ())]
 
     def _welcome(self, welcome: Welcome, after: State) -> list[Event]:
@@ -269,8 +323,9 @@ class Session:
             self.state = State.ENDED
             return [Ended(refusal)]
         self.state = after
+        self._unanswered_greetings -= 1
         self.peer = welcome.introduction
-        return [Ready(welcome.introduction, welcome.directory)]
+        return [Ready(welcome.introduction, welcome.directory, welcome.lease_s, welcome.clock_s)]
 
     def _illegal(self, message: Message) -> list[Event]:
         reason = f"{type(message).__name__} is not expected in state {self.state.value}"

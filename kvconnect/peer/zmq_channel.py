@@ -1,23 +1,28 @@
-"""The side channel over ZeroMQ. The only file that imports zmq.
+"""The side channel over ZeroMQ, encrypted and authenticated with CURVE.
 
 One ROUTER socket takes what peers send; one DEALER per connection that we open. ZeroMQ reconnects by
 itself and would hide that a peer went away, so each DEALER is monitored: a lost connection is
-reported, with whether the peer's port is closed now.
+reported, with whether the peer's port is closed now, and why if that can be said.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
-import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvconnect.errors import ConfigError
+from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Arrival, Frame, LinkLost
+from kvconnect.peer.gate import Gate
+from kvconnect.peer.keyring import Keyring
+from kvconnect.peer.probe import PROBE_INTERVAL_S, PortProbe
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +31,29 @@ _MOST_ARRIVALS = 256
 
 _MOST_SOCKETS = 16_384
 _HIGH_WATER_MARK = 10_000
-_PROBE_TIMEOUT_S = 0.05
 _HEARTBEAT_MS = 2_000
+_RECONNECT_MS = 100
+"""ZeroMQ connects anew by itself, no sooner; what comes then is of another conversation, and is not read."""
+_HANDSHAKE_EVENTS = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+}
+_LOST_EVENTS = {zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_CLOSED, *_HANDSHAKE_EVENTS}
+_OTHER_MECHANISM = 0x11000002
+"""ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, which pyzmq has no name for in all its versions."""
+
+
+@dataclass
+class _Link:
+    """A connection that we opened. ``probe`` is set while it is lost and not reported yet."""
+
+    dealer: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    host: str
+    port: int
+    probe: PortProbe | None = None
+    reason: str = ""
 
 
 class ZmqChannel:
@@ -38,40 +64,63 @@ class ZmqChannel:
         port: the port to listen on; 0 takes a free one.
         max_message_bytes: ZeroMQ closes a connection that sends more.
         peer_timeout_s: silence on the TCP level after which a connection counts as lost.
+        keyring: our keys and our peers'; None for neither authentication nor encryption.
+        allowed: what we connect to; empty for everything.
+        handshake_timeout_s: a connection that is not ready a second after that is closed; the second is for
+            whoever waits for an answer, and can say better what did not come.
+        max_connections: most connections of peers.
+        count: told the reason whenever a peer is turned away.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, *, max_message_bytes: int, peer_timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int,
+        peer_timeout_s: float,
+        keyring: Keyring | None,
+        allowed: AllowList | None = None,
+        handshake_timeout_s: float = 5.0,
+        max_connections: int = 1024,
+        count: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._context = zmq.Context(io_threads=1)
         # A monitored connection takes three; ZeroMQ's default would end at some 340 of them.
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         self._max_message_bytes = max_message_bytes
         self._peer_timeout_ms = int(peer_timeout_s * 1000)
+        self._handshake_timeout_ms = int(handshake_timeout_s * 1000) + 1000
+        self._keyring = keyring
+        self._allowed = allowed or AllowList(())
         self._router = self._socket(zmq.ROUTER)
         # A frame for a peer that left is an error to us, not silence.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = Gate(self._context, self._router, keyring, max_connections=max_connections, count=count)
         address = f"tcp://{_bracketed(host)}:{port if port else '*'}"
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
+            self._gate.close()
             self._router.close()
             self._context.term()
             raise ConfigError(
                 f"kv_connector_extra_config.host and port: cannot listen on {host}:{port}: {error}"
             ) from error
         self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self._monitors: dict[str, zmq.Socket[bytes]] = {}
-        self._endpoints: dict[str, tuple[str, int]] = {}
-        self._stillborn: list[str] = []
+        self._gate.opened(self._port)
+        self._links: dict[str, _Link] = {}
+        self._stillborn: dict[str, str] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        for readable in (self._router, self._wake_read, *self._gate.sockets):
+            self._poller.register(readable, zmq.POLLIN)
+        self._received_at = time.monotonic()
         self._closed = False
 
     @property
@@ -80,39 +129,44 @@ class ZmqChannel:
         return self._port
 
     def connect(self, link: str, host: str, port: int) -> None:
-        """Open a monitored connection under ``link``, in place of one of that name."""
+        """Open a monitored connection under ``link``, in place of one of that name.
+
+        One that is not allowed, or to a peer whose key is not known, is reported as lost.
+        """
         self.drop(link)
+        refusal = self._refusal(host, port)
+        if refusal:
+            self._stillborn[link] = refusal
+            return
+        dealer = monitor = None
         try:
             dealer = self._socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            logger.warning("side channel: no socket for %s:%d: %s", host, port, error)
-            self._stillborn.append(link)
-            return
-        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
-        monitor = dealer.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED
-        )
-        try:
+            dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+            if self._keyring is not None:
+                dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.client.secret)
+                dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keyring.client.public)
+                dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keyring.server_key(host, port) or b"")
+            monitor = dealer.get_monitor_socket(sum(_LOST_EVENTS))
             dealer.connect(f"tcp://{_bracketed(host)}:{port}")
         except zmq.ZMQError as error:
-            logger.warning("side channel: cannot connect to %s:%d: %s", host, port, error)
-            dealer.disable_monitor()
-            monitor.close()
-            dealer.close()
-            self._stillborn.append(link)
+            self._stillborn[link] = f"no connection can be made: {error}"
+            if dealer is not None:
+                dealer.disable_monitor()
+                dealer.close()
+            if monitor is not None:
+                monitor.close()
             return
-        self._dealers[link] = dealer
-        self._monitors[link] = monitor
-        self._endpoints[link] = (host, port)
+        self._links[link] = _Link(dealer, monitor, host, port)
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
 
     def send(self, link: str, data: bytes) -> bool:
         """Send without waiting."""
         try:
-            if link in self._dealers:
-                self._dealers[link].send(data, zmq.NOBLOCK)
+            if link in self._links:
+                if self._links[link].probe is None:
+                    self._links[link].dealer.send(data, zmq.NOBLOCK)
             elif link.startswith("in:"):
                 self._router.send_multipart([bytes.fromhex(link[3:]), data], zmq.NOBLOCK)
             else:
@@ -124,40 +178,54 @@ class ZmqChannel:
 
     def drop(self, link: str) -> None:
         """Close a connection that we opened."""
-        dealer = self._dealers.pop(link, None)
-        if dealer is None:
+        self._stillborn.pop(link, None)
+        dropped = self._links.pop(link, None)
+        if dropped is None:
             return
-        monitor = self._monitors.pop(link)
-        del self._endpoints[link]
-        self._poller.unregister(monitor)
-        self._poller.unregister(dealer)
-        dealer.disable_monitor()
-        monitor.close()
-        dealer.close()
+        self._poller.unregister(dropped.monitor)
+        self._poller.unregister(dropped.dealer)
+        if dropped.probe is not None:
+            dropped.probe.close()
+        dropped.dealer.disable_monitor()
+        dropped.monitor.close()
+        dropped.dealer.close()
 
     def receive(self) -> list[Arrival]:
         """Frames and lost connections, at most a few hundred at a time."""
-        arrived: list[Arrival] = [LinkLost(link, refused=False) for link in self._stillborn]
+        arrived: list[Arrival] = [
+            LinkLost(link, refused=False, reason=reason) for link, reason in self._stillborn.items()
+        ]
         self._stillborn.clear()
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                pass
+        now = time.monotonic()
+        stood_still, self._received_at = now - self._received_at > _RECONNECT_MS / 2000, now
+        # Asked of all at once: asking each socket whether it has something costs more than all else here.
+        ready = {readable for readable, _ in self._poller.poll(0)}
+        if not ready.isdisjoint(self._gate.sockets):
+            self._gate.serve()
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._wake_read, 4096):
+                    pass
         # Answers to our own questions first, and with room of their own: no flood from outside delays them.
-        for link, dealer in list(self._dealers.items()):
-            for _ in range(_MOST_ARRIVALS):
-                try:
-                    arrived.append(Frame(link, dealer.recv(zmq.NOBLOCK)))
-                except zmq.Again:
-                    break
-            if self._monitor_says_lost(link):
-                arrived.append(LinkLost(link, refused=self._is_refused(link)))
-        self._drain_router(arrived)
+        for name, link in list(self._links.items()):
+            if link.dealer in ready:
+                # What a peer says after a loss is said to somebody whom it takes for a stranger.
+                is_over = link.probe is not None or (stood_still and link.monitor in ready)
+                self._drain_dealer(name, link, [] if is_over else arrived)
+            if link.monitor in ready or link.probe is not None:
+                lost = self._lost(name, link)
+                if lost is not None:
+                    arrived.append(lost)
+        if self._router in ready:
+            self._drain_router(arrived)
         return arrived
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a frame, a lost connection or ``wake``."""
         if self._stillborn:
             return
+        if any(link.probe is not None for link in self._links.values()):
+            timeout_s = min(timeout_s, PROBE_INTERVAL_S)
         self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
 
     def wake(self) -> None:
@@ -170,9 +238,9 @@ class ZmqChannel:
         if self._closed:
             return
         self._closed = True
-        for link in list(self._dealers):
+        for link in list(self._links):
             self.drop(link)
-        self._poller.unregister(self._router)
+        self._gate.close()
         self._router.close()
         self._context.term()
         os.close(self._wake_read)
@@ -184,10 +252,28 @@ class ZmqChannel:
         made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         made.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        made.setsockopt(zmq.HANDSHAKE_IVL, self._handshake_timeout_ms)
         made.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(self._peer_timeout_ms, 2 * _HEARTBEAT_MS))
         made.setsockopt(zmq.IPV6, 1)
         return made
+
+    def _refusal(self, host: str, port: int) -> str:
+        if self._allowed and not self._allowed.allows(host, port):
+            return f"allow_peers does not have {host}:{port}"
+        if self._keyring is not None and self._keyring.server_key(host, port) is None:
+            return (
+                f"no public key is known of a peer at {host}:{port}; `kvconnect keys add` takes one "
+                f"({self._keyring.describe()})"
+            )
+        return ""
+
+    def _drain_dealer(self, name: str, link: _Link, arrived: list[Arrival]) -> None:
+        for _ in range(_MOST_ARRIVALS):
+            try:
+                arrived.append(Frame(name, link.dealer.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return
 
     def _drain_router(self, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):
@@ -201,28 +287,34 @@ class ZmqChannel:
                 continue
             arrived.append(Frame(f"in:{parts[0].hex()}", parts[1]))
 
-    def _monitor_says_lost(self, link: str) -> bool:
-        lost = False
-        while self._monitors[link].poll(0):
-            recv_monitor_message(self._monitors[link])
-            lost = True
-        return lost
+    def _lost(self, name: str, link: _Link) -> LinkLost | None:
+        """A connection that its monitor calls lost, once it is known whether the peer is gone."""
+        now = time.monotonic()
+        while link.monitor.poll(0):
+            said = recv_monitor_message(link.monitor)
+            link.probe = link.probe or PortProbe(link.host, link.port, now)
+            if said["event"] in _HANDSHAKE_EVENTS and not link.reason:
+                link.reason = self._cause(int(said["event"]), int(said["value"]))
+        if link.probe is None:
+            return None
+        refused = link.probe.step(now)
+        if refused is None and not link.reason:
+            return None
+        link.probe.close()
+        link.probe = None
+        return LinkLost(name, refused is True, "" if refused else link.reason)
 
-    def _is_refused(self, link: str) -> bool:
-        """Whether the peer's port is closed: then its process ended, and nothing of it writes any more."""
-        host, port = self._endpoints[link]
-        try:
-            # A name may stand for many processes, and looking it up would take its time.
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        try:
-            with socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S):
-                return False
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+    def _cause(self, event: int, value: int) -> str:
+        """Why a handshake failed, most likely."""
+        ours = "this node is insecure" if self._keyring is None else f"ours is the {self._keyring.describe()}"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"the peer does not admit our public key ({ours})"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM:
+            return f"only one of the two nodes encrypts its side channel ({ours})"
+        return (
+            "the handshake failed: most likely the two nodes have different keys, or only one of them has "
+            f"any; compare `kvconnect keys show` on both ({ours})"
+        )
 
 
 def _bracketed(host: str) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvconnect.errors import ConfigError
 from kvconnect.router import bodies
@@ -25,6 +26,19 @@ from kvconnect.router.parallel import ParallelFlow
 from kvconnect.router.pool import Pool, PoolPolicy
 
 logger = logging.getLogger("kvconnect.router")
+
+
+class _NoTracebacks(logging.Filter):
+    """A client that leaves, or sends what is no HTTP and is told so, is no error of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See ``logging.Filter``."""
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (HttpProcessingError, ConnectionError))
+
+
+_http_logger = logging.getLogger("kvconnect.router.http")
+_http_logger.addFilter(_NoTracebacks())
 
 _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
@@ -217,7 +231,9 @@ def create_router_app(
 
 def router_runner(app: web.Application) -> web.AppRunner:
     """The runner that the application needs: a client that leaves cancels its handler."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    return web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
+    )
 
 
 async def serve_router(app: web.Application, host: str, port: int, stop: asyncio.Event) -> None:

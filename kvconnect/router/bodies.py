@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 REQUEST_ID = "X-Request-Id"
@@ -29,11 +29,15 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SideChannel:
-    """Where a prefill node's peers reach it, as its own answers say."""
+    """Where a prefill node's peers reach it, as its own answers say.
+
+    ``handle`` is one of its signed handles: a decode node believes an address that such a one names.
+    """
 
     host: str
     port: int
     engine_id: str
+    handle: str = field(default="", compare=False)
 
 
 _HOP_BY_HOP = frozenset(
@@ -140,7 +144,8 @@ def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
     host, port, engine_id = (params.get(f"remote_{name}") for name in ("host", "port", "engine_id"))
     if not isinstance(host, str) or not isinstance(port, int) or not isinstance(engine_id, str):
         return None
-    return SideChannel(host, port, engine_id)
+    handle = params.get("kvconnect_handle")
+    return SideChannel(host, port, engine_id, handle if isinstance(handle, str) else "")
 
 
 def announced_prefill(transfer_id: str) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def announced_prefill(transfer_id: str) -> dict[str, Any]:
 
 def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
     """What tells a decode node to fetch from a prefill node that is asked at the same time."""
-    return {
+    told = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
@@ -158,6 +163,7 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
         "remote_port": channel.port,
         "remote_engine_id": channel.engine_id,
     }
+    return {**told, "kvconnect_peer": channel.handle} if channel.handle else told
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:

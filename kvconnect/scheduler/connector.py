@@ -28,17 +28,20 @@ from kvconnect.orders import (
     Results,
     Withdraw,
 )
+from kvconnect.scheduler.handles import Claims, Handles
 from kvconnect.scheduler.params import (
     HANDLE_KEY,
     TRANSFER_KEY,
     RemotePrefill,
     read_remote_prefill,
     read_transfer_id,
+    transfer_name,
     transfer_params,
 )
 from kvconnect.scheduler.promises import Promises
 from kvconnect.scheduler.shares import Share, Shares, Turn
 from kvconnect.scheduler.streams import Streams
+from kvconnect.scheduler.trust import PeerTrust
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,11 @@ class SchedulerConnector:
         held_back: tokens at the end of a prompt that P must not compute and D always computes itself, for
             a serving stack's own reasons; caches with recurrent state need 1 in any case.
         new_handle: makes an unguessable string.
+        handles: makes the handles of requests, and reads those of peers.
+        trust: whom to fetch from; left out, whoever a request names.
+
+    Raises:
+        ConfigError: engine id and host are too long for a handle.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class SchedulerConnector:
         directory: Sequence[RankAddress],
         held_back: int = 0,
         new_handle: Callable[[], str] = lambda: secrets.token_urlsafe(24),
+        handles: Handles | None = None,
+        trust: PeerTrust | None = None,
     ) -> None:
         if not directory:
             raise LocalError("the scheduler half needs the address of rank 0 at least")
@@ -76,6 +86,12 @@ class SchedulerConnector:
         self._directory = tuple(sorted(directory, key=lambda address: address.rank))
         self._directory_sent = False
         self._new_handle = new_handle
+        self._handles = handles or Handles()
+        self._trust = trust
+        self._epoch = new_handle()
+        if config.is_producer:
+            # Said now if it cannot be: later it would end the scheduler.
+            self._sign(transfer_name(""), 1)
         self._holds: list[Hold] = []
         self._loads: list[Load] = []
         self._let_go: list[LetGo] = []
@@ -89,6 +105,11 @@ class SchedulerConnector:
         extra = config.extra
         self._streams = Streams(self._groups, extra.stream_min_tokens if extra.has_slots else 0)
         self._said: set[str] = set()
+        self._draining = False
+
+    def drain(self) -> None:
+        """Hold nothing any more: requests that end are answered without parameters. From any thread."""
+        self._draining = True
 
     def new_request(self, request: RequestView) -> None:
         """A request arrived; before anything else is asked about it. Raises nothing.
@@ -254,8 +275,19 @@ class SchedulerConnector:
         share = self._shares.of(request.request_id)
         if share is not None:
             return share
-        remote = read_remote_prefill(transfer_params(request))
-        return None if remote is None else self._shares.join(request.request_id, remote)
+        remote = read_remote_prefill(transfer_params(request), self._handles)
+        return None if remote is None else self._shares.join(request.request_id, self._checked(remote))
+
+    def _checked(self, remote: RemotePrefill) -> RemotePrefill:
+        """The same, refused and counted if it is not to be trusted."""
+        if remote.refusal:
+            self._failures.append("parameters_refused")
+        elif self._trust is not None:
+            refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
+            if refusal:
+                self._failures.append("peer_not_trusted")
+                return RemotePrefill(refusal=refusal)
+        return remote
 
     def _promise(self, request: RequestView) -> None:
         """Take note of a router's transfer id: whoever fetches under it may come before the KV is there."""
@@ -336,13 +368,17 @@ class SchedulerConnector:
         num_tokens = request.num_tokens - 1
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return False, None, "the prompt left none"
+        if self._draining:
+            return False, None, "the prefill node is stopping"
         if len(self._held) >= self._config.extra.max_leases:
             return False, None, self._complain_full()
         handle = self._promises.of(request.request_id)
         if handle is None:
             if transfer_params(request).get(TRANSFER_KEY) is not None:
                 return False, None, "its transfer id was refused"
-            handle = self._new_handle()
+            token = handle = self._sign(self._new_handle(), num_tokens)
+        else:
+            token = self._sign(transfer_name(handle), num_tokens)
         hold = Hold(
             request_id=request.request_id,
             handle=handle,
@@ -352,12 +388,27 @@ class SchedulerConnector:
         )
         self._holds.append(hold)
         self._held.add(request.request_id)
-        params = self._params(hold, block_ids)
+        params = self._params(hold, block_ids, token)
         if self._promises.of(request.request_id) is not None:
             params[TRANSFER_KEY] = transfer_params(request)[TRANSFER_KEY]
         return True, params, ""
 
-    def _params(self, hold: Hold, block_ids: BlockIdsByGroup) -> dict[str, Any]:
+    def _sign(self, name: str, num_tokens: int) -> str:
+        """What vouches to D for a request that is held."""
+        address = self._directory[0]
+        return self._handles.make(
+            Claims(
+                engine_id=self._config.engine_id,
+                epoch=self._epoch,
+                name=name,
+                num_tokens=num_tokens,
+                host=address.host,
+                port=address.port,
+                expires_at=self._handles.expiry(self._config.extra.lease_s),
+            )
+        )
+
+    def _params(self, hold: Hold, block_ids: BlockIdsByGroup, token: str) -> dict[str, Any]:
         """What the router passes on to D: the shape that routers know, and our handle."""
         address = self._directory[0]
         return {
@@ -370,5 +421,5 @@ class SchedulerConnector:
             "remote_port": address.port,
             "remote_num_tokens": hold.num_tokens,
             "tp_size": len(self._directory),
-            HANDLE_KEY: hold.handle,
+            HANDLE_KEY: token,
         }

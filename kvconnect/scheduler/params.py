@@ -1,17 +1,21 @@
 """The dictionary that travels with a request through a router, as P and D read it.
 
-It comes from a client: nothing in it is trusted further than its type and size.
+It comes from a client: nothing in it is trusted further than its type and size, but for what a signed
+handle says.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from kvconnect.errors import PeerError
 from kvconnect.orders import RequestView
+from kvconnect.scheduler.handles import LONGEST_HANDLE, Claims, Handles
 
 HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""
@@ -19,8 +23,11 @@ HANDLE_KEY = "kvconnect_handle"
 TRANSFER_KEY = "transfer_id"
 """What a router names a transfer, when it asks P and D at once."""
 
+PEER_KEY = "kvconnect_peer"
+"""Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is told."""
+
 _TRANSFER_PREFIX = "transfer:"
-# Random handles have no colon: nobody can name one of them with a transfer id.
+# Signed handles have no colon: nobody can name one of them with a transfer id.
 
 _LONGEST_TEXT = 512
 _TEXT = re.compile(r"[ -~]+")
@@ -31,8 +38,9 @@ _DIGITS = re.compile(r"[0-9]{1,5}")
 class RemotePrefill(msgspec.Struct, frozen=True):
     """Where the KV of a request waits, or will.
 
-    ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told.
-    ``refusal`` says why the dictionary is of no use; the other fields mean nothing then.
+    ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told. ``vouched``: a signed
+    handle named the address, and no client did. ``refusal`` says why the dictionary is of no use; the other
+    fields mean nothing then.
     """
 
     handle: str = ""
@@ -40,6 +48,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     num_tokens: int = 0
+    vouched: bool = False
     refusal: str = ""
 
 
@@ -73,32 +82,72 @@ def read_transfer_id(params: Mapping[str, Any] | None) -> TransferId | None:
         return TransferId(refusal=str(error))
 
 
-def read_remote_prefill(params: Mapping[str, Any] | None) -> RemotePrefill | None:
+def read_remote_prefill(params: Mapping[str, Any] | None, handles: Handles) -> RemotePrefill | None:
     """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
 
-    With a handle they are P's own answer. With a transfer id alone P is computing meanwhile, and
-    neither its engine id nor its count of tokens need be known.
+    With a handle all is in it: some routers write another name of P's host beside it, and nobody connects to
+    that. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count of tokens
+    need be known.
     """
     if not params or not params.get("do_remote_prefill"):
         return None
     try:
         if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:
-            return RemotePrefill(
-                handle=_TRANSFER_PREFIX + _text(params, TRANSFER_KEY),
-                engine_id="" if params.get("remote_engine_id") is None else _text(params, "remote_engine_id"),
-                host=_host(params),
-                port=_port(params),
-                num_tokens=0 if params.get("remote_num_tokens") is None else _num_tokens(params),
-            )
-        return RemotePrefill(
-            handle=_text(params, HANDLE_KEY, _LONGEST_TEXT + len(_TRANSFER_PREFIX)),
-            engine_id=_text(params, "remote_engine_id"),
-            host=_host(params),
-            port=_port(params),
-            num_tokens=_num_tokens(params),
-        )
+            return _announced(params, handles)
+        return _held(params, handles)
     except _Unusable as error:
         return RemotePrefill(refusal=str(error))
+
+
+def transfer_name(handle: str) -> str:
+    """What a signed handle calls a transfer id, which may be longer than a handle has room for."""
+    return _TRANSFER_PREFIX + hashlib.sha256(handle.encode()).hexdigest()[:32]
+
+
+def _held(params: Mapping[str, Any], handles: Handles) -> RemotePrefill:
+    """P's own answer."""
+    handle = _text(params, HANDLE_KEY, LONGEST_HANDLE)
+    claims = _claims(handles, HANDLE_KEY, handle)
+    _check_contradictions(params, claims, ("remote_engine_id", "remote_num_tokens"))
+    if claims.name.startswith(_TRANSFER_PREFIX):
+        handle = _TRANSFER_PREFIX + _text(params, TRANSFER_KEY)
+        if transfer_name(handle) != claims.name:
+            raise _wrong(TRANSFER_KEY, params[TRANSFER_KEY], f"{HANDLE_KEY} was signed for another one")
+    return RemotePrefill(
+        handle, claims.engine_id, claims.host, claims.port, claims.num_tokens, handles.are_signed
+    )
+
+
+def _announced(params: Mapping[str, Any], handles: Handles) -> RemotePrefill:
+    """What a router says while P is computing."""
+    remote = RemotePrefill(
+        handle=_TRANSFER_PREFIX + _text(params, TRANSFER_KEY),
+        engine_id="" if params.get("remote_engine_id") is None else _engine_id(params),
+        host=_host(params),
+        port=_port(params),
+        num_tokens=0 if params.get("remote_num_tokens") is None else _num_tokens(params),
+    )
+    if params.get(PEER_KEY) is None:
+        return remote
+    claims = _claims(handles, PEER_KEY, _text(params, PEER_KEY, LONGEST_HANDLE), even_expired=True)
+    # It was made for another request, so of that it says nothing.
+    _check_contradictions(params, claims, ("remote_host", "remote_port"))
+    return msgspec.structs.replace(remote, vouched=handles.are_signed)
+
+
+def _claims(handles: Handles, key: str, handle: str, *, even_expired: bool = False) -> Claims:
+    try:
+        return handles.read(handle, even_expired=even_expired)
+    except PeerError as error:
+        raise _Unusable(f"kv_transfer_params.{key} is of no use: {error}") from error
+
+
+def _check_contradictions(params: Mapping[str, Any], claims: Claims, keys: Sequence[str]) -> None:
+    """Routers repeat what P said beside its handle. What is there must be readable, and ``keys`` the same."""
+    for key, read in _REPEATED.items():
+        signed = getattr(claims, key.removeprefix("remote_"))
+        if params.get(key) is not None and read(params) != signed and key in keys:
+            raise _wrong(key, params[key], f"its handle says {signed!r}")
 
 
 def _text(params: Mapping[str, Any], key: str, longest: int = _LONGEST_TEXT) -> str:
@@ -110,6 +159,10 @@ def _text(params: Mapping[str, Any], key: str, longest: int = _LONGEST_TEXT) -> 
     if not _TEXT.fullmatch(value):
         raise _wrong(key, value, "accepted: printable ASCII")
     return value
+
+
+def _engine_id(params: Mapping[str, Any]) -> str:
+    return _text(params, "remote_engine_id")
 
 
 def _host(params: Mapping[str, Any]) -> str:
@@ -135,6 +188,15 @@ def _num_tokens(params: Mapping[str, Any]) -> int:
     if count < 1:
         raise _wrong("remote_num_tokens", count, "it must be at least 1")
     return count
+
+
+_REPEATED: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "remote_engine_id": _engine_id,
+    "remote_host": _host,
+    "remote_port": _port,
+    "remote_num_tokens": _num_tokens,
+}
+"""What stands in the dictionary as well as in the handle, and how it is read there."""
 
 
 def _integer(key: str, value: object) -> int:

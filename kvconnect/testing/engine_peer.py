@@ -82,6 +82,10 @@ class PeerProcess:
         """Close the child's engine and make a new one over the same buffers; nothing is registered."""
         self._ask("restart")
 
+    def renew_registration(self) -> bool:
+        """Have the child's engine keep out whoever knows only the cards that it gave out before."""
+        return bool(self._ask("renew"))
+
     def stop(self) -> None:
         """Freeze the process; undone by ``resume``."""
         os.kill(self.pid, signal.SIGSTOP)
@@ -154,6 +158,9 @@ class _Child:
     def restart(self) -> None:
         self.engine.close()
         self.engine = self._make_engine()
+
+    def renew(self) -> bool:
+        return self.engine.renew_registration()
 
     def _spans(self, ranges: Sequence[Range]) -> list[Span]:
         return [part(self._buffers[name], offset, length) for name, offset, length in ranges]

@@ -8,6 +8,8 @@ means "nothing to do".
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.trust import PeerTrust
 from kvconnect.vllm.geometry import (
     held_back,
     running_states,
@@ -56,6 +62,8 @@ _OURS = (
     "kv_load_failure_policy",
     "kv_connector_extra_config",
 )
+_DRAIN_S = 3.0
+"""How long vLLM is kept from ending: about as long as it waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
@@ -306,8 +314,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return TransferStats.of_worker(worker.address().rank, changes)
 
     def shutdown(self) -> None:
-        """Stop serving peers. Idempotent."""
+        """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
         if self._worker is not None:
+            self._worker.drain(_DRAIN_S)
             self._worker.close()
 
     # Helpers
@@ -321,12 +330,16 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def _half(self) -> SchedulerConnector:
         """The scheduler half, made at the first hook: by then the workers have told where they listen."""
         if self._scheduler is None:
+            extra = self._config.extra
+            keyring = load_keyring(extra, os.environ)
             self._scheduler = SchedulerConnector(
                 self._config,
                 scheduler_config(self._cache),
                 {},
                 directory=tuple(self._addresses.values()),
                 held_back=held_back(self._cache, self._num_lookahead_tokens),
+                handles=Handles(keyring.handle_secret if keyring else b"", time.time),
+                trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
             )
         return self._scheduler
 

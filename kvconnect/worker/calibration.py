@@ -40,6 +40,7 @@ class ProbeOutbox:
 
     path = "probe"
     busy = False
+    goes_on = True
 
     def __init__(
         self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int

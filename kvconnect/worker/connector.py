@@ -7,6 +7,7 @@ thread, results are taken from it.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import uuid
@@ -26,9 +27,11 @@ from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
-from kvconnect.pack.arena import Arena, auto_slot_bytes
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer_torch import use_one_thread
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
@@ -57,7 +60,8 @@ class WorkerConnector:
         engine: an engine to use in place of the configured one.
 
     Raises:
-        ConfigError: the kernel block is larger than a group's block, or the side channel cannot listen.
+        ConfigError: the kernel block is larger than a group's block, the side channel cannot listen, or it
+            has no usable keys.
         EngineError: the engine is not usable on this machine.
     """
 
@@ -85,6 +89,8 @@ class WorkerConnector:
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
         }
+        # Before anything is opened: what is wrong with the keys is said first.
+        keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
         self._engine = engine or create_engine(
             extra.engine,
             host=extra.host,
@@ -98,6 +104,11 @@ class WorkerConnector:
             extra.port + rank if extra.port else 0,
             max_message_bytes=extra.max_message_bytes,
             peer_timeout_s=extra.peer_timeout_s,
+            keyring=keyring,
+            allowed=allowed,
+            handshake_timeout_s=extra.handshake_timeout_s,
+            max_connections=4 * extra.max_peers,
+            count=lambda reason: self._metrics.failures.labels(reason).inc(),
         )
         self._table: RegionTable | None = None
         self._metrics = Metrics(registry)
@@ -115,6 +126,7 @@ class WorkerConnector:
             extra.host,
             self._channel.port,
         )
+        logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")
 
     @property
     def engine_name(self) -> str:
@@ -160,15 +172,18 @@ class WorkerConnector:
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
         arenas = self._make_arenas(device)
-        spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in table.storages]
+        # What is registered, peers can write to; where all goes through slots they need nothing else.
+        storages = () if self._config.extra.path == "packed" else table.storages
+        spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
         spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
         self._engine.register(spans)
         self._table = table
         logger.info(
-            "registered %d regions in %d storages, %d bytes",
+            "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
             len(table.regions),
             len(table.storages),
             sum(storage.length_bytes for storage in table.storages),
+            sum(span.length_bytes for span in spans),
         )
         self._mover = self._make_mover(table, device, arenas)
         self._thread = threading.Thread(
@@ -182,6 +197,9 @@ class WorkerConnector:
         if not extra.has_slots:
             return {}
         slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
+        # A chunk is one batch: the rest of a slot that is larger would lie idle.
+        most_bytes = self._engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
+        slot_bytes = min(slot_bytes, max(most_bytes, ALIGN_BYTES))
         kinds = {"landing": self._config.is_consumer, "send": self._config.is_producer}
         scratch_bytes = probe_bytes(slot_bytes, self._on_cuda)
         self._arenas = {
@@ -276,6 +294,19 @@ class WorkerConnector:
             "peers": len(decode.peers),
             "visitors": len(prefill.visitors),
         }
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Begin no lease any more, and wait until everything that is held was fetched, or is given up.
+
+        What is not fetched within ``drain_s`` is given up, and whoever counts on it is told. Not for a hook:
+        it waits, for ``drain_s`` and a little more if ``timeout_s`` says nothing else. Results are to be
+        taken meanwhile. False: not everything ended in that time.
+        """
+        if self._mover is None:
+            return True
+        drained = threading.Event()
+        self._mover.drain(drained.set)
+        return drained.wait(self._config.extra.drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Stop the thread and release the engine. Idempotent."""

@@ -6,55 +6,64 @@ to its blocks: what could not be proven quiet waits in quarantine.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Engine
+from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import LetGo as LetGoOrder
 from kvconnect.orders import Load
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
+    MAX_HANDLES,
+    Accepted,
     CacheMeaning,
-    Cancel,
     Declined,
     Fetch,
     Granted,
     Introduction,
     Landed,
+    Message,
+    Renew,
+    Renewed,
+    Wanted,
     Written,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading
+from kvconnect.worker.ledger import Leg, LegState, LoadEvent, Loading, PeerKey
+from kvconnect.worker.legs import DEAD_PEER_GRACE_S, Legs
 from kvconnect.worker.local import Local
+from kvconnect.worker.moves import count_error
 from kvconnect.worker.peers import Peers
 from kvconnect.worker.remote import Peer, RankLink
+from kvconnect.worker.renewals import plan_first, take_due, wants
 from kvconnect.worker.routes import Route, make_route
+from kvconnect.worker.tally import count_loaded
 
 logger = logging.getLogger(__name__)
-
-DEAD_PEER_GRACE_S = 1.0
-"""A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
-MOST_REPEATS = 4
-"""How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
 
 
 class DecodeSide:
     """Loads and the fetches under way.
 
     Args:
+        engine: what peers write to our memory with; only its registration is of interest here.
         introduce: our introduction, made anew for every peer since the engine's card may change.
         local: our pages, and the slots that land beside them.
         report_received: told once per request, with the reason if it failed.
+        randomness: spreads the attempts to reach a peer that is gone.
     """
 
     def __init__(
         self,
         config: ExtraConfig,
+        engine: Engine,
         channel: Channel,
         rank: int,
         meaning: CacheMeaning,
@@ -62,17 +71,20 @@ class DecodeSide:
         local: Local,
         report_received: Callable[[str, str], None],
         metrics: Metrics,
+        randomness: random.Random,
     ) -> None:
         self.loads: dict[str, Loading] = {}
-        self.peers = Peers(config, channel, rank, meaning, introduce, metrics)
+        self.peers = Peers(config, channel, rank, meaning, introduce, metrics, randomness)
         self.bay = LandingBay(local.landing, config.check_digest, metrics)
+        can_renew = engine.capabilities.can_renew
+        self.legs = Legs(config, self.bay, self._say, metrics, can_renew=can_renew)
+        self._engine = engine
         self._config = config
         self._local = local
         self._report_received = report_received
         self._metrics = metrics
         self._queue: deque[Loading] = deque()
-        self._legs: dict[int, Loading] = {}
-        self._transfer_ids = itertools.count(1)
+        self._renew_at = math.inf
 
     # Orders of the scheduler
 
@@ -80,17 +92,22 @@ class DecodeSide:
         """Begin to fetch a request."""
         key = (order.engine_id, order.host, order.port)
         loading = Loading(order, key, now, now + self._config.load_timeout_s, ready)
+        self.peers.adopt(key, {other.peer for other in self.loads.values()})
         self.loads[order.request_id] = loading
-        if order.refusal:
-            loading.error = order.refusal
-        else:
-            self._queue.append(loading)
+        reason = order.refusal or self.peers.refusal(key, now)
+        if reason:
+            loading.fail(reason)
+            return
+        self._queue.append(loading)
+        # Also where it has to wait for its turn: its lease is renewed meanwhile.
+        self.peers.reach(key, now)
+        self._renew_at = now
 
     def abort(self, request_id: str) -> None:
         """The request is of no use any more. It is still reported, once its blocks are quiet."""
         loading = self.loads.get(request_id)
         if loading is not None:
-            self._fail(loading, "the request was aborted")
+            loading.fail("the request was aborted")
 
     def let_go(self, order: LetGoOrder, now: float) -> None:
         """Tell a peer that nothing will be fetched under a handle."""
@@ -108,41 +125,56 @@ class DecodeSide:
         for event in rank_link.session.receive(data, now):
             self._handle(peer, rank, rank_link, event, now)
 
-    def lost(self, link: str, refused: bool, now: float) -> None:
-        """A connection broke. ``refused``: the peer's process is gone, so nothing of it writes."""
+    def lost(self, link: str, refused: bool, reason: str, now: float) -> None:
+        """A connection broke. ``refused``: the peer's process is gone, so nothing of it writes.
+
+        ``reason`` says why it never was one; empty where that is not known.
+        """
         found = self.peers.find(link)
         if found is None:
             return
         peer, rank = found
         _, host, port = peer.key
-        reason = (
-            f"nothing listens at {host}:{port}, the peer is gone"
-            if refused
-            else f"the connection to {host}:{port} was lost"
-        )
-        self._lose_rank(peer, rank, reason, now, gone=refused)
+        was_met = peer.links[rank].session.peer is not None
+        if reason:
+            reason = f"cannot talk to {host}:{port}: {reason}"
+        elif refused:
+            reason = f"nothing listens at {host}:{port}, the peer is gone"
+        else:
+            reason = f"the connection to {host}:{port} was lost"
+        self._lose_rank(peer, rank, reason, now, gone=refused, failed=refused or not was_met)
 
     def advance(self, now: float) -> None:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
         for peer, rank, link, event in self.peers.tick(now):
             self._handle(peer, rank, link, event, now)
+        if self.legs.has_unproven(self.loads.values(), now):
+            self._renew_registration()
         for transfer_id, grants in self.bay.advance(now):
             self._grant(transfer_id, Granted(transfer_id, grants))
-        for loading in self.loads.values():
-            if now >= loading.deadline and not loading.error:
-                self._fail(loading, f"it did not arrive within {self._config.load_timeout_s} s")
-            for leg in loading.legs.values():
-                self._check_landing(loading, leg, now)
-            if loading.error:
-                self._wind_up(loading, now)
-        for loading in [loading for loading in self.loads.values() if loading.over]:
-            self._finish(loading, now)
+        for loading in list(self.loads.values()):
+            try:
+                self._look_after(loading, now)
+            except Exception as error:
+                count_error(self._metrics, error, f"request {loading.order.request_id}")
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
+        self._renew(now)
         owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
         self.peers.owe(owed, now)
+        self.peers.advance(now)
         self.peers.forget_idle({loading.peer for loading in self.loads.values()})
         self._count()
+
+    def _look_after(self, loading: Loading, now: float) -> None:
+        if now >= loading.deadline and not loading.error:
+            loading.fail(f"it did not arrive within {self._config.load_timeout_s} s")
+        for leg in loading.legs.values():
+            self.legs.check_landing(loading, leg)
+        if loading.error:
+            self.legs.wind_up(loading, now)
+        if loading.over:
+            self._finish(loading, now)
 
     def next_deadline(self) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
@@ -153,6 +185,7 @@ class DecodeSide:
             for leg in loading.legs.values()
             if leg.state is LegState.BUSY
         ]
+        times.append(self._renew_at)
         others = (self.peers.next_deadline(), self.bay.next_deadline())
         return min((*times, *(time for time in others if time is not None)), default=None)
 
@@ -174,53 +207,154 @@ class DecodeSide:
 
     def _handle(self, peer: Peer, rank: int, link: RankLink, event: Event, now: float) -> None:
         match event:
-            case Ready(peer=introduction, directory=directory):
-                reason = self.peers.meet(peer, rank, introduction, directory, now)
-                if reason:
-                    self._lose_rank(peer, rank, reason, now)
-            case Received(message=Declined() | Landed() | Written() as message):
-                self._hear(message, link.name, now)
+            case Ready():
+                self._met(peer, rank, event, now)
+            case Received(message=Accepted() | Declined() | Landed() | Wanted() | Written() as message):
+                self.legs.hear(message, link.name, now)
+            case Received(message=Renewed() as renewed):
+                self._renewed(peer, rank, renewed)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", peer.key, reason)
             case Ended(reason=reason, refused=refused):
-                self._lose_rank(peer, rank, reason, now, refused=refused)
+                was_met = link.session.peer is not None
+                refused = refused and not (was_met and link.session.is_greeting_anew)
+                self._lose_rank(peer, rank, reason, now, refused=refused, failed=not (refused and was_met))
         self.peers.flush(link)
 
+    def _met(self, peer: Peer, rank: int, ready: Ready, now: float) -> None:
+        reason = self.peers.meet(peer, rank, ready, now)
+        if reason:
+            self._lose_rank(peer, rank, reason, now, failed=True)
+            return
+        peer.links[rank].clock_ahead_s = ready.clock_s - now
+        self._process_gone(self.peers.past_links(peer, rank, ready.peer.incarnation), now)
+        for loading in self.loads.values():
+            if loading.peer == peer.key:
+                loading.renew_at = math.inf
+        self._renew_at = now
+
     def _lose_rank(
-        self, peer: Peer, rank: int, reason: str, now: float, *, gone: bool = False, refused: bool = False
+        self,
+        peer: Peer,
+        rank: int,
+        reason: str,
+        now: float,
+        *,
+        gone: bool = False,
+        refused: bool = False,
+        failed: bool = False,
     ) -> None:
         """A connection is over: everything that hung on it fails, or is asked anew.
 
         ``gone``: the peer's process ended. ``refused``: the peer said itself that it does nothing.
+        ``failed``: it is of no use to try again at once.
         """
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
+        name = peer.links[rank].name
         self.peers.drop(peer, rank)
+        if failed:
+            self.peers.failed(peer, reason, now)
+        elif refused:
+            # It has forgotten us, having more peers than it remembers: back only with something to ask.
+            peer.was_met = False
+        if gone:
+            self._process_gone(self.peers.past_links(peer, rank), now)
+        self.legs.unheard(name, now)
         for loading in self.loads.values():
             if loading.peer != peer.key:
                 continue
             leg = loading.legs.get(rank)
             if leg is None:
                 if rank == 0 and loading.admitted and not loading.legs:
-                    self._fail(loading, reason)
+                    loading.fail(reason)
             elif leg.state is LegState.MEETING:
-                self._fail(loading, reason)
+                loading.fail(reason)
             elif leg.state is LegState.ASKED and refused and not loading.met_again and not loading.error:
                 loading.met_again = True
-                self.bay.close(leg.transfer_id, None)
-                self._leave(loading, leg, LegEvent.FORGET)
+                self.legs.forget(leg)
                 self.peers.reach(peer.key, now)
-            elif leg.state is LegState.ASKED:
-                self._fail(loading, reason)
-                # A process that is gone writes no more; one that only cannot be heard may go on.
-                until = now + DEAD_PEER_GRACE_S if gone else self._longest_write(loading, now)
-                self._end(loading, leg, None if refused else until)
+            elif leg.state is LegState.ASKED and refused:
+                loading.fail(reason)
+                self.legs.end(loading, leg, None)
+            elif leg.owed:
+                self.legs.lose(loading, leg, reason, now, gone=gone)
             if rank == 0 and 0 not in peer.links:
                 # Nobody would ask the other ranks for what has not been asked yet.
                 waiting = [other for other in loading.legs.values() if other.state is LegState.MEETING]
                 if waiting and not loading.error:
-                    self._fail(loading, reason)
+                    loading.fail(reason)
+
+    def _process_gone(self, links: set[str], now: float) -> None:
+        """The process behind these connections ended: it writes no more."""
+        if links:
+            self.legs.hasten(self.loads.values(), links, now + DEAD_PEER_GRACE_S, proven=True)
+
+    def _renew_registration(self) -> None:
+        """Keep out whoever may still write, and tell all peers where our memory is to be found now."""
+        try:
+            if not self._engine.renew_registration():
+                return
+        except EngineError:
+            self._metrics.failures.labels("registration").inc()
+            logger.exception("our memory could not be registered anew: nothing may be able to reach it")
+            return
+        self._metrics.failures.labels("registration_renewed").inc()
+        logger.warning(
+            "a peer did not say that it stopped: our memory is registered anew, without its access"
+        )
+        self.legs.renewed(self.loads.values())
+        self.peers.greet_anew()
+
+    # Leases
+
+    def _renew(self, now: float) -> None:
+        """Have peers hold what is not fetched yet: also what waits for its turn."""
+        if now < self._renew_at:
+            return
+        by_peer: dict[PeerKey, list[Loading]] = {}
+        for loading in self.loads.values():
+            by_peer.setdefault(loading.peer, []).append(loading)
+        for key, loads in by_peer.items():
+            peer = self.peers.peers.get(key)
+            if peer is None or peer.world_size is None:
+                continue
+            for loading in loads:
+                plan_first(loading, peer.lease_s, now)
+            due = take_due(loads, peer.lease_s, now)
+            for rank in peer.partners if due else ():
+                self._renew_at_rank(peer, rank, due, now)
+        self._renew_at = min(
+            (load.renew_at for load in self.loads.values() if not load.error), default=math.inf
+        )
+
+    def _renew_at_rank(self, peer: Peer, rank: int, due: list[Loading], now: float) -> None:
+        link = self.peers.connect_rank(peer, rank, now)
+        handles = [loading.order.handle for loading in due if wants(loading, rank)]
+        if link is None or link.session.state is not State.READY:
+            return
+        for first in range(0, len(handles), MAX_HANDLES):
+            link.session.send(Renew(tuple(handles[first : first + MAX_HANDLES])))
+        self.peers.flush(link)
+
+    def _renewed(self, peer: Peer, rank: int, renewed: Renewed) -> None:
+        """A peer says what it still holds. What it was asked for already it answers for by itself."""
+        loads = {
+            loading.order.handle: loading
+            for loading in self.loads.values()
+            if loading.peer == peer.key
+            and wants(loading, rank)
+            and (rank not in loading.legs or loading.legs[rank].state is LegState.MEETING)
+        }
+        for handle, epoch in renewed.epochs:
+            if handle in loads and loads[handle].epochs.setdefault(rank, epoch) != epoch:
+                self._metrics.failures.labels("epoch").inc()
+                loads[handle].fail("the peer holds something else under this handle than before")
+        for handle, reason in renewed.over:
+            if handle in loads:
+                self._metrics.failures.labels("lease_over").inc()
+                loads[handle].fail(reason)
 
     # Loads
 
@@ -234,7 +368,12 @@ class DecodeSide:
             if active >= self._config.max_loads or not loading.ready():
                 self._queue.append(loading)
                 continue
+            reason = self.peers.refusal(loading.peer, now)
+            if reason:
+                loading.fail(reason)
+                continue
             active += 1
+            loading.move(LoadEvent.ADMIT)
             loading.admitted = True
             self.peers.reach(loading.peer, now)
         for loading in self.loads.values():
@@ -252,23 +391,19 @@ class DecodeSide:
             link = self.peers.connect_rank(peer, leg.rank, now)
             if leg.state is not LegState.MEETING or link is None or link.session.state is not State.READY:
                 continue
-            if self._is_unpacking(leg):
+            if self.legs.is_unpacking(leg):
                 continue
-            transfer_id = next(self._transfer_ids)
+            transfer_id = self.legs.new_transfer_id()
             try:
-                fetch = self._route(link).fetch(self.bay, loading.order, transfer_id)
+                fetch = self._route(link).fetch(self.bay, loading.order, transfer_id, _holder(peer))
             except Exception as error:
                 # What one request meets must not end what others asked for.
                 logger.exception("request %s could not be asked for", loading.order.request_id)
                 fetch = f"it could not be planned: {type(error).__name__}: {error}"
             if isinstance(fetch, str):
-                self._fail(loading, fetch)
+                loading.fail(fetch)
                 return
-            leg.move(LegEvent.ASK)
-            leg.transfer_id = transfer_id
-            leg.link = link.name
-            leg.path = fetch.only_path
-            self._legs[transfer_id] = loading
+            self.legs.asked(loading, leg, transfer_id, link.name, fetch)
             link.session.send(
                 Fetch(
                     transfer_id=transfer_id,
@@ -279,6 +414,7 @@ class DecodeSide:
                     timeout_s=max(0.001, loading.deadline - now),
                     chunks=fetch.chunks,
                     grants=fetch.grants,
+                    until_s=loading.deadline + link.clock_ahead_s,
                 )
             )
             self.peers.flush(link)
@@ -291,160 +427,20 @@ class DecodeSide:
         return link.route
 
     def _grant(self, transfer_id: int, granted: Granted) -> None:
-        loading = self._legs.get(transfer_id)
-        for leg in loading.legs.values() if loading else ():
-            if loading is not None and leg.transfer_id == transfer_id and leg.state is LegState.ASKED:
-                link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
-                if link is not None:
-                    link.session.send(granted)
-                    self.peers.flush(link)
+        found = self.legs.find(transfer_id)
+        if found is not None and found[1].state is LegState.ASKED:
+            self._say(*found, granted)
 
-    def _hear(self, message: Declined | Landed | Written, link: str, now: float) -> None:
-        """A peer says something about a fetch. Only the peer that was asked can."""
-        loading = self._legs.get(message.transfer_id)
-        legs = loading.legs.values() if loading else ()
-        leg = next((leg for leg in legs if leg.transfer_id == message.transfer_id), None)
-        if loading is None or leg is None or leg.link != link:
-            # Of a fetch that is over for us. Whether slots may be lent again is all that is left to hear.
-            if not self.bay.hear(message.transfer_id, link, isinstance(message, Written) and message.quiet):
-                self._metrics.failures.labels("peer_message").inc()
-                logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
-            return
-        match message:
-            case Declined():
-                if leg.state is LegState.ASKED and leg.path == "":
-                    leg.path = "direct"
-                    self.bay.close(leg.transfer_id, None)
-            case Landed():
-                self._landed(loading, leg, message)
-            case Written():
-                self._written(loading, leg, message, now)
-
-    def _landed(self, loading: Loading, leg: Leg, message: Landed) -> None:
-        if leg.state is not LegState.ASKED or loading.error:
-            return
-        reason = self.bay.landed(message)
-        if reason:
-            self._metrics.failures.labels("landing").inc()
-            self._fail(loading, f"what landed is not what was asked for: {reason}")
-        elif leg.path == "":
-            leg.path = "packed"
-
-    def _written(self, loading: Loading, leg: Leg, written: Written, now: float) -> None:
-        if leg.state is LegState.BUSY:
-            if written.quiet:
-                self.bay.settle(leg.transfer_id)
-                self._leave(loading, leg, LegEvent.SETTLE)
-            else:
-                leg.busy_until = max(leg.busy_until, now + self._config.quarantine_s)
-            return
-        if leg.state is LegState.UNPACKING and written.quiet:
-            # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
-            self.bay.settle(leg.transfer_id)
-        if leg.state is not LegState.ASKED:
-            return
-        if written.ok and written.quiet:
-            moved = loading.moved.setdefault(leg.path or "direct", [0, 0])
-            moved[0] += written.total_bytes
-            moved[1] += written.copies
-            if math.isfinite(written.seconds):
-                loading.seconds = max(loading.seconds, written.seconds)
-            if leg.path == "direct":
-                self.bay.close(leg.transfer_id, None)
-                self._leave(loading, leg, LegEvent.LAND)
-            else:
-                leg.move(LegEvent.ARRIVE)
-            return
-        if written.again and written.quiet and not loading.error and leg.repeats < MOST_REPEATS:
-            # Nothing that landed counts. It is asked for anew once none of it is being unpacked any more.
-            leg.repeats += 1
-            self.bay.close(leg.transfer_id, None)
-            self._leave(loading, leg, LegEvent.REPEAT)
-            return
-        self._fail(loading, written.error or "the peer gave no reason")
-        # It has stopped submitting, so only what it could not call back is still under way.
-        self._end(loading, leg, None if written.quiet else now + self._config.quarantine_s)
-
-    def _check_landing(self, loading: Loading, leg: Leg, now: float) -> None:
-        """What landed is unpacked: commit it, or fail."""
-        landing = self.bay.find(leg.transfer_id)
-        if landing is not None and landing.error and leg.state in (LegState.ASKED, LegState.UNPACKING):
-            self._fail(loading, landing.error)
-        if leg.state is not LegState.UNPACKING or (landing is not None and not landing.idle):
-            return
-        if landing is not None and landing.complete and not loading.error:
-            self.bay.close(leg.transfer_id, None)
-            self._leave(loading, leg, LegEvent.LAND)
-            return
-        missing = "its" if landing is None else len(landing.chunks) - landing.committed
-        self._fail(loading, f"the peer says that all is written, but {missing} chunks did not land")
-        self.bay.close(leg.transfer_id, None)
-        self._leave(loading, leg, LegEvent.FAIL)
-
-    def _is_unpacking(self, leg: Leg) -> bool:
-        """A kernel of ours works for what was asked last, which may be over for the peer."""
-        landing = self.bay.find(leg.transfer_id)
-        return landing is not None and not landing.idle
-
-    def _fail(self, loading: Loading, reason: str) -> None:
-        loading.error = loading.error or reason
-
-    def _end(self, loading: Loading, leg: Leg, writes_until: float | None) -> None:
-        """End a leg that failed after it was asked. ``writes_until``: the peer may write until then.
-
-        Over the packed path a peer can only write to slots: they go to quarantine, our pages are ours.
-        """
-        unpacking = self._is_unpacking(leg)
-        self.bay.close(leg.transfer_id, writes_until, leg.link)
-        if leg.path == "packed":
-            self._leave(loading, leg, LegEvent.ARRIVE if unpacking else LegEvent.FAIL)
-        elif writes_until is None:
-            self._leave(loading, leg, LegEvent.FAIL)
-        else:
-            self._leave(loading, leg, LegEvent.LOSE)
-            leg.busy_until = writes_until
-
-    def _longest_write(self, loading: Loading, now: float) -> float:
-        """When a peer that we cannot hear has stopped for sure.
-
-        It may go on until the time that it was given is over, which is the load's deadline; what it
-        started last may still be on its way after that.
-        """
-        return max(now, loading.deadline) + self._config.quarantine_s
-
-    def _wind_up(self, loading: Loading, now: float) -> None:
-        """A load that failed: end its legs, each by the way that its state allows."""
-        for leg in loading.legs.values():
-            match leg.state:
-                case LegState.MEETING:
-                    if not self._is_unpacking(leg):
-                        self._leave(loading, leg, LegEvent.FAIL)
-                case LegState.ASKED:
-                    # The peer answers a cancel as soon as it has stopped; until then it may write.
-                    self._end(loading, leg, self._longest_write(loading, now))
-                    link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
-                    if link is not None:
-                        link.session.send(Cancel(leg.transfer_id))
-                        self.peers.flush(link)
-                case LegState.BUSY:
-                    if now >= leg.busy_until:
-                        self._metrics.failures.labels("quarantine_over").inc()
-                        logger.warning(
-                            "request %s: the peer did not say that it stopped; its blocks were kept "
-                            "unused until nothing could arrive any more",
-                            loading.order.request_id,
-                        )
-                        self._leave(loading, leg, LegEvent.SETTLE)
-                case LegState.UNPACKING | LegState.LANDED | LegState.FAILED:
-                    pass
-
-    def _leave(self, loading: Loading, leg: Leg, event: LegEvent) -> None:
-        leg.move(event)
-        if leg.over or leg.state is LegState.MEETING:
-            self._legs.pop(leg.transfer_id, None)
+    def _say(self, loading: Loading, leg: Leg, message: Message) -> None:
+        """Tell the rank that a leg was asked of, if that connection is still the one."""
+        link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
+        if link is not None:
+            link.session.send(message)
+            self.peers.flush(link)
 
     def _finish(self, loading: Loading, now: float) -> None:
         order = loading.order
+        loading.move(LoadEvent.END)
         del self.loads[order.request_id]
         try:
             self._count_ended(loading, now)
@@ -462,16 +458,7 @@ class DecodeSide:
     def _count_ended(self, loading: Loading, now: float) -> None:
         if not loading.admitted and loading in self._queue:
             self._queue.remove(loading)
-        outcome = "failed" if loading.error else "ok"
-        self._metrics.transfers.labels("received", outcome).inc()
-        if loading.error:
-            self._metrics.failures.labels("load").inc()
-        else:
-            for path, (total_bytes, copies) in loading.moved.items():
-                self._metrics.transfer_bytes.labels("received", path).inc(total_bytes)
-                self._metrics.copies.labels("received", path).inc(copies)
-            self._metrics.transfer_seconds.labels("received").inc(loading.seconds)
-            self._metrics.load_seconds.observe(now - loading.ordered_at)
+        count_loaded(self._metrics, loading, now)
         self._metrics.loads.set(len(self.loads))
 
     def _count(self) -> None:
@@ -481,5 +468,12 @@ class DecodeSide:
             sum(
                 any(leg.state is LegState.BUSY for leg in loading.legs.values())
                 for loading in self.loads.values()
+                if loading.error
             )
         )
+
+
+def _holder(peer: Peer) -> str:
+    """The node that slots are lent to, whatever it calls itself."""
+    _, host, port = peer.key
+    return f"{host}:{port}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.arithmetic import div_ceil
@@ -49,8 +49,9 @@ class Growing(Claims):
         self.marks.append((is_computed, order.computed_tokens))
         return True
 
-    def clear(self) -> None:
-        """Its blocks are lost."""
+    def clear(self, epoch: int) -> None:
+        """Its blocks are lost: what is computed from now on is of another epoch."""
+        self.epoch = epoch
         self.ready_tokens = 0
         self.blocks.clear()
         self.marks.clear()
@@ -101,9 +102,14 @@ class Growing(Claims):
 
 
 class Prefills:
-    """All prefills under way that are told about, by handle."""
+    """All prefills under way that are told about, by handle.
 
-    def __init__(self) -> None:
+    Args:
+        epochs: numbers that nothing else that is held has.
+    """
+
+    def __init__(self, epochs: Iterator[int]) -> None:
+        self._epochs = epochs
         self._growing: dict[str, Growing] = {}
 
     def __len__(self) -> int:
@@ -121,18 +127,19 @@ class Prefills:
         """A prefill went on. What is returned is not known any further, and what was sent of it is void."""
         growing = self._growing.get(order.handle)
         if growing is None:
-            growing = self._growing[order.handle] = Growing(order.handle, order.num_tokens)
+            growing = Growing(order.handle, order.num_tokens, epoch=next(self._epochs))
+            self._growing[order.handle] = growing
         if growing.add(order, is_computed):
             return None
         logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
-        growing.clear()
+        growing.clear(next(self._epochs))
         return growing
 
     def preempted(self, order: Preempted) -> Growing | None:
         """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
         growing = self._growing.get(order.handle)
         if growing is not None:
-            growing.clear()
+            growing.clear(next(self._epochs))
         return growing
 
     def next_poll(self, waited: Container[str], now: float) -> float | None:

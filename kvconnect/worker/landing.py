@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer, StagedChunk, Ticket
-from kvconnect.peer.messages import Grant, Landed
+from kvconnect.peer.messages import Grant, Landed, Wanted
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
@@ -36,7 +36,8 @@ class _Unpacking:
 class Landing:
     """What lands of one fetch.
 
-    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer said it wrote.
+    ``holder`` is the node that sends. ``lent`` are its slots by generation; ``arrived`` are the chunks that
+    a peer said it wrote, ``due`` how many of them it can send by now, as far as it said.
     """
 
     transfer_id: int
@@ -44,6 +45,8 @@ class Landing:
     chunks: Sequence[Chunk]
     staged: Sequence[StagedChunk]
     waiting_grants: int
+    due: int
+    holder: str = ""
     lent: dict[int, Slot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
@@ -64,11 +67,15 @@ class Landing:
 
 @dataclass(eq=False)
 class _Lost:
-    """Slots of a fetch that ended while the peer behind ``link`` might still write."""
+    """Slots of a fetch that ended while the peer behind ``link`` might still write.
+
+    ``is_unproven``: that it writes no more at ``until`` is likely, but not certain.
+    """
 
     slots: list[Slot]
     until: float
     link: str
+    is_unproven: bool = True
 
 
 class LandingBay:
@@ -107,17 +114,22 @@ class LandingBay:
         chunks: Sequence[Chunk],
         blocks: Sequence[GroupBlocks],
         num_tokens: int,
+        holder: str = "",
     ) -> tuple[Grant, ...]:
         """Prepare for the chunks of a fetch. Returns the slots that it is granted at once, perhaps none.
+
+        ``holder`` is the node that is asked: of more than two slots none is lent all.
 
         Raises:
             LayoutError: a chunk needs blocks that the request does not have.
         """
         staged = packer.stage(blocks, chunks, num_tokens)
-        landing = Landing(transfer_id, packer, chunks, staged, len(chunks))
+        landing = Landing(transfer_id, packer, chunks, staged, len(chunks), len(chunks), holder)
         self._landings[transfer_id] = landing
         # Half of what is free, so that whoever comes next need not wait for the first to end.
-        first = min(len(chunks), (self._pool.free + 1) // 2) if not self._hungry else 0
+        first = min(len(chunks), (self._pool.free + 1) // 2, self._pool.room_for(holder))
+        if any(self._may_lend(waiting) for waiting in self._hungry):
+            first = 0
         grants = tuple(self._lend(landing) for _ in range(first))
         if landing.waiting_grants:
             self._hungry.append(landing)
@@ -126,6 +138,18 @@ class LandingBay:
     def find(self, transfer_id: int) -> Landing | None:
         """The landing of a fetch that is under way."""
         return self._landings.get(transfer_id)
+
+    def wanted(self, message: Wanted) -> None:
+        """A peer says how many chunks it can send by now, and which slots it has no use for yet."""
+        landing = self._landings.get(message.transfer_id)
+        if landing is None or landing.closed:
+            return
+        for generation in landing.lent.keys() & set(message.spared):
+            self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+            landing.waiting_grants += 1
+        landing.due = min(len(landing.chunks), message.chunks)
+        if landing.waiting_grants and landing not in self._hungry:
+            self._hungry.append(landing)
 
     def landed(self, message: Landed) -> str:
         """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing.
@@ -210,6 +234,22 @@ class LandingBay:
             self.settle(transfer_id)
         return True
 
+    def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
+        """Slots that peers behind these connections hold need not wait longer than until then."""
+        for lost in self._lost.values():
+            if lost.link in links:
+                lost.until = until if proven and lost.is_unproven else min(lost.until, until)
+                lost.is_unproven &= not proven
+
+    def has_unproven(self, now: float) -> bool:
+        """Slots are to be lent again now that somebody may still write."""
+        return any(lost.is_unproven and lost.slots and now >= lost.until for lost in self._lost.values())
+
+    def settle_all(self) -> None:
+        """Nobody can write any more to what was lost so far."""
+        for transfer_id in list(self._lost):
+            self.settle(transfer_id)
+
     def settle(self, transfer_id: int) -> None:
         """The peer of a fetch that was lost says, or time proves, that it writes no more."""
         lost = self._lost.pop(transfer_id, None)
@@ -227,16 +267,21 @@ class LandingBay:
         landing.committed += 1
 
     def _lend(self, landing: Landing) -> Grant:
-        slot = self._pool.take(SlotEvent.LEND)
+        slot = self._pool.take(SlotEvent.LEND, landing.holder)
         landing.lent[slot.generation] = slot
         landing.waiting_grants -= 1
         return Grant(slot.address, slot.length_bytes, slot.generation)
 
+    def _may_lend(self, landing: Landing) -> bool:
+        """A slot is free for it, and of use now."""
+        asked = len(landing.chunks) - landing.waiting_grants
+        return asked < landing.due and self._pool.room_for(landing.holder) > 0
+
     def _feed(self) -> Iterator[tuple[int, tuple[Grant, ...]]]:
         """Lend what is free, in turn, first to those who have nothing."""
         granted: dict[int, list[Grant]] = {}
-        while self._pool.free and self._hungry:
-            landing = next((waiting for waiting in self._hungry if not waiting.lent), self._hungry[0])
+        while fed := [waiting for waiting in self._hungry if self._may_lend(waiting)]:
+            landing = next((waiting for waiting in fed if not waiting.lent), fed[0])
             granted.setdefault(landing.transfer_id, []).append(self._lend(landing))
             self._hungry.remove(landing)
             if landing.waiting_grants:

@@ -7,6 +7,7 @@ an illegal event names state and event and changes nothing. Forgetting a request
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,56 @@ LEASE_MOVES: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (LeaseState.SENDING, LeaseEvent.LAST_ENDED): LeaseState.HELD,
     (LeaseState.HELD, LeaseEvent.SATISFIED): LeaseState.DONE,
     (LeaseState.HELD, LeaseEvent.EXPIRED): LeaseState.DONE,
+}
+
+
+class LoadState(enum.Enum):
+    """A request that D fetches."""
+
+    QUEUED = "waits for its turn"
+    FETCHING = "being fetched"
+    FAILED = "failed, and not all of it is quiet yet"
+    OVER = "reported"
+
+
+class LoadEvent(enum.Enum):
+    """What can happen to a load."""
+
+    ADMIT = "it is its turn"
+    FAIL = "something went wrong with it"
+    END = "all of its legs are over"
+
+
+LOAD_MOVES: dict[tuple[LoadState, LoadEvent], LoadState] = {
+    (LoadState.QUEUED, LoadEvent.ADMIT): LoadState.FETCHING,
+    (LoadState.QUEUED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FETCHING, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FAILED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FETCHING, LoadEvent.END): LoadState.OVER,
+    (LoadState.FAILED, LoadEvent.END): LoadState.OVER,
+}
+
+
+class SendState(enum.Enum):
+    """A fetch that P serves."""
+
+    MOVING = "being sent"
+    STOPPING = "it ends early, once nothing reads its blocks any more"
+    OVER = "answered"
+
+
+class SendEvent(enum.Enum):
+    """What can happen to a fetch that P serves."""
+
+    STOP = "something went wrong with it, or it is not wanted any more"
+    END = "nothing of it is under way"
+
+
+SEND_MOVES: dict[tuple[SendState, SendEvent], SendState] = {
+    (SendState.MOVING, SendEvent.STOP): SendState.STOPPING,
+    (SendState.STOPPING, SendEvent.STOP): SendState.STOPPING,
+    (SendState.MOVING, SendEvent.END): SendState.OVER,
+    (SendState.STOPPING, SendEvent.END): SendState.OVER,
 }
 
 
@@ -93,13 +144,17 @@ TransferKey = tuple[str, int]
 
 @dataclass(eq=False, kw_only=True)
 class Claims:
-    """Who fetches under a handle: one engine (``owner``), ``consumers`` of its ranks, each of them once."""
+    """Who fetches under a handle: one engine (``owner``), ``consumers`` of its ranks, each of them once.
+
+    ``epoch`` is another whenever the blocks behind the handle are others, and never 0 where there are any.
+    """
 
     owner: str | None = None
     consumers: int | None = None
     served: set[Consumer] = field(default_factory=set)
     let_go: set[Consumer] = field(default_factory=set)
     sending: set[TransferKey] = field(default_factory=set)
+    epoch: int = 0
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
         """A rank fetches, and says how many ranks of its engine will.
@@ -124,14 +179,17 @@ class Claims:
 class Lease(Claims):
     """P's record of one request that it holds.
 
-    ``ready`` says whether its KV is complete on the device. Until ``busy_until`` a library that could
-    not prove that it stopped may still read the blocks.
+    ``ready`` says whether its KV is complete on the device. It ends at ``expires_at``, which may be moved as
+    far as ``last_until``. Until ``busy_until`` a library that could not prove that it stopped may still read
+    the blocks. ``renewers`` are the connections over which somebody renewed it.
     """
 
     order: Hold
     expires_at: float
+    last_until: float
     ready: Callable[[], bool]
     busy_until: float = 0.0
+    renewers: set[str] = field(default_factory=set)
     state: LeaseState = LeaseState.HELD
 
     @property
@@ -143,7 +201,7 @@ class Lease(Claims):
         """Change state.
 
         Raises:
-            LocalError: the event is not legal in this state.
+            IllegalMove: the event is not legal in this state.
         """
         self.state = next_state(LEASE_MOVES, self.state, event, f"lease of {self.order.request_id}")
 
@@ -153,7 +211,10 @@ class Leg:
     """One rank's part of a load.
 
     ``path`` is empty while the peer has not said which one it takes. ``busy_until`` is when time alone
-    proves that memory is quiet. ``repeats`` counts how often the peer lost what it was sending.
+    proves that memory is quiet. ``repeats`` counts how often the peer lost what it was sending. ``epoch`` is
+    that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the packed
+    path was not asked for. ``is_unproven``: time alone does not prove that memory is quiet. ``is_cut``: what
+    was asked cannot arrive any more, since our registration is another, and can be asked for anew.
     """
 
     rank: int
@@ -163,19 +224,23 @@ class Leg:
     link: str = ""
     busy_until: float = 0.0
     repeats: int = 0
+    epoch: int = 0
+    closed: str = ""
+    is_unproven: bool = False
+    is_cut: bool = False
 
     def move(self, event: LegEvent) -> None:
         """Change state.
 
         Raises:
-            LocalError: the event is not legal in this state.
+            IllegalMove: the event is not legal in this state.
         """
         self.state = next_state(LEG_MOVES, self.state, event, f"leg {self.transfer_id} of rank {self.rank}")
 
     @property
     def owed(self) -> bool:
-        """The peer owes us an answer."""
-        return self.state is LegState.ASKED
+        """The peer owes us an answer: that it is done, or that it stopped."""
+        return self.state in (LegState.ASKED, LegState.BUSY)
 
     @property
     def over(self) -> bool:
@@ -187,8 +252,9 @@ class Leg:
 class Loading:
     """D's record of one request.
 
-    ``admitted`` once it is its turn; ``legs`` is empty until the peer said how many ranks it has;
+    ``admitted`` once it was its turn; ``legs`` is empty until the peer said how many ranks it has;
     ``met_again`` once a peer had forgotten us and was greeted anew; ``moved`` are bytes and copies by path.
+    ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
     """
 
     order: Load
@@ -202,6 +268,26 @@ class Loading:
     error: str = ""
     moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
+    epochs: dict[int, int] = field(default_factory=dict)
+    renew_at: float = math.inf
+    state: LoadState = LoadState.QUEUED
+
+    def move(self, event: LoadEvent) -> None:
+        """Change state.
+
+        Raises:
+            IllegalMove: the event is not legal in this state.
+        """
+        self.state = next_state(LOAD_MOVES, self.state, event, f"load of {self.order.request_id}")
+
+    def fail(self, reason: str) -> None:
+        """It will not be loaded. The first reason is the one that is told.
+
+        Raises:
+            IllegalMove: it was reported already.
+        """
+        self.move(LoadEvent.FAIL)
+        self.error = self.error or reason
 
     @property
     def over(self) -> bool:
@@ -215,7 +301,8 @@ class Sending:
 
     ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
     it ends so that the peer can fetch anew. ``service_s`` is how long it had the link to itself, as far as
-    that can be said. ``cost`` is set where the path was chosen, and learns from that.
+    that can be said. ``cost`` is set where the path was chosen, and learns from that. ``told_due`` is for
+    how many chunks the peer knows that slots are of use; None where that is all of them.
     """
 
     key: TransferKey
@@ -237,6 +324,26 @@ class Sending:
     quiet: bool = True
     service_s: float = 0.0
     cost: LinkCost | None = None
+    told_due: int | None = None
+    state: SendState = SendState.MOVING
+
+    def move(self, event: SendEvent) -> None:
+        """Change state.
+
+        Raises:
+            IllegalMove: the event is not legal in this state.
+        """
+        self.state = next_state(SEND_MOVES, self.state, event, f"transfer {self.key[1]} over {self.key[0]}")
+
+    def stop(self, reason: str, *, again: bool = False) -> None:
+        """Let it end early. The first reason is the one that is told; ``again``: the peer may fetch anew.
+
+        Raises:
+            IllegalMove: it was answered already.
+        """
+        self.move(SendEvent.STOP)
+        if not self.error:
+            self.error, self.again = reason, again
 
     @property
     def seconds(self) -> float:

@@ -8,11 +8,12 @@ polls, with a back-off; when nothing is, it sleeps until it is woken.
 from __future__ import annotations
 
 import logging
+import os
+import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
@@ -22,6 +23,7 @@ from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.local import Local
+from kvconnect.worker.moves import counted
 from kvconnect.worker.prefill_side import PrefillSide
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,11 @@ Command = Callable[[float], None]
 
 _LONGEST_SLEEP_S = 5.0
 _ACTIVE_POLLS = 200
-"""Polls without a pause after the last progress: an engine that must be polled to advance needs them."""
+"""Polls one after the other since the last progress: an engine that must be polled to advance needs them."""
+_FEW_POLLS = 6
+"""As many as a kernel that unpacks a chunk takes, where nothing else has to be looked at."""
+_BRIEF_NAP_S = 1e-6
+"""What the system makes of it is some 50 us, in which whoever waits for the interpreter gets it."""
 _SHORT_NAP_S = 50e-6
 _NAPS = 400
 _LONG_NAP_S = 1e-3
@@ -43,6 +49,7 @@ class Mover:
         introduce: our introduction, as it is now.
         local: our pages and slots.
         wake_owner: called from the mover's thread when results are waiting.
+        randomness: where everything random comes from; None for the system's.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Mover:
         local: Local,
         metrics: Metrics,
         wake_owner: Callable[[], None] = lambda: None,
+        randomness: random.Random | None = None,
     ) -> None:
         self.wake_owner = wake_owner
         self._engine = engine
@@ -69,9 +77,14 @@ class Mover:
         self._received: list[str] = []
         self._failed: dict[str, str] = {}
         self._polls_without_progress = 0
-        self.prefill = PrefillSide(config, engine, introduce, local, channel.send, self._report_sent, metrics)
+        self._on_cuda = local.device.type == "cuda"
+        self._drained: Callable[[], None] | None = None
+        chance = randomness or random.SystemRandom()
+        self.prefill = PrefillSide(
+            config, engine, introduce, local, channel.send, self._report_sent, metrics, chance
+        )
         self.decode = DecodeSide(
-            config, channel, rank, meaning, introduce, local, self._report_received, metrics
+            config, engine, channel, rank, meaning, introduce, local, self._report_received, metrics, chance
         )
 
     # Called by the owner of the worker, from any thread
@@ -90,28 +103,28 @@ class Mover:
                 self.prefill.visitors.directory = orders.directory
             # In this order: a handle may be withdrawn, expected anew and held, all in one step.
             for withdrawn in orders.withdrawn:
-                with self._guard("an order to withdraw"):
+                with counted(self._metrics, "an order to withdraw"):
                     self.prefill.withdraw(withdrawn)
             for expected in orders.expected:
-                with self._guard("an order to expect"):
+                with counted(self._metrics, "an order to expect"):
                     self.prefill.expect(expected)
             for preempted in orders.preempted:
-                with self._guard("an order of a preemption"):
+                with counted(self._metrics, "an order of a preemption"):
                     self.prefill.preempted(preempted)
             for progress in orders.progress:
-                with self._guard("an order of progress"):
+                with counted(self._metrics, "an order of progress"):
                     self.prefill.progress(progress, is_computed)
             for hold in orders.holds:
-                with self._guard("an order to hold"):
+                with counted(self._metrics, "an order to hold"):
                     self.prefill.hold(hold, is_computed, now)
             for load in orders.loads:
-                with self._guard("an order to load"):
+                with counted(self._metrics, "an order to load"):
                     self.decode.load(load, ready, now)
             for release in orders.let_go:
-                with self._guard("an order to let go"):
+                with counted(self._metrics, "an order to let go"):
                     self.decode.let_go(release, now)
             for request_id in orders.aborted:
-                with self._guard("an order to abort"):
+                with counted(self._metrics, "an order to abort"):
                     self.decode.abort(request_id)
             if self._rank == 0:
                 # Every rank gets the orders, but what happened to the scheduler half happened once.
@@ -124,6 +137,15 @@ class Mover:
         """Run something on the mover's thread, soon."""
         self._commands.append(command)
         self._channel.wake()
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Begin no lease any more; ``drained`` is called, on the mover's thread, once none is left."""
+
+        def begin(now: float) -> None:
+            self._drained = drained
+            self.prefill.drain(now)
+
+        self.call(begin)
 
     def take_results(self) -> Results:
         """What ended since the last call."""
@@ -139,18 +161,23 @@ class Mover:
         progress = False
         while self._commands:
             progress = True
-            with self._guard("an order"):
+            with counted(self._metrics, "an order"):
                 self._commands.popleft()(now)
         for arrival in self._channel.receive():
             progress = True
-            with self._guard("a message"):
+            with counted(self._metrics, "a message"):
                 self._take(arrival, now)
         for completion in self._engine.poll():
             progress = True
-            with self._guard("a completion"):
+            with counted(self._metrics, "a completion"):
                 self.prefill.completed(completion, now)
-        self.decode.advance(now)
-        self.prefill.advance(now)
+        with counted(self._metrics, "the loads"):
+            self.decode.advance(now)
+        with counted(self._metrics, "the leases"):
+            self.prefill.advance(now)
+        if self._drained is not None and self.prefill.drained:
+            drained, self._drained = self._drained, None
+            drained()
         return self._sleep_s(progress, now)
 
     def run(self, stopping: threading.Event, clock: Callable[[], float] = time.monotonic) -> None:
@@ -168,7 +195,8 @@ class Mover:
             elif sleep_s > 0:
                 time.sleep(sleep_s)
             else:
-                time.sleep(0)
+                # Lets others have the interpreter. A sleep of no time takes 50 us and more.
+                os.sched_yield()
 
     def _take(self, arrival: Arrival, now: float) -> None:
         match arrival:
@@ -176,17 +204,8 @@ class Mover:
                 self.prefill.receive(link, data, now)
             case Frame(link=link, data=data):
                 self.decode.receive(link, data, now)
-            case LinkLost(link=link, refused=refused):
-                self.decode.lost(link, refused, now)
-
-    @contextmanager
-    def _guard(self, what: str) -> Iterator[None]:
-        """One thing that goes wrong must not take others with it. Whatever hangs on it has a deadline."""
-        try:
-            yield
-        except Exception:
-            self._metrics.failures.labels("internal").inc()
-            logger.exception("the transfer thread met an error of its own over %s", what)
+            case LinkLost(link=link, refused=refused, reason=reason):
+                self.decode.lost(link, refused, reason, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
         if not self._moving:
@@ -199,8 +218,13 @@ class Mover:
             earliest = min(deadlines, default=now + _LONGEST_SLEEP_S)
             return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
-        if self._polls_without_progress < _ACTIVE_POLLS:
+        if progress:
             return 0.0
+        if not self._must_poll and self._polls_without_progress >= _FEW_POLLS:
+            # A message ends this nap, and who computes beside us needs the interpreter more.
+            return _LONG_NAP_S
+        if self._polls_without_progress < _ACTIVE_POLLS:
+            return _BRIEF_NAP_S
         return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S
 
     @property
@@ -209,6 +233,11 @@ class Mover:
         if self.prefill.busy or self.decode.waiting_for_device:
             return True
         return self._engine.capabilities.target_must_poll and self.decode.waiting_for_writes
+
+    @property
+    def _must_poll(self) -> bool:
+        """What is under way is slower the less often we look: what we send, and all between CPUs."""
+        return not self._on_cuda or self.prefill.busy
 
     def _report_sent(self, request_id: str) -> None:
         with self._results_lock:

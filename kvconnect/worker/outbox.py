@@ -50,6 +50,11 @@ class Outbox(Protocol):
         ...
 
     @property
+    def goes_on(self) -> bool:
+        """It can be advanced, or will be able to, without anybody telling us."""
+        ...
+
+    @property
     def copies(self) -> int:
         """Copies that the engine is asked for in all."""
         ...
@@ -79,6 +84,7 @@ class PageOutbox:
     def __init__(self, plan: Plan, max_copies: int, max_bytes: int) -> None:
         self.copies = plan.copies
         self.busy = False
+        self.goes_on = True
         self._batches: Iterator[Columns] = plan.batches(max_copies, max_bytes)
         self._next = next(self._batches, None)
 
@@ -130,29 +136,44 @@ class SlotOutbox:
         grants: landing slots to begin with.
         pool: our send slots.
         with_digest: whether chunks are sent with a digest.
+        holder: who is sent to, who may not take all of the send slots.
     """
 
     path = "packed"
 
     def __init__(
-        self, packer: Packer, supply: Supply, grants: Sequence[Grant], pool: SlotPool, with_digest: bool
+        self,
+        packer: Packer,
+        supply: Supply,
+        grants: Sequence[Grant],
+        pool: SlotPool,
+        with_digest: bool,
+        holder: str,
     ) -> None:
         self.copies = supply.count
         self._packer = packer
         self._supply = supply
         self._grants: deque[Grant] = deque()
         self._pool = pool
+        self._holder = holder
         self._with_digest = with_digest
         self._kernels: deque[_Parcel] = deque()
         self._filled: deque[_Parcel] = deque()
         self._in_flight: dict[int, _Parcel] = {}
         self._lost: list[Slot] = []
-        self.grant(grants)
+        self.unneeded = self.grant(grants)
 
-    def grant(self, grants: Sequence[Grant]) -> None:
-        """The peer lends more slots. More than there are chunks left for are not kept."""
-        wanted = self._supply.left - len(self._grants)
-        self._grants.extend(grants[: max(0, wanted)])
+    def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
+        """The peer lends more slots. Those for which no chunk can be packed yet are returned, not kept."""
+        taken = self._supply.count - self._supply.left
+        wanted = max(0, self._supply.due - taken - len(self._grants))
+        self._grants.extend(grants[:wanted])
+        return grants[wanted:]
+
+    @property
+    def due(self) -> int:
+        """How many chunks, in all, can be packed by now."""
+        return self._supply.due
 
     def take_lost(self) -> list[Slot]:
         """Send slots that the engine may still read. Each is given out once, to be kept unused."""
@@ -170,9 +191,12 @@ class SlotOutbox:
         return bool(self._kernels or self._filled)
 
     @property
-    def can_advance(self) -> bool:
-        """A kernel runs, or can be started before anything else happens: nobody will wake us for either."""
-        return bool(self._kernels) or (bool(self._grants) and self._supply.is_due)
+    def goes_on(self) -> bool:
+        """See ``Outbox``."""
+        if self._kernels or self._filled:
+            return True
+        # Without a grant it waits for the device, of which nobody tells us, or for the peer, who will.
+        return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
 
     def advance(self, stopping: bool) -> str:
         """See ``Outbox``."""
@@ -185,7 +209,7 @@ class SlotOutbox:
             return ""
         error = ""
         # A send slot is taken only together with a place to land: nobody waits while holding one.
-        while not error and self._grants and self._pool.free and self._supply.has_next:
+        while not error and self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
             error = self._pack_next()
         return error
 
@@ -200,7 +224,7 @@ class SlotOutbox:
                 f"chunk {chunk} has {staged.total_bytes} bytes, the slot that was granted "
                 f"has {grant.length_bytes}"
             )
-        slot = self._pool.take(SlotEvent.PACK)
+        slot = self._pool.take(SlotEvent.PACK, self._holder)
         try:
             ticket = self._packer.pack(slot.address, staged, grant.generation if self._with_digest else None)
         except Exception as error:

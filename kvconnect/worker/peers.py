@@ -5,21 +5,28 @@ Knows no load. Owned by the mover thread.
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.orders import RankAddress
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
-from kvconnect.peer.session import Event, Session, Side, State
+from kvconnect.peer.session import Event, Ready, Session, Side, State
+from kvconnect.worker.breaker import BreakerEvent, BreakerState
 from kvconnect.worker.ledger import PeerKey
 from kvconnect.worker.remote import Peer, RankLink
 
 logger = logging.getLogger(__name__)
+
+_PAST_LINKS = 16
+_KEPT_S = 300.0
+"""How long after its last use the connection to a peer is made again when it breaks."""
 
 
 class Peers:
@@ -27,6 +34,7 @@ class Peers:
 
     Args:
         introduce: our introduction, made anew for every peer since the engine's card may change.
+        randomness: spreads the attempts to reach a peer that is gone.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class Peers:
         meaning: CacheMeaning,
         introduce: Callable[[], Introduction],
         metrics: Metrics,
+        randomness: random.Random,
     ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
         self._config = config
@@ -45,7 +54,10 @@ class Peers:
         self._meaning = meaning
         self._introduce = introduce
         self._metrics = metrics
+        self._randomness = randomness
+        self._warm = [(host, int(port)) for host, _, port in (a.rpartition(":") for a in config.warm_peers)]
         self._owners: dict[str, Peer] = {}
+        self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -74,25 +86,74 @@ class Peers:
                     yield peer, rank, link, event
 
     def next_deadline(self) -> float | None:
-        """The time by which ``tick`` has something to do."""
-        ticks = (link.session.next_tick() for peer in self.peers.values() for link in peer.links.values())
-        return min((tick for tick in ticks if tick is not None), default=None)
+        """The time by which ``tick`` or ``advance`` has something to do."""
+        times = [link.session.next_tick() for peer in self.peers.values() for link in peer.links.values()]
+        times += [
+            peer.breaker.retry_at
+            for peer in self.peers.values()
+            if 0 not in peer.links and (peer.is_warm or peer.was_met)
+        ]
+        return min((time for time in times if time is not None), default=None)
+
+    def advance(self, now: float) -> None:
+        """Let time pass: meet those that are to be warm, and meet again those that were lost."""
+        self._warm_up(now)
+        for peer in self.peers.values():
+            if 0 in peer.links or not (peer.is_warm or peer.was_met) or not peer.breaker.may_try(now):
+                continue
+            if peer.is_warm and peer.key[0]:
+                # It may come back under another name, under which it is a peer of its own.
+                peer.is_warm = False
+            elif peer.is_warm or now - peer.used_at < _KEPT_S:
+                self._connect(peer, 0, peer.key[1], peer.key[2], now)
+            else:
+                peer.was_met = False
+
+    def _warm_up(self, now: float) -> None:
+        if not self._warm:
+            return
+        known = {peer.key[1:]: peer for peer in self.peers.values() if peer.is_warm or 0 in peer.links}
+        for host, port in self._warm:
+            peer = known.get((host, port)) or self.reach(("", host, port), now)
+            peer.is_warm = True
+
+    def refusal(self, key: PeerKey, now: float) -> str:
+        """Why there is no use in asking a peer anything now, or nothing."""
+        peer = self.peers.get(key)
+        return peer.breaker.refusal(now) if peer is not None else ""
+
+    def adopt(self, key: PeerKey, in_use: Container[PeerKey]) -> None:
+        """Take a connection that was made before anybody named its engine, if it is to that engine."""
+        nameless = ("", *key[1:])
+        peer = self.peers.get(nameless)
+        if peer is None or key in self.peers or nameless in in_use or 0 not in peer.links:
+            return
+        found = peer.links[0].session.peer
+        if found is None or found.engine_id == key[0]:
+            del self.peers[nameless]
+            peer.key = key
+            self.peers[key] = peer
 
     def reach(self, key: PeerKey, now: float) -> Peer:
-        """The peer of this name; it is greeted if it is not known."""
-        peer = self.peers.setdefault(key, Peer(key))
+        """The peer of this name; it is greeted if that was not done, and is of use."""
+        peer = self.peers.get(key)
+        if peer is None:
+            peer = self.peers[key] = Peer.of(key)
         peer.used_at = now
-        if 0 not in peer.links:
+        if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
         return peer
 
     def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
+        if peer.breaker.state is BreakerState.OPEN:
+            peer.breaker.move(BreakerEvent.TRY)
         session = Session(
             Side.DECODE,
             self._introduce(),
             max_message_bytes=self._config.max_message_bytes,
             handshake_timeout_s=self._config.handshake_timeout_s,
             peer_timeout_s=self._config.peer_timeout_s,
+            heartbeat_s=self._config.heartbeat_s,
         )
         link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", session)
         peer.links[rank] = link
@@ -111,15 +172,9 @@ class Peers:
                 return self._connect(peer, rank, address.host, address.port, now)
         return None
 
-    def meet(
-        self,
-        peer: Peer,
-        rank: int,
-        introduction: Introduction,
-        directory: tuple[RankAddress, ...],
-        now: float,
-    ) -> str:
+    def meet(self, peer: Peer, rank: int, ready: Ready, now: float) -> str:
         """A rank has introduced itself. Why it is of no use, or nothing."""
+        introduction, directory = ready.peer, ready.directory
         for what, named, found in (
             ("engine", peer.key[0], introduction.engine_id),
             ("rank", rank, introduction.rank),
@@ -135,7 +190,10 @@ class Peers:
                 return "the peer does not know its own ranks yet"
             peer.world_size = world_size
             peer.directory = directory
+            peer.lease_s = ready.lease_s
+            peer.was_met = True
             self._route(peer, world_size)
+        peer.breaker.met()
         self.tell_let_go(peer, now)
         return ""
 
@@ -149,6 +207,12 @@ class Peers:
     def drop(self, peer: Peer, rank: int) -> None:
         """A connection is over, and with it what was to be said over it."""
         link = peer.links.pop(rank)
+        if link.session.peer is not None:
+            _, host, port = peer.key
+            past = self._past.setdefault((host, port, rank), deque(maxlen=_PAST_LINKS))
+            past.append((link.name, link.session.peer.incarnation))
+            while len(self._past) > self._config.max_peers:
+                self._past.popitem(last=False)
         del self._owners[link.name]
         self._channel.drop(link.name)
         peer.releases.pop(rank, None)
@@ -156,8 +220,32 @@ class Peers:
             peer.world_size = None
             peer.let_go.clear()
 
+    def past_links(self, peer: Peer, rank: int, incarnation: str = "") -> set[str]:
+        """Our last connections to a rank at this address, but for those to the process of ``incarnation``.
+
+        That another process answers there proves that the one before it ended, unless the address is a
+        name, which may stand for many.
+        """
+        _, host, port = peer.key
+        if incarnation and not _is_address(host):
+            return set()
+        return {name for name, past in self._past.get((host, port, rank), ()) if past != incarnation}
+
+    def greet_anew(self) -> None:
+        """Tell all who know us that our introduction has changed."""
+        for peer in self.peers.values():
+            for link in peer.links.values():
+                link.session.greet_anew(self._introduce())
+                self.flush(link)
+
+    def failed(self, peer: Peer, reason: str, now: float) -> None:
+        """A peer could not be reached, or is of no use: it is left alone for a while."""
+        peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
+
     def let_go(self, key: PeerKey, handle: str, now: float) -> None:
-        """Nothing will be fetched under a handle."""
+        """Nothing will be fetched under a handle. A peer that is out of reach finds out by itself."""
+        if self.refusal(key, now):
+            return
         peer = self.reach(key, now)
         peer.let_go.append(handle)
         self.tell_let_go(peer, now)
@@ -215,3 +303,11 @@ class Peers:
             if link.name in self._owners and not self._channel.send(link.name, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("a message to %s could not be sent", link.name)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -6,8 +6,11 @@ when nothing reads its blocks any more.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Completion, Engine
@@ -15,44 +18,39 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Expect, Hold, Preempted, Progress, Withdraw
 from kvconnect.peer.messages import (
+    MAX_HANDLES,
+    Accepted,
     Alive,
     Cancel,
     Declined,
     Fetch,
+    Grant,
     Granted,
     Introduction,
-    Landed,
     LetGo,
-    Message,
+    Renew,
+    Renewed,
     StillAlive,
     Written,
 )
-from kvconnect.peer.session import Ended, Misused, Ready, Received, State
+from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.plan.align import Link
-from kvconnect.plan.cost import LinkCost, Path, fit
-from kvconnect.plan.size import plan_size
 from kvconnect.plan.transfer import make_plan
 from kvconnect.worker.growing import Growing, Prefills
-from kvconnect.worker.ledger import (
-    Claims,
-    Consumer,
-    Lease,
-    LeaseEvent,
-    LeaseState,
-    Sending,
-    TransferKey,
-)
+from kvconnect.worker.lease_book import LeaseBook
+from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, Sending, TransferKey
 from kvconnect.worker.local import Local
+from kvconnect.worker.moves import counted
 from kvconnect.worker.outbox import Arrived
+from kvconnect.worker.path_choice import PathChoice
 from kvconnect.worker.sender import Sender
+from kvconnect.worker.slot_talk import SlotTalk
 from kvconnect.worker.supply import GrowingChunks, StagedChunks
+from kvconnect.worker.tally import count_sent
 from kvconnect.worker.visitors import Visitor, Visitors, Way
-from kvconnect.worker.waiting import EarlyFetch, WaitingRoom, check_fetch
+from kvconnect.worker.waiting import EarlyFetch, WaitingRoom, check_chunks, check_fetch
 
 logger = logging.getLogger(__name__)
-
-_PROBE = 0
-"""The number of a calibration among the transfers of a connection: peers count their fetches from 1."""
 
 
 class PrefillSide:
@@ -63,6 +61,7 @@ class PrefillSide:
         local: our pages, and the slots that they are packed into.
         send: sends a frame over a connection.
         report_sent: told once per request whose lease ended.
+        randomness: what makes the epochs of this process others than those of the one before it.
     """
 
     def __init__(
@@ -74,25 +73,36 @@ class PrefillSide:
         send: Callable[[str, bytes], bool],
         report_sent: Callable[[str], None],
         metrics: Metrics,
+        randomness: random.Random,
     ) -> None:
-        self.leases: dict[str, Lease] = {}
-        self.growing = Prefills()
-        self.visitors = Visitors(config, engine, introduce, local)
+        epochs = itertools.count(randomness.randrange(1, 1 << 61))
+        self.book = LeaseBook(config, epochs, self._lease_ended, metrics)
+        self.growing = Prefills(epochs)
+        self.visitors = Visitors(config, engine, introduce, local, send, self._give_up, metrics)
         self.waiting = WaitingRoom(config)
         self.sender = Sender(config, engine, local.send, metrics, self._arrived)
+        self._slots = SlotTalk(self.sender, self.waiting, self.visitors)
         self._config = config
-        self._send = send
         self._report_sent = report_sent
         self._metrics = metrics
         self._not_quiet: dict[TransferKey, float] = {}
-        self._probed: dict[TransferKey, Way] = {}
-        self._pack_bytes_per_s = local.pack_bytes_per_s
+        self._choice = PathChoice(config, self.sender, local, metrics)
         self._geometry = local.table.groups
+        self._draining = ""
+        self._drained_at = math.inf
+
+    @property
+    def leases(self) -> dict[str, Lease]:
+        """All requests that are held, by handle."""
+        return self.book.leases
 
     # Orders of the scheduler
 
     def expect(self, order: Expect) -> None:
         """A prefill is under way: whoever asks for it waits."""
+        if self._draining:
+            self.waiting.end(order.handle, self._draining)
+            return
         if not self.waiting.expect(order.handle):
             self._metrics.failures.labels("max_leases").inc()
 
@@ -113,21 +123,22 @@ class PrefillSide:
 
     def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> None:
         """Begin a lease, unless everybody who would fetch has said already that they will not."""
-        if order.handle in self.leases:
-            # A handle stands for one request. The other one goes on, and this one's blocks are free.
-            self._metrics.failures.labels("handle_in_use").inc()
-            logger.error("request %s is not held: its handle is in use", order.request_id)
+        if self._draining:
+            self.waiting.end(order.handle, self._draining)
             self._report_sent(order.request_id)
             return
-        lease = self.leases[order.handle] = Lease(order, now + order.lease_s, ready)
-        self._metrics.leases.set(len(self.leases))
+        lease = self.book.hold(order, ready, now)
+        if lease is None:
+            # The other one goes on, and this one's blocks are free.
+            self._report_sent(order.request_id)
+            return
         said, growing = self.waiting.hold(order.handle), self.growing.pop(order.handle)
         if growing is not None:
             self._take_over(lease, growing)
         if said is not None and lease.owner in (None, said.owner):
             lease.owner, lease.consumers = said.owner, said.consumers
             lease.let_go |= said.ranks
-        self._end_if_due(lease, now)
+        self.book.end_if_due(lease, now)
 
     def _take_over(self, lease: Lease, growing: Growing) -> None:
         """What is being sent of a prefill is sent of a lease from now on."""
@@ -141,6 +152,8 @@ class PrefillSide:
         reason = growing.differs_from(lease.order)
         if reason:
             self._cut_short(growing, reason, again=True)
+        else:
+            lease.epoch = growing.epoch
         growing.hold, growing.is_computed = lease.order, lease.ready
 
     def _cut_short(self, growing: Growing | None, reason: str, *, again: bool) -> None:
@@ -148,35 +161,60 @@ class PrefillSide:
         for key in growing.sending if growing is not None else ():
             self.sender.cancel(key, reason, again=again)
 
+    def drain(self, now: float) -> None:
+        """Begin no lease any more. What is held may be fetched for ``drain_s``, then all are told."""
+        if not self._draining:
+            self._draining = "the prefill node is stopping"
+            self._drained_at = now + self._config.drain_s
+
+    @property
+    def drained(self) -> bool:
+        """It was drained, and nothing is held, sent, or waited for."""
+        return bool(self._draining) and not (self.leases or self.sender.sendings or self.waiting.fetches)
+
+    def _end_drain(self, now: float) -> None:
+        """The time to fetch is over: whoever still counts on something is told."""
+        for key in list(self.sender.sendings):
+            self._cancel(key, self._draining)
+        for early in list(self.waiting.fetches):
+            self._cancel(early.key, self._draining)
+        self.book.revoke(self._draining)
+
     # Frames and completions
 
     def receive(self, link: str, data: bytes, now: float) -> None:
         """Take a frame of a visitor."""
-        visitor = self.visitors.hear(link, {sending_link for sending_link, _ in self.sender.sendings})
+        visitor = self.visitors.hear(link)
         for event in visitor.session.receive(data, now):
-            match event:
-                case Ready():
-                    pass
-                case Received(message=Fetch() as fetch):
-                    self._fetch(EarlyFetch(link, fetch, now), now)
-                case Received(message=Granted(transfer_id=transfer_id, grants=grants)):
-                    self.sender.grant((link, transfer_id), grants)
-                    self.waiting.grant((link, transfer_id), grants)
-                case Received(message=Cancel() as cancel):
-                    self._cancelled(link, visitor, cancel.transfer_id, now)
-                case Received(message=LetGo() as let_go):
-                    self._let_go(visitor, let_go, now)
-                case Received(message=Alive()):
-                    visitor.session.send(StillAlive())
-                case Misused(reason=reason):
-                    self._metrics.failures.labels("peer_message").inc()
-                    logger.warning("dropped a message from %s: %s", link, reason)
-                case Ended(reason=reason):
-                    self._metrics.failures.labels("peer_refused").inc()
-                    logger.warning("connection %s ended: %s", link, reason)
-        self._flush(link, visitor)
+            self._handle(link, visitor, event, now)
+        self.visitors.flush(link, visitor)
         if visitor.session.state is State.ENDED:
             self.visitors.forget(link)
+
+    def _handle(self, link: str, visitor: Visitor, event: Event, now: float) -> None:
+        match event:
+            case Ready():
+                self.visitors.met(link, visitor, lambda: {link for link, _ in self.sender.sendings})
+            case Received(message=Fetch() as fetch):
+                self._fetch(EarlyFetch(link, fetch, now), now)
+            case Received(message=Granted() as granted):
+                self._slots.granted((link, granted.transfer_id), granted.grants)
+            case Received(message=Cancel() as cancel):
+                self._cancelled(link, visitor, cancel.transfer_id, now)
+            case Received(message=LetGo() as let_go):
+                self._let_go(visitor, let_go, now)
+            case Received(message=Renew(handles=handles)):
+                self._renew(link, visitor, handles, now)
+            case Received(message=Alive()):
+                visitor.session.send(StillAlive())
+            case Misused(reason=reason):
+                self._metrics.failures.labels("peer_message").inc()
+                if not visitor.has_misspoken:
+                    visitor.has_misspoken = True
+                    logger.warning("dropped a message from %s, and counts further ones: %s", link, reason)
+            case Ended(reason=reason):
+                self._metrics.failures.labels("peer_refused").inc()
+                logger.warning("connection %s ended: %s", link, reason)
 
     def completed(self, completion: Completion, now: float) -> None:
         """Take the engine's answer to one of our batches."""
@@ -186,25 +224,27 @@ class PrefillSide:
         """Let time pass: retry early fetches, end leases, feed the engine, answer what is over."""
         if self.waiting:
             for early in self.waiting.take_due(self.leases, self._is_ready, now):
-                self._fetch(early, now)
+                with counted(self._metrics, "a fetch that waited"):
+                    self._fetch(early, now)
+        if now >= self._drained_at:
+            self._end_drain(now)
         for sending in self.sender.sendings.values():
             if now >= sending.deadline and not sending.error:
                 self._cancel(sending.key, "the time that the peer gave is over")
         for sending in self.sender.advance(now):
-            self._finish(sending, now)
-        for lease in list(self.leases.values()):
-            self._end_if_due(lease, now)
+            with counted(self._metrics, f"the end of transfer {sending.key[1]}"):
+                self._finish(sending, now)
+        self._slots.want_more()
+        self.book.advance(now)
 
     def next_deadline(self, now: float) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        times = [
-            max(lease.busy_until, now if lease.satisfied else lease.expires_at)
-            for lease in self.leases.values()
-            if lease.state is LeaseState.HELD
-        ]
-        times += [sending.deadline for sending in self.sender.sendings.values()]
+        times = [sending.deadline for sending in self.sender.sendings.values()]
+        if self._draining and not self.drained:
+            times.append(self._drained_at)
         waited = {early.fetch.handle for early in self.waiting.fetches}
         others = (
+            self.book.next_deadline(),
             self.waiting.next_deadline(self.leases),
             self.sender.next_deadline(),
             self.growing.next_poll(waited, now),
@@ -219,7 +259,7 @@ class PrefillSide:
     # What the above is made of
 
     def _is_ready(self, early: EarlyFetch) -> bool:
-        if (early.link, _PROBE) in self.sender.sendings:
+        if self._choice.is_probing(early.link):
             return False
         return self._source(early) is not None
 
@@ -240,11 +280,12 @@ class PrefillSide:
         if visitor is None or visitor.session.peer is None:
             return
         fetch, peer = waiting.fetch, visitor.session.peer
-        source = self._source(waiting)
+        if (held := self.leases.get(fetch.handle)) is not None:
+            # What we stood still for too long to end in time serves nobody any more.
+            self.book.end_if_due(held, now)
+        source = self._source(waiting) if now < waiting.deadline else None
         if source is None:
-            refusal = self.waiting.admit(waiting, fetch.handle in self.leases, now)
-            if refusal:
-                self._answer_failure(visitor, waiting, refusal)
+            self._wait(visitor, waiting, fetch.handle in self.leases, now)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         in_use = {sending.peer for sending in self.sender.sendings.values()}
@@ -252,19 +293,15 @@ class PrefillSide:
             check_fetch(fetch)
             way = self.visitors.way_to(visitor, in_use)
             if way.probe is not None and fetch.groups and fetch.chunks:
-                self._calibrate(way, waiting, now)
+                if self._wait(visitor, waiting, True, now):
+                    self._choice.calibrate(way, waiting.link, now)
                 return
             if isinstance(source, Growing) and way.packer is None:
                 self._fetch(waiting, now)
                 return
             self._claim(source, fetch, consumer, waiting.key)
             sending = Sending(waiting.key, source, consumer, way.name, waiting.deadline, started_at=now)
-            if isinstance(source, Lease):
-                self._begin(sending, source, fetch, way)
-            elif way.packer is not None:
-                chunks = GrowingChunks(source, way.packer, self._geometry, fetch.chunks)
-                sending.streamed = True
-                self.sender.begin_packed(sending, way.packer, chunks, fetch.grants)
+            self._begin(sending, source, waiting, way)
         except (PeerError, LayoutError) as error:
             self._answer_failure(visitor, waiting, str(error))
             return
@@ -277,70 +314,55 @@ class PrefillSide:
             source.move(LeaseEvent.FETCH)
         source.sending.add(sending.key)
 
-    def _calibrate(self, way: Way, waiting: EarlyFetch, now: float) -> None:
-        """Find out how fast a link is; its first fetch, and those that come meanwhile, wait for that.
-
-        Raises:
-            PeerError: too many fetches wait already.
-        """
-        refusal = self.waiting.admit(waiting, True, now)
+    def _wait(self, visitor: Visitor, waiting: EarlyFetch, is_held: bool, now: float) -> bool:
+        """Leave a fetch waiting, and give back the slots that it holds meanwhile. False: it may not wait."""
+        refusal = self.waiting.admit(waiting, is_held, now)
         if refusal:
-            raise PeerError(refusal)
-        key = (waiting.link, _PROBE)
-        if way.probe is not None and key not in self.sender.sendings:
-            deadline = now + self._config.handshake_timeout_s
-            self._probed[key] = way
-            self.sender.begin(Sending(key, Claims(), ("", "", 0), way.name, deadline, now), way.probe)
+            self._answer_failure(visitor, waiting, refusal)
+            return False
+        self._slots.waits(waiting)
+        return True
 
-    def _calibrated(self, sending: Sending) -> None:
-        way = self._probed.pop(sending.key)
-        samples = way.probe.samples if way.probe is not None else []
-        pack_bytes_per_s = self._pack_bytes_per_s
-        way.cost = LinkCost(fit(samples) if samples else None, pack_bytes_per_s, pack_bytes_per_s)
-        way.probe = None
-        if sending.error:
-            self._metrics.failures.labels("calibration").inc()
-            logger.warning("the link to %s could not be calibrated: %s", way.name, sending.error)
-        logger.info("the link to %s: %s", way.name, way.cost.describe())
-        believed = way.cost.as_metrics()
-        for what, gauge in self._metrics.link.items():
-            gauge.set(believed[what])
-
-    def _begin(self, sending: Sending, lease: Lease, fetch: Fetch, way: Way) -> None:
+    def _begin(self, sending: Sending, source: Lease | Growing, waiting: EarlyFetch, way: Way) -> None:
         """Choose a path among those that are open on both sides, and begin to send.
 
         Raises:
             LayoutError: none is, or the peer wants what is not held.
         """
+        fetch, key = waiting.fetch, waiting.key
+        spared: Sequence[Grant] = ()
         # Whoever wants nothing needs no path.
         link = way.direct if fetch.groups else Link({}) if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
-        if packer is not None and (link is None or self._prefers_packed(sending, lease, fetch, way)):
-            staged = packer.stage(lease.order.groups, fetch.chunks, fetch.num_tokens)
-            self.sender.begin_packed(sending, packer, StagedChunks(staged), fetch.grants)
-            return
-        if link is None:
+        if packer is not None:
+            check_chunks(fetch, packer.chunker.wire, way.slot_bytes)
+        if isinstance(source, Growing) and packer is not None:
+            chunks = GrowingChunks(source, packer, self._geometry, fetch.chunks)
+            sending.streamed, sending.told_due = True, 0
+            spared = self.sender.begin_packed(sending, packer, chunks, fetch.grants)
+        elif isinstance(source, Growing):
+            raise LayoutError("a prefill under way is sent over the packed path only")
+        elif packer is not None and (
+            link is None or self._choice.prefers_packed(sending, source, fetch, way)
+        ):
+            staged = packer.stage(source.order.groups, fetch.chunks, fetch.num_tokens)
+            spared = self.sender.begin_packed(sending, packer, StagedChunks(staged), fetch.grants)
+            sending.told_due = 0 if waiting.has_waited else None
+        elif link is None:
             closed = "; ".join(f"{path}: {why}" for path, why in way.refusals.items())
             raise LayoutError(f"the peer opens no path that can be used here ({closed})")
-        plan = make_plan(link, lease.order.groups, fetch.groups, fetch.num_tokens)
-        self.sender.begin_direct(sending, plan)
-        if fetch.chunks:
-            self._tell(sending.key, Declined(fetch.transfer_id))
-
-    def _prefers_packed(self, sending: Sending, lease: Lease, fetch: Fetch, way: Way) -> bool:
-        """Where both paths are open: whether this request is cheaper by slots than page by page."""
-        if way.direct is None or way.packer is None:
-            return way.direct is None
-        way.cost = sending.cost = way.cost or LinkCost()
-        direct = plan_size(way.direct, lease.order.groups, fetch.groups, fetch.num_tokens)
-        packed_bytes = sum(way.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
-        choice = way.cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks))
-        return choice.path == "packed"
+        else:
+            plan = make_plan(link, source.order.groups, fetch.groups, fetch.num_tokens)
+            self.sender.begin_direct(sending, plan)
+        if sending.path == "direct" or sending.told_due is not None:
+            self.visitors.tell(key, Accepted(fetch.transfer_id, source.epoch))
+        if sending.path == "direct" and fetch.chunks:
+            self.visitors.tell(key, Declined(fetch.transfer_id))
+        elif sending.told_due is not None:
+            self._slots.want(sending, spared)
 
     def _arrived(self, key: TransferKey, arrived: Arrived) -> None:
-        self._tell(
-            key, Landed(key[1], arrived.chunk, arrived.generation, arrived.length_bytes, arrived.digest)
-        )
+        self._slots.arrived(key, arrived)
 
     def _claim(self, source: Lease | Growing, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
@@ -357,6 +379,11 @@ class PrefillSide:
             raise PeerError("this rank is being sent this request")
         source.claim(consumer, fetch.consumers)
 
+    def _give_up(self, peer: str) -> None:
+        for sending in self.sender.sendings.values():
+            if sending.peer == peer:
+                self.sender.cancel(sending.key, "the peer's memory was registered anew")
+
     def _cancel(self, key: TransferKey, reason: str) -> None:
         early = self.waiting.take(key)
         visitor = self.visitors.get(key[0])
@@ -367,10 +394,10 @@ class PrefillSide:
     def _cancelled(self, link: str, visitor: Visitor, transfer_id: int, now: float) -> None:
         """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
         key = (link, transfer_id)
-        known = key in self.sender.sendings or any(early.key == key for early in self.waiting.fetches)
+        known = key in self.sender.sendings or self.waiting.has(key)
         self._cancel(key, "the peer cancelled it")
         if not known and now >= self._not_quiet.get(key, 0.0):
-            self._tell(key, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))
+            self.visitors.tell(key, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))
 
     def _let_go(self, visitor: Visitor, message: LetGo, now: float) -> None:
         lease, peer = self.leases.get(message.handle), visitor.session.peer
@@ -380,23 +407,35 @@ class PrefillSide:
         if lease is None:
             self.waiting.refuse(message.handle, consumer, message.consumers, now)
             return
-        if lease.owner not in (None, consumer[0]):
+        self.book.let_go(lease, consumer, message.consumers, now)
+
+    def _renew(self, link: str, visitor: Visitor, handles: Sequence[str], now: float) -> None:
+        """A peer will still fetch these, as soon as it is their turn."""
+        peer = visitor.session.peer
+        if peer is None:
             return
-        lease.owner = consumer[0]
-        lease.consumers = message.consumers
-        lease.let_go.add(consumer)
-        self._end_if_due(lease, now)
+        epochs: list[tuple[str, int]] = []
+        over: list[tuple[str, str]] = []
+        for handle in dict.fromkeys(handles[:MAX_HANDLES]):
+            lease = self.leases.get(handle)
+            reason = self.waiting.reason(handle) if lease is None else None
+            if lease is not None:
+                reason = self.book.renew(lease, peer.engine_id, link, now) or None
+            if reason is not None:
+                over.append((handle, reason))
+            elif lease is not None:
+                epochs.append((handle, lease.epoch))
+        visitor.session.send(Renewed(tuple(epochs), tuple(over)))
 
     def _finish(self, sending: Sending, now: float) -> None:
-        if sending.key in self._probed:
-            self._calibrated(sending)
+        if self._choice.take(sending):
             return
         claims = sending.claims
         claims.sending.discard(sending.key)
         if isinstance(claims, Lease) and not claims.sending:
             claims.move(LeaseEvent.LAST_ENDED)
-        self._count(sending)
-        self._tell(
+        count_sent(self._metrics, sending)
+        self.visitors.tell(
             sending.key,
             Written(
                 transfer_id=sending.key[1],
@@ -407,6 +446,7 @@ class PrefillSide:
                 seconds=sending.seconds,
                 error=sending.error,
                 again=sending.again and sending.quiet,
+                epoch=claims.epoch,
             ),
         )
         until = now + self._config.quarantine_s
@@ -419,67 +459,18 @@ class PrefillSide:
                 claims.busy_until = max(claims.busy_until, until)
             if not sending.error:
                 claims.served.add(sending.consumer)
-            self._end_if_due(claims, now)
+            self.book.end_if_due(claims, now)
 
-    def _count(self, sending: Sending) -> None:
-        ok = not sending.error
-        outcome = "ok" if ok else "again" if sending.again else "failed"
-        self._metrics.transfers.labels("sent", outcome).inc()
-        self._metrics.transfer_bytes.labels("sent", sending.path).inc(sending.total_bytes)
-        self._metrics.copies.labels("sent", sending.path).inc(sending.copies)
-        self._metrics.transfer_seconds.labels("sent").inc(sending.seconds)
-        if ok and sending.streamed:
-            self._metrics.streamed.inc()
-        if ok and sending.cost is not None:
-            path: Path = "packed" if sending.path == "packed" else "direct"
-            sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, sending.service_s)
-        if not ok:
-            self._metrics.failures.labels("preempted" if sending.again else "send").inc()
-            logger.warning("%s could not be sent: %s", _name(sending.claims), sending.error)
-
-    def _end_if_due(self, lease: Lease, now: float) -> None:
-        """End a lease that nobody reads and that was served to all, or that is over."""
-        if lease.state is not LeaseState.HELD or now < lease.busy_until:
-            return
-        if lease.satisfied:
-            lease.move(LeaseEvent.SATISFIED)
-            self._end(lease, "every rank that wanted it was served")
-        elif now >= lease.expires_at:
-            lease.move(LeaseEvent.EXPIRED)
-            self._metrics.failures.labels("lease_expired").inc()
-            logger.warning(
-                "request %s was not fetched within %s s, its blocks are freed",
-                lease.order.request_id,
-                lease.order.lease_s,
-            )
-            self._end(lease, f"its lease of {lease.order.lease_s} s is over")
-
-    def _end(self, lease: Lease, reason: str) -> None:
-        del self.leases[lease.order.handle]
-        self._metrics.leases.set(len(self.leases))
-        self.waiting.end(lease.order.handle, f"the request is no longer held: {reason}")
+    def _lease_ended(self, lease: Lease, reason: str) -> None:
+        """A lease is over: whoever still counts on it is told."""
+        handle = lease.order.handle
+        text = f"the request is no longer held: {reason}"
+        self.waiting.end(handle, text)
         self._report_sent(lease.order.request_id)
+        for link in lease.renewers if not lease.satisfied else ():
+            self.visitors.tell((link, -1), Renewed(over=((handle, text),)))
 
     def _answer_failure(self, visitor: Visitor, waiting: EarlyFetch, reason: str) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()
         logger.warning("a fetch of %s was refused: %s", waiting.link, reason)
-        self._tell(waiting.key, Written(waiting.fetch.transfer_id, False, True, 0, 0, 0.0, reason))
-
-    def _tell(self, key: TransferKey, message: Message) -> None:
-        """Say something about a fetch to whoever asked for it, if it still listens."""
-        link = key[0]
-        visitor = self.visitors.get(link)
-        if visitor is not None and visitor.session.state is State.READY:
-            visitor.session.send(message)
-            self._flush(link, visitor)
-
-    def _flush(self, link: str, visitor: Visitor) -> None:
-        for frame in visitor.session.outgoing():
-            if not self._send(link, frame):
-                self._metrics.failures.labels("side_channel_send").inc()
-                logger.warning("an answer to %s could not be sent", link)
-
-
-def _name(claims: Claims) -> str:
-    """What is being sent, for people."""
-    return f"request {claims.order.request_id}" if isinstance(claims, Lease) else "an unfinished prefill"
+        self.visitors.tell(waiting.key, Written(waiting.fetch.transfer_id, False, True, 0, 0, 0.0, reason))

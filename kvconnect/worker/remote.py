@@ -6,17 +6,22 @@ from dataclasses import dataclass, field
 
 from kvconnect.orders import RankAddress
 from kvconnect.peer.session import Session
+from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.ledger import PeerKey
 from kvconnect.worker.routes import Route
 
 
 @dataclass
 class RankLink:
-    """Our connection to one rank of a peer. ``route`` is made when something is first asked over it."""
+    """Our connection to one rank of a peer. ``route`` is made when something is first asked over it.
+
+    The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
+    """
 
     name: str
     session: Session
     route: Route | None = None
+    clock_ahead_s: float = 0.0
 
 
 @dataclass
@@ -24,10 +29,12 @@ class Peer:
     """A remote engine: its ranks, and what waits for it.
 
     ``let_go`` are handles that nobody will fetch; ``releases`` the same per rank, once the ranks are
-    known.
+    known. ``lease_s`` is how long it holds what nobody renews. ``was_met`` once it introduced itself and as
+    long as it is of interest; ``is_warm`` where an operator wants it met in any case.
     """
 
     key: PeerKey
+    breaker: Breaker
     links: dict[int, RankLink] = field(default_factory=dict)
     world_size: int | None = None
     directory: tuple[RankAddress, ...] = ()
@@ -36,3 +43,12 @@ class Peer:
     let_go: list[str] = field(default_factory=list)
     releases: dict[int, list[str]] = field(default_factory=dict)
     used_at: float = 0.0
+    lease_s: float = 0.0
+    was_met: bool = False
+    is_warm: bool = False
+
+    @classmethod
+    def of(cls, key: PeerKey) -> Peer:
+        """A peer that nothing is known of but its name."""
+        engine_id, host, port = key
+        return cls(key, Breaker(f"{engine_id or 'any engine'} at {host}:{port}"))

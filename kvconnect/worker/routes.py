@@ -14,21 +14,24 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
 from kvconnect.peer.session import Session
 from kvconnect.plan.chunks import Chunk
+from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S
 from kvconnect.plan.cutting import RequestCutter
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.local import Local
 
-_UNMEASURED_PACK_BYTES_PER_S = 4e9
-
 
 @dataclass(frozen=True)
 class Asked:
-    """What a fetch opens to the peer. ``only_path`` is empty if the peer may choose."""
+    """What a fetch opens to the peer. ``only_path`` is empty if the peer may choose.
+
+    ``closed`` says why the packed path is not among it, where only we can know.
+    """
 
     groups: tuple[GroupBlocks, ...]
     chunks: tuple[Chunk, ...]
     grants: tuple[Grant, ...]
     only_path: str
+    closed: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,25 @@ class Route:
     packed: Packed | None
     refusal: str = ""
 
-    def fetch(self, bay: LandingBay, order: Load, transfer_id: int) -> Asked | str:
-        """What to ask for a request, its landing prepared; or why it cannot be asked for."""
+    def fetch(self, bay: LandingBay, order: Load, transfer_id: int, holder: str) -> Asked | str:
+        """What to ask for a request, its landing prepared; or why it cannot be asked for.
+
+        ``holder`` names the node that is asked, for whom slots are lent.
+        """
         groups = order.groups if self.direct else ()
         if self.packed is None:
-            return Asked(groups, (), (), "direct") if self.direct else f"no path is open: {self.refusal}"
+            if self.direct:
+                return Asked(groups, (), (), "direct")
+            return f"no path is open: {self.refusal}"
         try:
             chunks = self.packed.cutter.cut(order.groups, order.num_tokens)
             if not chunks:
                 return Asked(groups, (), (), "direct")
-            grants = bay.open(transfer_id, self.packed.packer, chunks, order.groups, order.num_tokens)
+            packer = self.packed.packer
+            grants = bay.open(transfer_id, packer, chunks, order.groups, order.num_tokens, holder)
         except LayoutError as error:
             if self.direct:
-                return Asked(groups, (), (), "direct")
+                return Asked(groups, (), (), "direct", str(error))
             return str(error)
         except LocalError as error:
             return f"it cannot be fetched: {error}"
@@ -83,6 +92,6 @@ def make_route(config: ExtraConfig, local: Local, session: Session) -> Route:
         packer = local.packer(peer, ours, "target", config.pack_programs, config.convert_dtype)
     except LayoutError as error:
         return Route(direct, None, str(error))
-    rate = local.pack_bytes_per_s or _UNMEASURED_PACK_BYTES_PER_S
+    rate = local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
     cutter = RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate)
     return Route(direct, Packed(cutter, packer))

@@ -18,7 +18,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
 from kvconnect.plan.time_shares import TimeShares
 from kvconnect.plan.transfer import Plan
-from kvconnect.worker.ledger import Sending, TransferKey
+from kvconnect.worker.ledger import SendEvent, Sending, TransferKey
 from kvconnect.worker.outbox import Arrived, Outbox, PageOutbox, SlotOutbox
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 from kvconnect.worker.supply import Supply
@@ -72,12 +72,9 @@ class Sender:
     def busy(self) -> bool:
         """Something is under way that nobody will wake us for."""
         return any(
-            sending.in_flight or sending.error or self._goes_on(key) for key, sending in self.sendings.items()
+            sending.in_flight or sending.error or self._outboxes[key].goes_on
+            for key, sending in self.sendings.items()
         )
-
-    def _goes_on(self, key: TransferKey) -> bool:
-        outbox = self._outboxes[key]
-        return outbox.can_advance or outbox.busy if isinstance(outbox, SlotOutbox) else True
 
     def begin_direct(self, sending: Sending, plan: Plan) -> None:
         """Begin to write pages."""
@@ -85,15 +82,23 @@ class Sender:
         max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
         self.begin(sending, PageOutbox(plan, capabilities.max_copies, max_bytes))
 
-    def begin_packed(self, sending: Sending, packer: Packer, supply: Supply, grants: Sequence[Grant]) -> None:
-        """Begin to pack chunks, and to write them to landing slots.
+    def begin_packed(
+        self, sending: Sending, packer: Packer, supply: Supply, grants: Sequence[Grant]
+    ) -> Sequence[Grant]:
+        """Begin to pack chunks, and to write them to landing slots. Returns those of no use yet.
 
         Raises:
             PeerError: one is larger than a slot of ours.
         """
         if supply.largest_bytes > self.slot_bytes:
             raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {self.slot_bytes}")
-        self.begin(sending, SlotOutbox(packer, supply, grants, self._pool, self._config.check_digest))
+        digest = self._config.check_digest
+        outbox = SlotOutbox(packer, supply, grants, self._pool, digest, sending.peer)
+        self.begin(sending, outbox)
+        # The device begins now rather than when everything else that has arrived was looked at.
+        if error := outbox.advance(stopping=False):
+            sending.stop(error)
+        return outbox.unneeded
 
     def begin(self, sending: Sending, outbox: Outbox) -> None:
         """Begin to submit what an outbox gives."""
@@ -102,11 +107,15 @@ class Sender:
         self._outboxes[sending.key] = outbox
         self._of_peer.setdefault(sending.peer, []).append(sending.key)
 
-    def grant(self, key: TransferKey, grants: Sequence[Grant]) -> None:
-        """A peer lends more slots. Slots for what is not under way any more are of no use to anybody."""
+    def grant(self, key: TransferKey, grants: Sequence[Grant]) -> Sequence[Grant]:
+        """A peer lends more slots. Returns those of no use yet; what is over has no use for any."""
         outbox = self._outboxes.get(key)
-        if isinstance(outbox, SlotOutbox):
-            outbox.grant(grants)
+        return outbox.grant(grants) if isinstance(outbox, SlotOutbox) else ()
+
+    def due(self, key: TransferKey) -> int:
+        """How many chunks of what is under way can be packed by now, in all."""
+        outbox = self._outboxes[key]
+        return outbox.due if isinstance(outbox, SlotOutbox) else 0
 
     def cancel(self, key: TransferKey, reason: str, *, again: bool = False) -> None:
         """Ask for an early end. The sending is over once nothing reads its blocks any more.
@@ -115,7 +124,7 @@ class Sender:
         """
         sending = self.sendings.get(key)
         if sending is not None and not sending.error:
-            sending.error, sending.again = reason, again
+            sending.stop(reason, again=again)
             for batch_id in sending.in_flight:
                 self._engine.cancel(batch_id)
 
@@ -134,7 +143,7 @@ class Sender:
             sending.total_bytes += completion.total_bytes
         else:
             sending.quiet &= completion.quiet
-            sending.error = sending.error or completion.error or "the engine gave no reason"
+            sending.stop(completion.error or "the engine gave no reason")
         if isinstance(outbox, SlotOutbox):
             self._lost += [(now + self._config.quarantine_s, slot) for slot in outbox.take_lost()]
         if arrived is not None and not sending.error:
@@ -145,14 +154,15 @@ class Sender:
         self._settle(now)
         for key, outbox in self._outboxes.items():
             sending = self.sendings[key]
-            error = outbox.advance(stopping=bool(sending.error))
-            sending.error = sending.error or error
+            if error := outbox.advance(stopping=bool(sending.error)):
+                sending.stop(error)
         for peer, keys in self._of_peer.items():
             self._feed(keys, now)
             using = [key for key in keys if self.sendings[key].in_flight or self._outboxes[key].busy]
             self._shares.setdefault(peer, TimeShares()).change(using, now)
         over = [sending for key, sending in self.sendings.items() if self._is_over(key)]
         for sending in over:
+            sending.move(SendEvent.END)
             sending.service_s = self._shares[sending.peer].take(sending.key)
             del self.sendings[sending.key]
             del self._outboxes[sending.key]
@@ -207,7 +217,7 @@ class Sender:
         except Exception as error:
             # This batch will never be answered, so the fetch must not pass for done.
             logger.exception("a batch to %s could not be submitted", sending.peer)
-            sending.error = f"the engine does not take a batch: {error}"
+            sending.stop(f"the engine does not take a batch: {error}")
             return False
         outbox.submitted(batch.batch_id)
         if not sending.in_flight:

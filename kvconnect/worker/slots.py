@@ -7,7 +7,7 @@ write, another its send slots, which the engine reads. A slot changes only along
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,12 +49,13 @@ SLOT_MOVES: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 @dataclass(eq=False)
 class Slot:
-    """One slot. ``generation`` is another for every use."""
+    """One slot. ``generation`` is another for every use; ``holder`` is who it is taken for, if told."""
 
     address: int
     length_bytes: int
     state: SlotState = SlotState.FREE
     generation: int = 0
+    holder: str = ""
 
 
 class SlotPool:
@@ -72,6 +73,7 @@ class SlotPool:
         self.slots = tuple(Slot(address, slot_bytes) for address in addresses)
         self._free = deque(self.slots)
         self._next_generation = first_generation
+        self._taken_for: Counter[str] = Counter()
 
     @property
     def free(self) -> int:
@@ -83,7 +85,12 @@ class SlotPool:
         """How many are in use or in quarantine."""
         return len(self.slots) - len(self._free)
 
-    def take(self, event: SlotEvent) -> Slot:
+    def room_for(self, holder: str) -> int:
+        """How many slots may be taken for one holder: never the last one, where there are more than two."""
+        most = len(self.slots) - 1 if len(self.slots) > 2 else len(self.slots)
+        return min(len(self._free), most - self._taken_for[holder])
+
+    def take(self, event: SlotEvent, holder: str = "") -> Slot:
         """A free slot, lent or packed into, of a new generation.
 
         Raises:
@@ -96,6 +103,8 @@ class SlotPool:
         self._free.popleft()
         slot.generation = self._next_generation
         self._next_generation += 1
+        slot.holder = holder
+        self._taken_for[holder] += 1
         return slot
 
     def move(self, slot: Slot, event: SlotEvent) -> None:
@@ -107,3 +116,6 @@ class SlotPool:
         slot.state = next_state(SLOT_MOVES, slot.state, event, f"slot of generation {slot.generation}")
         if slot.state is SlotState.FREE:
             self._free.append(slot)
+            self._taken_for[slot.holder] -= 1
+            if not self._taken_for[slot.holder]:
+                del self._taken_for[slot.holder]

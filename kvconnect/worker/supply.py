@@ -5,6 +5,7 @@ Owned by the mover thread.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -24,6 +25,11 @@ class Supply(Protocol):
     @property
     def left(self) -> int:
         """How many were not taken yet."""
+        ...
+
+    @property
+    def due(self) -> int:
+        """How many, in all, can be packed by now."""
         ...
 
     @property
@@ -64,6 +70,11 @@ class StagedChunks:
     def left(self) -> int:
         """See ``Supply``."""
         return self.count - self._next
+
+    @property
+    def due(self) -> int:
+        """See ``Supply``."""
+        return self.count
 
     @property
     def has_next(self) -> bool:
@@ -113,6 +124,7 @@ class GrowingChunks:
         self.largest_bytes = max(sizes, default=0)
         self._needs = [self._tokens_of(chunk) for chunk in chunks]
         self._order = sorted(range(len(chunks)), key=self._needs.__getitem__)
+        self._needs_in_order = sorted(self._needs)
         self._next = 0
 
     def _tokens_of(self, chunk: Chunk) -> float:
@@ -131,13 +143,18 @@ class GrowingChunks:
         return self.count - self._next
 
     @property
-    def has_next(self) -> bool:
+    def due(self) -> int:
         """See ``Supply``."""
-        if not self.left:
-            return False
         growing = self._growing
         growing.advance()
-        return self._needs[self._order[self._next]] <= growing.ready_tokens or growing.is_whole
+        if growing.is_whole:
+            return self.count
+        return bisect.bisect_right(self._needs_in_order, growing.ready_tokens)
+
+    @property
+    def has_next(self) -> bool:
+        """See ``Supply``."""
+        return self.left > 0 and self.due > self._next
 
     @property
     def is_due(self) -> bool:

@@ -5,6 +5,8 @@ Owned by the mover thread.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -12,14 +14,18 @@ from dataclasses import dataclass, field
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
 from kvconnect.errors import EngineError, LayoutError, PeerError
+from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.messages import Introduction
-from kvconnect.peer.session import Session, Side
+from kvconnect.peer.messages import Introduction, Message
+from kvconnect.peer.session import Session, Side, State
 from kvconnect.plan.align import Link, align_tables
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
+from kvconnect.worker.ledger import TransferKey
 from kvconnect.worker.local import Local
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,7 +34,7 @@ class Way:
 
     ``direct`` and ``packer`` are None where that path is closed; ``refusals`` say why. Where both are
     open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
-    tried or being tried for that.
+    tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
     """
 
     name: str
@@ -37,14 +43,16 @@ class Way:
     cost: LinkCost | None = None
     probe: ProbeOutbox | None = None
     refusals: dict[str, str] = field(default_factory=dict)
+    slot_bytes: int = 0
 
 
 @dataclass
 class Visitor:
-    """One connection that D opened to us."""
+    """One connection that D opened to us. ``has_misspoken``: something that it said was of no use."""
 
     session: Session
     way: Way | None = None
+    has_misspoken: bool = False
 
 
 class Visitors:
@@ -53,6 +61,8 @@ class Visitors:
     Args:
         introduce: our introduction, made anew for every visitor since the engine's card may change.
         local: what there is to pack from.
+        send: sends a frame over a connection; False if it cannot.
+        give_up: ends what is being sent to a peer of the engine, before that is disconnected.
     """
 
     def __init__(
@@ -61,12 +71,18 @@ class Visitors:
         engine: Engine,
         introduce: Callable[[], Introduction],
         local: Local,
+        send: Callable[[str, bytes], bool],
+        give_up: Callable[[str], None],
+        metrics: Metrics,
     ) -> None:
         self.directory: tuple[RankAddress, ...] = ()
         self._config = config
         self._engine = engine
         self._introduce = introduce
         self._local = local
+        self._send = send
+        self._give_up = give_up
+        self._metrics = metrics
         self._visitors: OrderedDict[str, Visitor] = OrderedDict()
         self._connected: OrderedDict[str, None] = OrderedDict()
 
@@ -77,36 +93,62 @@ class Visitors:
         """The visitor of a connection."""
         return self._visitors.get(link)
 
-    def hear(self, link: str, in_use: Container[str]) -> Visitor:
-        """The visitor who says something, admitted if it is new. ``in_use`` are links that must stay."""
+    def hear(self, link: str) -> Visitor:
+        """Whoever says something. Who has not introduced itself is not remembered, and displaces nobody."""
         visitor = self._visitors.get(link)
         if visitor is None:
-            visitor = self._admit(link, in_use)
+            return self._stranger()
         self._visitors.move_to_end(link)
         return visitor
 
-    def forget(self, link: str) -> None:
-        """A conversation is over."""
-        del self._visitors[link]
+    def met(self, link: str, visitor: Visitor, links_in_use: Callable[[], Container[str]]) -> None:
+        """A visitor has introduced itself, perhaps anew, and with another engine card than before.
 
-    def _admit(self, link: str, in_use: Container[str]) -> Visitor:
+        ``links_in_use`` are those that must stay.
+        """
+        visitor.way = None
+        if link not in self._visitors:
+            self._make_room(links_in_use())
+            self._visitors[link] = visitor
+
+    def tell(self, key: TransferKey, message: Message) -> None:
+        """Say something about a fetch to whoever asked for it, if it still listens."""
+        visitor = self._visitors.get(key[0])
+        if visitor is not None and visitor.session.state is State.READY:
+            visitor.session.send(message)
+            self.flush(key[0], visitor)
+
+    def flush(self, link: str, visitor: Visitor) -> None:
+        """Send what a session has to say."""
+        for frame in visitor.session.outgoing():
+            if not self._send(link, frame):
+                self._metrics.failures.labels("side_channel_send").inc()
+                logger.warning("an answer to %s could not be sent", link)
+
+    def forget(self, link: str) -> None:
+        """A conversation is over, if there was one."""
+        self._visitors.pop(link, None)
+
+    def _make_room(self, in_use: Container[str]) -> None:
         while len(self._visitors) >= self._config.max_peers:
             # The one that has been silent longest. If it is still there it is told to greet again.
             idle = next((name for name in self._visitors if name not in in_use), None)
             if idle is None:
                 break
             del self._visitors[idle]
-        visitor = self._visitors[link] = Visitor(
+
+    def _stranger(self) -> Visitor:
+        return Visitor(
             Session(
                 Side.PREFILL,
                 self._introduce(),
                 directory=self.directory,
+                lease_s=self._config.lease_s,
                 max_message_bytes=self._config.max_message_bytes,
                 handshake_timeout_s=self._config.handshake_timeout_s,
                 peer_timeout_s=self._config.peer_timeout_s,
             )
         )
-        return visitor
 
     def way_to(self, visitor: Visitor, in_use: set[str]) -> Way:
         """How a visitor is reached: worked out when it first fetches, since it may only ask for directions.
@@ -126,6 +168,7 @@ class Visitors:
         if way.direct is None and way.packer is None:
             raise LayoutError("; ".join(f"{path}: {why}" for path, why in way.refusals.items()))
         if way.name not in self._connected:
+            self._disconnect_former(_owner(peer))
             try:
                 self._engine.connect(way.name, peer.engine_card)
             except EngineError as error:
@@ -136,7 +179,8 @@ class Visitors:
         return way
 
     def _make_way(self, ours: Introduction, peer: Introduction) -> Way:
-        way = Way(f"{peer.engine_id}/{peer.incarnation}/{peer.rank}")
+        way = Way(f"{_owner(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")
+        way.slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
         if self._config.path == "packed":
             way.refusals["direct"] = "this node's path is 'packed'"
         else:
@@ -171,9 +215,24 @@ class Visitors:
             self._engine.capabilities.max_copies,
         )
 
+    def _disconnect_former(self, owner: str) -> None:
+        """End what is under way to a visitor's memory as it was registered before: its owner gave that up.
+
+        The engine's name of it has the card in it, so that nothing of that can go on under another one.
+        """
+        for name in [name for name in self._connected if name.rpartition("/")[0] == owner]:
+            del self._connected[name]
+            self._give_up(name)
+            self._engine.disconnect(name)
+
     def _disconnect_idle(self, in_use: Container[str]) -> None:
         for name in [name for name in self._connected if name not in in_use]:
             if len(self._connected) <= self._config.max_peers:
                 return
             del self._connected[name]
             self._engine.disconnect(name)
+
+
+def _owner(peer: Introduction) -> str:
+    """One rank of one process."""
+    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"

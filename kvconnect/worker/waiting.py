@@ -16,19 +16,27 @@ import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import Fetch, Grant
+from kvconnect.peer.messages import Fetch
+from kvconnect.plan.wire import Wire
 from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
+_FEW_CHUNKS = 256
+_CHUNKS_PER_SLOT = 4
+"""More than honest peers need: they fill slots to half at least, but for the last of a part."""
 
 
 @dataclass(frozen=True)
 class EarlyFetch:
-    """A fetch that has to wait: its request is not held yet, its KV not complete, its link not known."""
+    """A fetch that has to wait: its request is not held yet, its KV not complete, its link not known.
+
+    ``has_waited``: its peer was told so, and its slots were given back.
+    """
 
     link: str
     fetch: Fetch
     received_at: float
+    has_waited: bool = False
 
     @property
     def key(self) -> TransferKey:
@@ -37,8 +45,11 @@ class EarlyFetch:
 
     @property
     def deadline(self) -> float:
-        """When the time is over that the peer gives for all of it."""
-        return self.received_at + patience_s(self.fetch)
+        """When the time is over that the peer gives for all of it, by our clock."""
+        until = self.fetch.until_s
+        return (
+            self.received_at if math.isnan(until) else min(self.received_at + patience_s(self.fetch), until)
+        )
 
     @functools.cached_property
     def first_tokens(self) -> float:
@@ -79,6 +90,35 @@ def check_fetch(fetch: Fetch) -> None:
             raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
 
 
+def check_chunks(fetch: Fetch, wire: Wire, slot_bytes: int) -> None:
+    """Refuse chunks that name anything twice, or cut what they name smaller than slots ask for.
+
+    Without a look at where any byte lies: that costs far more per chunk than to read it.
+
+    Raises:
+        PeerError: they do.
+    """
+    streams, groups = len(wire.streams), {stream.target_group for stream in wire.streams}
+    longest = max(1, fetch.num_tokens)
+    area = sum(
+        max(0, min(chunk.stop_stream, streams) - chunk.first_stream) * (span.stop - span.start)
+        for chunk in fetch.chunks
+        for span in chunk.spans
+    )
+    # A chunk of all streams names each token once for every group.
+    if area > streams * len(groups) * longest:
+        raise PeerError(
+            f"{len(fetch.chunks)} chunks name more than the {fetch.num_tokens} tokens of the fetch"
+        )
+    total_bytes = sum(stream.width_bytes * -(-longest // stream.row_tokens) for stream in wire.streams)
+    most = _FEW_CHUNKS + streams + _CHUNKS_PER_SLOT * (total_bytes // slot_bytes if slot_bytes else 0)
+    if len(fetch.chunks) > most:
+        raise PeerError(
+            f"{len(fetch.chunks)} chunks are wanted, {most} are enough for {fetch.num_tokens} tokens in "
+            f"slots of {slot_bytes} bytes"
+        )
+
+
 class WaitingRoom:
     """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended."""
 
@@ -114,7 +154,7 @@ class WaitingRoom:
         return self.let_go.pop(handle, None)
 
     def admit(self, early: EarlyFetch, is_held: bool, now: float) -> str:
-        """Let a fetch wait. Why it cannot, or nothing."""
+        """Let a fetch wait, without its slots. Why it cannot, or nothing."""
         handle = early.fetch.handle
         buried = self._tombstones.reason(handle)
         if buried is not None:
@@ -125,16 +165,17 @@ class WaitingRoom:
             return "no request is held under this handle"
         if len(self.fetches) >= self._capacity:
             return f"{len(self.fetches)} fetches wait already"
-        self.fetches.append(early)
+        fetch = msgspec.structs.replace(early.fetch, grants=()) if early.fetch.grants else early.fetch
+        self.fetches.append(replace(early, fetch=fetch, has_waited=True))
         return ""
 
-    def grant(self, key: TransferKey, grants: tuple[Grant, ...]) -> None:
-        """A fetch that waits is lent more slots."""
-        for index, early in enumerate(self.fetches):
-            if early.key == key:
-                kept = (*early.fetch.grants, *grants)[: len(early.fetch.chunks)]
-                fetch = msgspec.structs.replace(early.fetch, grants=kept)
-                self.fetches[index] = replace(early, fetch=fetch)
+    def has(self, key: TransferKey) -> bool:
+        """This fetch waits."""
+        return any(early.key == key for early in self.fetches)
+
+    def reason(self, handle: str) -> str | None:
+        """Why nothing is held under a handle any more; None if that is not so, or not known."""
+        return self._tombstones.reason(handle)
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank of a peer will not fetch what is not held yet."""

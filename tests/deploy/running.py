@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.peer.key_files import new_secret, write_once
 from tests.deploy.commands import DEPLOY, Part
 
 Server = Callable[[str, list[str]], tuple[list[str], dict[str, str]]]
@@ -71,8 +72,8 @@ def free_ports(count: int) -> list[int]:
         return [made.getsockname()[1] for made in sockets]
 
 
-def localised(parts: dict[str, Part]) -> dict[str, Part]:
-    """The same parts, listening on and reached at free ports of this machine.
+def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
+    """The same parts, listening on and reached at free ports of this machine, with a key in ``folder``.
 
     The router's URLs are replaced whole, and only those that name a server of the deployment at the port
     that it listens on: a URL that leads nowhere there leads nowhere here.
@@ -84,6 +85,8 @@ def localised(parts: dict[str, Part]) -> dict[str, Part]:
         part, port, config = parts[name], str(next(ports)), parts[name].transfer
         replaced.update({f"{url}:{part.option('--port')}": f"http://127.0.0.1:{port}" for url in part.urls})
         config["kv_connector_extra_config"].update(host="127.0.0.1", port=next(ports))
+        if "key_file" in config["kv_connector_extra_config"]:
+            config["kv_connector_extra_config"]["key_file"] = str(_key(folder))
         values = {"--host": "127.0.0.1", "--port": port, "--kv-transfer-config": json.dumps(config)}
         here[name] = Part(_with_values(part.command, values), part.environment, [f"http://127.0.0.1:{port}"])
     port = str(next(ports))
@@ -91,6 +94,12 @@ def localised(parts: dict[str, Part]) -> dict[str, Part]:
     command = [_replace_url(word, replaced) for word in command]
     here["router"] = Part(command, parts["router"].environment, [f"http://127.0.0.1:{port}"])
     return here
+
+
+def _key(folder: Path) -> Path:
+    path = folder / "key"
+    write_once(path, new_secret())
+    return path
 
 
 def _with_values(command: list[str], values: dict[str, str]) -> list[str]:

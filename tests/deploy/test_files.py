@@ -59,6 +59,7 @@ def test_prefill_and_decode_agree(parts) -> None:
         assert config.kv_connector_module_path == "kvconnect.vllm"
         assert config.extra.port, "peers and firewalls could not know a port that is free by chance"
         assert config.extra.host != "127.0.0.1"
+        assert config.extra.key_file, "others than this machine's users can reach it"
     assert prefill.extra.host != decode.extra.host
     different = {"host": "", "port": 1}
     one, other = ({**_fields(config.extra), **different} for config in (prefill, decode))
@@ -141,6 +142,18 @@ def test_compose_keeps_the_side_channel_on_a_network_of_its_own(tmp_path) -> Non
     assert published.endswith(":" + parts["router"].option("--port"))
 
 
+def test_compose_puts_the_key_where_the_servers_look_for_it(tmp_path) -> None:
+    read, parts = compose_file(), deployment("compose", tmp_path)
+    (name,) = read["secrets"]
+    for server in SERVERS:
+        assert read["services"][server]["secrets"] == [name]
+        assert transfer(parts[server]).extra.key_file == f"/run/secrets/{name}"
+    assert "secrets" not in read["services"]["router"]
+    assert read["secrets"][name]["file"] == "./kvconnect.key"
+    given = compose_file({"KVCONNECT_KEY_FILE": "/elsewhere/key"})
+    assert given["secrets"][name]["file"] == "/elsewhere/key"
+
+
 def test_compose_gives_each_server_a_gpu_and_checks_the_port_it_serves(tmp_path) -> None:
     services, parts = compose_file()["services"], deployment("compose", tmp_path)
     gpus = [services[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in SERVERS]
@@ -157,6 +170,18 @@ def test_compose_gives_each_server_a_gpu_and_checks_the_port_it_serves(tmp_path)
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_pods_side_channel_is_at_the_pods_own_address(name, tmp_path) -> None:
     assert transfer(deployment("kubernetes", tmp_path)[name]).extra.host == POD_IPS[name]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_pods_key_is_a_secret_that_only_its_user_can_read(name, tmp_path) -> None:
+    pod = workload(name)["template"]["spec"]
+    (volume,) = (one for one in pod["volumes"] if "secret" in one)
+    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"])
+    assert volume["secret"]["defaultMode"] == 0o400
+    assert transfer(deployment("kubernetes", tmp_path)[name]).extra.key_file == f"{mount['mountPath']}/key"
+    assert mount["readOnly"] is True
+    made = f"create secret generic {volume['secret']['secretName']} --from-file=key="
+    assert made in (DEPLOY / "README.md").read_text()
 
 
 def workload(name: str) -> dict[str, Any]:
@@ -281,6 +306,13 @@ def test_systemd_takes_the_units_without_a_word(tmp_path) -> None:
     command = ["systemd-analyze", "verify", "--man=no", *(f"./{name}" for name in names)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout + run.stderr) == (0, "")
+
+
+def test_the_readme_puts_the_key_where_the_units_look_for_it(tmp_path) -> None:
+    (path,) = {transfer(deployment("systemd", tmp_path)[name]).extra.key_file for name in SERVERS}
+    found = re.search(r"install -o root -g (\S+) -m 640 key (\S+)", (DEPLOY / "README.md").read_text())
+    assert found is not None
+    assert found.groups() == (*unit_settings("kvconnect-vllm@.service")["User"], path)
 
 
 def test_units_lock_memory_restart_and_come_after_the_network() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from kvconnect.errors import EngineError
 from kvconnect.testing.engine_peer import PeerProcess
 from kvconnect.testing.engine_suite import Driver, EngineSuite
 
+_Thread = threading.Thread
 _PROBLEM = available_engines()["mooncake"]
 pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
 
@@ -35,6 +38,46 @@ class TestMooncakeEngine(EngineSuite):
 
     def silent_card(self, port: int) -> bytes | None:
         return msgspec.msgpack.encode(MooncakeCard(f"127.0.0.1:{port}"))
+
+
+def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeypatch) -> None:
+    """As over NVLink, where a call returns only when its copies are done."""
+    from kvconnect.engine import mooncake_lanes
+
+    used: list[tuple[int, str]] = []
+    run = mooncake_lanes.Sender._run
+
+    def noted(self, job):
+        used.append((len(job.batch.length), threading.current_thread().name))
+        time.sleep(0.05)
+        return run(self, job)
+
+    monkeypatch.setattr(mooncake_lanes.Sender, "_run", noted)
+    numbers = itertools.count()
+    monkeypatch.setattr(
+        mooncake_lanes.threading,
+        "Thread",
+        lambda **given: _Thread(**{**given, "name": f"sender {next(numbers)}"}),
+    )
+    peer, engine = PeerProcess(make_engine), make_engine()
+    engine._senders_per_peer = 2
+    driver = Driver(engine, 1 << 20)
+    remote = peer.allocate("buffer", 1 << 20)
+    peer.register([("buffer", 0, 1 << 20)])
+    engine.connect("peer", peer.card())
+    for copies, threads in ((1, 2), (200, 1)):
+        used.clear()
+        each = np.arange(copies, dtype=np.int64) * 64
+        ids = [
+            driver.submit("peer", Verb.WRITE, driver.address + each, remote + each, np.full(copies, 64))
+            for _ in range(2)
+        ]
+        assert all(driver.wait(number).ok for number in ids)
+        assert [count for count, _ in used] == [copies] * 2
+        assert len({name for _, name in used}) == threads
+    assert np.array_equal(peer.content("buffer")[: 200 * 64], driver.buffer[: 200 * 64])
+    peer.close()
+    engine.close()
 
 
 def test_another_protocol_than_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,21 @@ def test_a_lost_link_between_living_peers_heals_by_itself(
     assert np.array_equal(peer.content("buffer")[:4096], driver.buffer[:4096])
 
 
+def test_one_copy_again_and_again_brings_the_bytes_of_its_time(
+    pair: tuple[Driver, PeerProcess, int],
+) -> None:
+    """The transfer behind it is made once, and posted each time."""
+    driver, peer, remote = pair
+    kept = driver.engine._kept
+    for turn in range(4):
+        driver.buffer[:4096] = turn + 1
+        assert driver.copy("peer", remote).ok
+        assert (peer.content("buffer")[:4096] == turn + 1).all()
+        assert len(kept) == 1
+    driver.engine.unregister([driver.span])
+    assert len(kept) == 0, "it names memory that is not registered any more"
+
+
 def test_a_timeout_is_not_called_quiet(pair: tuple[Driver, PeerProcess, int]) -> None:
     """What the kernel holds for a stopped peer lands when it wakes."""
     driver, peer, remote = pair

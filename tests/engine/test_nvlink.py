@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 from kvconnect.engine import nvlink_copy, registry
 from kvconnect.engine.base import Engine, Span, Verb
 from kvconnect.engine.ipc import Allocation, UnshareableError
-from kvconnect.engine.nixl_peer import ProcessIdentity, own_identity
 from kvconnect.engine.nvlink import NvlinkEngine
 from kvconnect.engine.nvlink_card import NvlinkCard
+from kvconnect.engine.process import ProcessIdentity, own_identity
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.testing.engine_peer import PeerProcess, wait_until
 from kvconnect.testing.engine_suite import Driver, EngineSuite

@@ -17,8 +17,8 @@ from kvconnect.engine import paired, registry
 from kvconnect.engine.base import Batch, Capabilities, Engine, Span, Verb
 from kvconnect.engine.ipc import UnshareableError
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.engine.nixl_peer import ProcessIdentity
 from kvconnect.engine.paired import DirectCard, PairedEngine, direct_part, join_cards
+from kvconnect.engine.process import ProcessIdentity
 from kvconnect.errors import ConfigError, EngineError, LocalError
 from kvconnect.testing.engine_buffers import Buffer, HostBuffer
 from kvconnect.testing.engine_suite import EngineSuite
@@ -134,7 +134,6 @@ def test_gpu_memory_goes_directly_and_the_hosts_over_the_network(sides: tuple[Si
         assert side.direct.registered == side.spans[:1]
         assert side.network.registered == side.spans
     here.engine.connect("peer", there.engine.card())
-    assert here.engine.engine_of("peer") == "nvlink"
     ways = {
         1: ([here.gpu.address], [there.gpu.address]),
         2: ([here.host.address], [there.host.address]),
@@ -156,7 +155,6 @@ def test_a_peer_without_the_direct_engine_is_reached_over_the_network(sides: tup
     plain = Double("memory")
     plain.register(there.spans[:1])
     here.engine.connect("peer", plain.card())
-    assert here.engine.engine_of("peer") == "memory"
     assert run(here, batch(1, [here.gpu.address], [there.gpu.address])) == {1: True}
     assert here.network.used == [1]
     plain.connect("peer", here.engine.card())
@@ -189,7 +187,7 @@ def test_where_the_direct_way_is_closed_the_network_is_taken(
     with caplog.at_level(logging.INFO, "kvconnect.engine.paired"):
         for _ in range(3):
             here.engine.connect("peer", card)
-    assert here.engine.engine_of("peer") == "memory"
+    assert here.engine.capabilities_of("peer") == here.engine.capabilities
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1, "the choice is told once"
     assert "memory" in told[0]
@@ -278,7 +276,6 @@ def test_memory_that_cannot_be_shared_is_reached_over_the_network(
     there.engine.register(there.spans)
     here.engine.connect("peer", there.engine.card())
     there.engine.connect("peer", here.engine.card())
-    assert there.engine.engine_of("peer") == "memory"
     assert run(here, batch(1, [here.gpu.address], [there.gpu.address])) == {1: True}
     assert here.network.used == [1]
 
@@ -325,8 +322,6 @@ def test_a_failed_connect_leaves_no_half_known_peer(sides: tuple[Side, Side]) ->
     for engine in (here.engine, here.network, here.direct):
         with pytest.raises(LocalError, match="no such peer"):
             engine.submit(batch(1, [here.gpu.address], [there.gpu.address]))
-    with pytest.raises(LocalError, match="no such peer"):
-        here.engine.engine_of("peer")
 
 
 def test_a_peer_that_returns_with_another_card_is_reached_anew(

@@ -5,6 +5,8 @@ The network engine is a memory engine that is told of GPU memory and would crash
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -31,13 +33,16 @@ def large_on_gpu(content: np.ndarray) -> Buffer:
     return OnGpu("cuda:1")(content) if len(content) >= 1 << 20 else on_host(content)
 
 
-def test_gpu_memory_goes_over_nvlink_and_the_hosts_over_the_network() -> None:
+def test_gpu_memory_goes_over_nvlink_and_the_hosts_over_the_network(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvconnect.engine.paired")
     peer = PeerProcess(make_engine, large_on_gpu)
     driver = Driver(make_engine(), allocate=OnGpu("cuda:0"))
     on_gpu, hosts = peer.allocate("gpu", 1 << 20), peer.allocate("host", 1 << 16)
     peer.register([("gpu", 0, 1 << 20), ("host", 0, 1 << 16)])
     driver.engine.connect("peer", peer.card())
-    assert driver.engine.engine_of("peer") == "nvlink"
+    assert "is reached over nvlink" in caplog.text
     assert driver.copy("peer", on_gpu, 1 << 20).ok
     assert np.array_equal(peer.content("gpu"), driver.buffer[: 1 << 20])
     near = on_host(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)[: 1 << 16])

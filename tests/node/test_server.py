@@ -27,8 +27,8 @@ class Session:
         self.server = NodeServer(self.engine, model=self.options.model, seed=0, vocab_size=512)
 
     async def __aenter__(self):
-        port = await self.server.start("127.0.0.1", 0)
-        self.http = aiohttp.ClientSession(f"http://127.0.0.1:{port}")
+        self.port = await self.server.start("127.0.0.1", 0)
+        self.http = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}")
         return self
 
     async def __aexit__(self, *_):
@@ -176,6 +176,19 @@ def test_bad_requests_name_the_field_and_leave_the_node_alive():
         assert (await session.post({"prompt": [1]}))[0] == 200
 
     run(test)
+
+
+def test_what_is_no_http_is_answered_and_not_logged_with_a_traceback(caplog):
+    async def test(session):
+        for data in (b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"z" * 20_000 + b"\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", session.port)
+            writer.write(data)
+            assert (await reader.read(100)).startswith(b"HTTP/1.0 400")
+            writer.close()
+        assert (await session.post({"prompt": [1]}))[0] == 200
+
+    run(test)
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def test_health_models_metrics_and_state():

@@ -9,21 +9,28 @@ import zmq
 
 from kvconnect.errors import ConfigError
 from kvconnect.peer.channel import Frame, LinkLost, MemoryNetwork
+from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.zmq_channel import ZmqChannel
+from tests.peer.keys import node_keys
 
 LIMIT = 1 << 20
 
 
-@pytest.fixture(params=["memory", "zmq"])
-def make_channel(request):
+@pytest.fixture(params=["memory", "insecure", "shared", "node"])
+def make_channel(request, tmp_path):
     network = MemoryNetwork(time.monotonic)
     made = []
+    keyrings = {
+        "insecure": lambda: None,
+        "shared": lambda: SharedKeys("a secret that both of them have", "a test"),
+        "node": lambda: node_keys(tmp_path, "one", "two")[len(made) % 2],
+    }
 
     def make():
         if request.param == "memory":
             channel = network.channel()
         else:
-            channel = ZmqChannel("127.0.0.1", 0, max_message_bytes=LIMIT, peer_timeout_s=5)
+            channel = zmq_channel(keyring=keyrings[request.param]())
         made.append(channel)
         return channel
 
@@ -100,7 +107,8 @@ def test_closing_twice_is_allowed(make_channel):
 
 
 def zmq_channel(**kwargs):
-    return ZmqChannel("127.0.0.1", 0, **{"max_message_bytes": LIMIT, "peer_timeout_s": 5, **kwargs})
+    given = {"max_message_bytes": LIMIT, "peer_timeout_s": 5, "keyring": None, **kwargs}
+    return ZmqChannel("127.0.0.1", 0, **given)
 
 
 def test_wake_ends_a_wait():
@@ -138,7 +146,7 @@ def test_a_message_of_several_parts_is_dropped():
 def test_a_port_that_is_taken_is_a_config_error():
     first = zmq_channel()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
-        ZmqChannel("127.0.0.1", first.port, max_message_bytes=LIMIT, peer_timeout_s=5)
+        ZmqChannel("127.0.0.1", first.port, max_message_bytes=LIMIT, peer_timeout_s=5, keyring=None)
     first.close()
 
 
@@ -146,7 +154,9 @@ def test_an_address_that_cannot_be_connected_to_is_a_lost_link():
     channel = zmq_channel()
     channel.connect("p", "no such host", 1)
     assert not channel.send("p", b"x")
-    assert channel.receive() == [LinkLost("p", refused=False)]
+    (lost,) = channel.receive()
+    assert (lost.link, lost.refused) == ("p", False)
+    assert "no connection can be made" in lost.reason
     channel.close()
 
 

@@ -18,8 +18,11 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
 
 LIMIT = 16 << 20
-TO_PREFILL = (m.Hello, m.Fetch, m.Granted, m.Cancel, m.LetGo, m.Alive, m.Bad)
-TO_DECODE = (m.Welcome, m.Refused, m.Declined, m.Landed, m.Written, m.StillAlive, m.Bad)
+TO_PREFILL = (m.Hello, m.Fetch, m.Granted, m.Cancel, m.LetGo, m.Renew, m.Alive, m.Bad)
+TO_DECODE = (
+    *(m.Welcome, m.Refused, m.Accepted, m.Wanted, m.Declined, m.Landed, m.Written, m.Renewed),
+    *(m.StillAlive, m.Bad),
+)
 
 counts = st.integers(0, 2**31 - 1)
 indices = st.integers(0, 4095)
@@ -78,6 +81,8 @@ messages = st.one_of(
         counts,
         introductions,
         several(st.builds(RankAddress, st.integers(0, 255), texts, st.integers(0, 65535))),
+        seconds,
+        seconds,
     ),
     st.builds(m.Refused, counts, texts),
     st.builds(
@@ -90,12 +95,18 @@ messages = st.one_of(
         seconds,
         several(chunks),
         several(grants),
+        seconds,
     ),
     st.builds(m.Granted, transfer_ids, several(grants)),
     st.builds(m.Declined, transfer_ids),
-    st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1)),
+    st.builds(m.Accepted, transfer_ids, sizes),
+    st.builds(m.Wanted, transfer_ids, counts, several(positive)),
+    st.builds(m.Renew, several(texts)),
+    st.builds(m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, texts))),
+    st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1), sizes),
     st.builds(
-        m.Written, transfer_ids, st.booleans(), st.booleans(), sizes, counts, seconds, texts, st.booleans()
+        m.Written,
+        *(transfer_ids, st.booleans(), st.booleans(), sizes, counts, seconds, texts, st.booleans(), sizes),
     ),
     st.builds(m.Cancel, transfer_ids),
     st.builds(m.LetGo, texts, st.integers(1, 256)),
@@ -147,37 +158,42 @@ CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
         (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
         (
             m.Fetch(1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0),
-            "99a5666574636801a1680a9193000092010201cb403e0000000000009090",
+            "9aa5666574636801a1680a9193000092010201cb403e0000000000009090cb7ff0000000000000",
         ),
         (
-            m.Fetch(1, "h", 48, (), 1, 30.0, (CHUNK,), (GRANT,)),
-            "99a5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007",
+            m.Fetch(1, "h", 48, (), 1, 30.0, (CHUNK,), (GRANT,), 100.0),
+            "9aa5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
+            "cb4059000000000000",
         ),
         (m.Granted(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
         (m.Declined(3), "92a86465636c696e656403"),
-        (m.Landed(3, 1, 7, 4096, 2**64 - 1), "96a66c616e646564030107cd1000cfffffffffffffffff"),
-        (m.Landed(3, 1, 7, 4096, None), "96a66c616e646564030107cd1000c0"),
-        (m.Written(1, True, True, 5, 1, 0.5, ""), "99a77772697474656e01c3c30501cb3fe0000000000000a0c2"),
+        (m.Accepted(3, 9), "93a861636365707465640309"),
+        (m.Wanted(3, 2, (7,)), "94a677616e74656403029107"),
+        (m.Renew(("h",)), "92a572656e657791a168"),
+        (m.Renewed((("h", 9),), (("i", "no"),)), "93a772656e657765649192a168099192a169a26e6f"),
+        (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
+        (m.Landed(3, 1, 7, 4096, None), "97a66c616e646564030107cd1000c000"),
+        (m.Written(1, True, True, 5, 1, 0.5, ""), "9aa77772697474656e01c3c30501cb3fe0000000000000a0c200"),
         (
-            m.Written(1, False, True, 5, 1, 0.5, "no", again=True),
-            "99a77772697474656e01c2c30501cb3fe0000000000000a26e6fc3",
+            m.Written(1, False, True, 5, 1, 0.5, "no", again=True, epoch=9),
+            "9aa77772697474656e01c2c30501cb3fe0000000000000a26e6fc309",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_2_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 2
+def test_the_wire_format_of_version_3_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 3
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_2_has_its_fields_in_this_order():
+def test_a_greeting_of_version_3_has_its_fields_in_this_order():
     meaning = m.CacheMeaning("model", 8, 2)
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
     table = TableCard((region,), (GroupGeometry(0, 16, 1, False, None),))
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
-    read = msgspec.msgpack.decode(m.encode(m.Hello(2, ours)))
-    assert read[:2] == ["hello", 2]
+    read = msgspec.msgpack.decode(m.encode(m.Hello(3, ours)))
+    assert read[:2] == ["hello", 3]
     assert read[2][:6] == ["D", "1", 1, ["model", 8, 2], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]

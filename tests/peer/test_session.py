@@ -145,10 +145,48 @@ def test_answers_out_of_bounds_are_not_read():
     assert hostile.state is not State.READY
 
 
+def test_a_second_greeting_tells_the_new_introduction_and_is_answered():
+    decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0.0)
+    talk(decode, prefill)
+    assert not decode.is_greeting_anew
+    decode.greet_anew(msgspec.structs.replace(decode.ours, engine_card=b"another"))
+    assert decode.is_greeting_anew
+    seen = talk(decode, prefill)
+    assert [type(event) for event in seen[Side.DECODE]] == [Ready]
+    assert not decode.is_greeting_anew
+    assert prefill.peer.engine_card == b"another"
+    assert decode.state is prefill.state is State.READY
+
+
+def test_who_greets_again_before_the_first_answer_is_met_twice():
+    decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0.0)
+    decode.greet_anew(decode.ours)
+    seen = talk(decode, prefill)
+    assert [type(event) for event in seen[Side.DECODE]] == [Ready, Ready]
+    assert not decode.is_greeting_anew
+
+
+def test_silence_is_noticed_where_nothing_is_owed_if_that_is_wanted():
+    for heartbeat_s in (0.0, 3.0):
+        decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+        decode._heartbeat_s = heartbeat_s
+        decode.greet(0.0)
+        talk(decode, prefill)
+        assert decode.next_tick() == (3.0 if heartbeat_s else None)
+        assert decode.tick(2.9) == []
+        assert decode.outgoing() == []
+        assert decode.tick(3.0) == []
+        assert len(decode.outgoing()) == (1 if heartbeat_s else 0)
+        events = decode.tick(11.0)
+        assert [type(event) for event in events] == ([Ended] if heartbeat_s else [])
+
+
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 2" in ended.reason
+    assert "protocol version is 99, accepted: 3" in ended.reason
 
 
 @pytest.mark.parametrize("message", [FETCH, m.Granted(1, (GRANT,)), m.Cancel(1), m.LetGo("h", 1)])

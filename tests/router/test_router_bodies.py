@@ -116,3 +116,22 @@ def test_an_unfit_request_id_is_replaced(given: str) -> None:
     assert made != given
     assert len(made) == 32
     assert bodies.request_id_of({"X-Request-Id": "mine-1"}) == "mine-1"
+
+
+HANDED = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "P"}
+
+
+def test_a_handle_of_the_prefill_node_vouches_for_its_address_later() -> None:
+    first, later = (bodies.side_channel({**HANDED, "kvconnect_handle": text}) for text in ("s1.a", "s1.b"))
+    assert first == later, "another handle is no other place"
+    assert first is not None
+    told = bodies.announced_decode("t", first)
+    assert told["kvconnect_peer"] == "s1.a"
+    assert "kvconnect_handle" not in told, "that would be what is fetched"
+
+
+@pytest.mark.parametrize("handle", [None, 7, ""])
+def test_without_a_handle_nobody_vouches(handle: object) -> None:
+    channel = bodies.side_channel({**HANDED, "kvconnect_handle": handle})
+    assert channel is not None
+    assert "kvconnect_peer" not in bodies.announced_decode("t", channel)

@@ -15,10 +15,12 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
+HANDLES = Handles(b"what this cluster signs with")
 
 
 @dataclass
@@ -37,6 +39,7 @@ def connector(role="kv_both", groups=(ATTENTION,), **extra):
         {index: group.block_size for index, group in enumerate(groups)},
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
+        handles=HANDLES,
     )
 
 
@@ -48,9 +51,23 @@ def prefilled(groups=(ATTENTION,), num_tokens=40, blocks=([1, 2, 3],), **extra):
     return prefill, kept, params
 
 
+def test_a_node_that_is_drained_holds_nothing_and_withdraws_what_it_promised():
+    prefill = connector("kv_producer")
+    prefill.drain()
+    promised = Request("t", 41, {"do_remote_decode": True, TRANSFER_KEY: "x"})
+    prefill.new_request(promised)
+    for request in (Request("p", 41, {"do_remote_decode": True}), promised):
+        assert prefill.request_finished(request, ([1, 2, 3],), delivered=True) == (False, None)
+    orders = prefill.build_orders()
+    assert not orders.holds
+    assert ["the prefill node is stopping" in withdrawn.reason for withdrawn in orders.withdrawn] == [True]
+    assert not any(prefill.state().values())
+
+
 def test_a_finished_prefill_is_held_and_described_in_the_shape_that_routers_know():
     prefill, kept, params = prefilled()
     assert kept
+    handle = params.pop(HANDLE_KEY)
     assert params == {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -61,12 +78,13 @@ def test_a_finished_prefill_is_held_and_described_in_the_shape_that_routers_know
         "remote_port": 5600,
         "remote_num_tokens": 40,
         "tp_size": 1,
-        HANDLE_KEY: "handle0",
     }
     orders = prefill.build_orders()
     (hold,) = orders.holds
     assert hold.groups == (GroupBlocks(0, 0, (1, 2, 3)),)
-    assert (hold.num_tokens, hold.handle) == (40, "handle0")
+    assert (hold.num_tokens, hold.handle) == (40, handle)
+    claims = HANDLES.read(handle)
+    assert (claims.engine_id, claims.host, claims.port, claims.num_tokens) == ("P", "10.0.0.1", 5600, 40)
     assert prefill.state()["held"] == 1
     prefill.update_results(Results(sent=("p",)))
     assert set(prefill.state().values()) == {0}
@@ -199,7 +217,7 @@ def test_the_directory_is_sent_once():
     [
         ({HANDLE_KEY: None}, "kvconnect_handle is None"),
         ({HANDLE_KEY: 7}, "kvconnect_handle is 7, it must be a non-empty str"),
-        ({HANDLE_KEY: "x" * 600}, "has 600 characters, accepted: 521"),
+        ({HANDLE_KEY: "x" * 600}, "has 600 characters, accepted: 512"),
         ({"remote_host": ""}, "remote_host is ''"),
         ({"remote_host": "a b"}, "remote_host is 'a b', accepted: a host name or address"),
         ({"remote_host": "x;y"}, "accepted: a host name or address"),
@@ -209,8 +227,9 @@ def test_the_directory_is_sent_once():
         ({"remote_port": "0"}, "remote_port is 0, accepted: 1 to 65535"),
         ({"remote_port": 5600.5}, "remote_port is 5600.5, it must be a non-empty int"),
         ({"remote_num_tokens": 0}, "remote_num_tokens is 0, it must be at least 1"),
-        ({"remote_num_tokens": None}, "remote_num_tokens is None"),
-        ({"remote_engine_id": None}, "remote_engine_id is None"),
+        ({HANDLE_KEY: "made-up"}, "kvconnect_handle is of no use: it is no handle of kvconnect"),
+        ({"remote_num_tokens": 41}, "remote_num_tokens is 41, its handle says 40"),
+        ({"remote_engine_id": "Q"}, "remote_engine_id is 'Q', its handle says 'P'"),
         ({"remote_port": True}, "remote_port is True"),
         ({"remote_port": 70000}, "remote_port is 70000, accepted: 1 to 65535"),
         ({"remote_engine_id": ["x"] * 500}, "remote_engine_id is"),
@@ -223,6 +242,24 @@ def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, m
     (load,) = decode.build_orders().loads
     assert match in load.refusal
     assert len(load.refusal) < 300
+
+
+@pytest.mark.parametrize("said", [{"remote_host": "prefill-0.prefill"}, {"remote_port": 5601}])
+def test_an_address_beside_the_handle_is_not_connected_to(said):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, **said}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert (load.host, load.port, load.refusal) == ("10.0.0.1", 5600, "")
+
+
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_host", "remote_port", "remote_num_tokens"])
+def test_what_stands_in_the_handle_need_not_stand_beside_it(key):
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    decode.update_after_alloc(Request("d", 40, {**params, key: None}), ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert (load.engine_id, load.host, load.port, load.refusal) == ("P", "10.0.0.1", 5600, "")
 
 
 @given(
@@ -247,7 +284,7 @@ def test_parameters_of_no_use_are_refused_with_the_field_and_the_value(change, m
     )
 )
 def test_no_dictionary_of_a_client_raises(params):
-    remote = read_remote_prefill(params)
+    remote = read_remote_prefill(params, HANDLES)
     assert remote is None or remote.refusal or (0 < remote.port <= 65535 and remote.handle)
     transfer = read_transfer_id(params)
     assert transfer is None or bool(transfer.refusal) != bool(transfer.handle)

@@ -171,7 +171,8 @@ def test_whatever_happens_a_handle_is_fetched_or_let_go_of_once_and_nothing_is_l
     rng = random.Random(seed)
     _, _, params = prefilled()
     decode = connector("kv_consumer")
-    handles = ["h1", "h2"]
+    handles = [params[HANDLE_KEY], prefilled(lease_s=20)[2][HANDLE_KEY]]
+    assert handles[0] != handles[1]
     waiting = {f"d{n}": Request(f"d{n}", 40, {**params, HANDLE_KEY: rng.choice(handles)}) for n in range(6)}
     for request in waiting.values():
         decode.new_request(request)

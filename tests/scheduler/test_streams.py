@@ -78,7 +78,7 @@ def test_states_and_what_is_beyond_the_prompt_are_not_told():
         ({}, 40, {}),
         ({"stream_min_tokens": 0}, 40, ON_P),
         ({"path": "direct"}, 40, ON_P),
-        ({"num_slots": 0}, 40, ON_P),
+        ({"path": "auto", "num_slots": 0}, 40, ON_P),
     ],
     ids=["short", "not announced", "refused", "local", "off", "direct", "no slots"],
 )

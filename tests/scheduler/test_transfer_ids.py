@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.orders import Expect, Orders, Results
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
-from tests.scheduler.test_connector import ATTENTION, STATE, Request, connector
+from tests.scheduler.test_connector import ATTENTION, HANDLES, STATE, Request, connector
 
 ON_P = {"do_remote_decode": True, "do_remote_prefill": False, TRANSFER_KEY: "t-1"}
 ON_D = {
@@ -53,7 +53,8 @@ def test_p_says_when_a_transfer_begins_and_holds_it_under_its_id():
     assert not prefill.build_orders()
     kept, params = finish(prefill, request)
     assert kept
-    assert (params[TRANSFER_KEY], params[HANDLE_KEY]) == ("t-1", HANDLE)
+    assert params[TRANSFER_KEY] == "t-1"
+    assert read_remote_prefill(params, HANDLES).handle == HANDLE, "the answer can be passed on as well"
     (hold,) = prefill.build_orders().holds
     assert (hold.handle, hold.num_tokens) == (HANDLE, 40)
     assert prefill.state() == {"held": 1, "promised": 1, "loading": 0, "sharing": 0, "streaming": 0}
@@ -158,11 +159,13 @@ def test_a_transfer_id_of_no_use_is_refused_on_both_sides(transfer_id, caplog):
 def test_every_printable_ascii_text_is_a_transfer_id_that_names_no_random_handle(text):
     transfer = read_transfer_id({TRANSFER_KEY: text})
     assert not transfer.refusal
-    remote = read_remote_prefill({**ON_D, TRANSFER_KEY: text})
+    remote = read_remote_prefill({**ON_D, TRANSFER_KEY: text}, HANDLES)
     assert (remote.handle, remote.refusal) == (transfer.handle, "")
     assert ":" in transfer.handle
-    sequential = {**ON_D, HANDLE_KEY: transfer.handle, "remote_engine_id": "P", "remote_num_tokens": 1}
-    assert read_remote_prefill(sequential).handle == transfer.handle, "P's own answer is read as well"
+    prefill = connector("kv_producer")
+    request = arrived(prefill, params={**ON_P, TRANSFER_KEY: text})
+    _, answer = finish(prefill, request)
+    assert read_remote_prefill(answer, HANDLES).handle == transfer.handle, "P's own answer is read as well"
 
 
 def test_random_handles_are_none_of_transfer_ids():
@@ -257,8 +260,9 @@ def test_whatever_arrives_and_ends_every_id_has_one_end_and_nothing_is_left(seed
                 request = alive.pop(rng.choice(list(alive)))
                 kept, params = finish(prefill, request, delivered=rng.random() < 0.6)
                 if kept:
-                    assert params[HANDLE_KEY] not in held.values(), "one request per id"
-                    held[request.request_id] = params[HANDLE_KEY]
+                    handle = read_remote_prefill(params, HANDLES).handle
+                    assert handle not in held.values(), "one request per id"
+                    held[request.request_id] = handle
             case "sent" if held:
                 read(prefill.build_orders())
                 name = rng.choice(list(held))

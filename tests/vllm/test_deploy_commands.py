@@ -89,7 +89,7 @@ def loaded_tokens(running_part) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_commands_of_the_files_serve_and_move_kv(kind, model, tmp_path):
-    parts = localised(deployment(kind, tmp_path, {"MODEL": str(model), "SERVE_ARGS": SERVE_ARGS}))
+    parts = localised(deployment(kind, tmp_path, {"MODEL": str(model), "SERVE_ARGS": SERVE_ARGS}), tmp_path)
     with running(parts, server, tmp_path) as pair:
         for name in ("prefill", "decode"):
             pair[name].wait_for("/health", START_TIMEOUT_S)

@@ -238,7 +238,7 @@ class FakeWorker:
         assert not prefill.waiting.expected
         assert len(prefill.growing) == 0
         assert not decode.loads
-        assert not decode._legs
+        assert len(decode.legs) == 0
         assert not decode._queue
         assert not decode.waiting_for_writes
         assert not decode.waiting_for_device
@@ -251,6 +251,13 @@ class FakeWorker:
         assert self.gauge("loads_in_flight") == 0
         assert self.gauge("slots_send") == 0
         assert self.gauge("slots_landing") == 0
+
+
+def without_renewal(pair):
+    """The same pair with an engine that cannot keep late writes out: only time proves that they are over."""
+    for worker in pair.workers:
+        worker.mover.decode.legs._can_renew = False
+    return pair
 
 
 def quarantined(pool: SlotPool) -> int:

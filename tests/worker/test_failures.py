@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
-from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined
+from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
 
 
 def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
@@ -23,7 +23,7 @@ def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
 
 
 def test_a_direct_failure_that_left_writes_under_way_keeps_blocks_on_both_sides():
-    pair = Pair(ExtraConfig(path="direct"))
+    pair = without_renewal(Pair(ExtraConfig(path="direct")))
     pair.prefill.engine.fail_next(quiet=False)
     pair.start()
     pair.run(ExtraConfig().quarantine_s - 1)
@@ -70,6 +70,7 @@ def test_aborting_a_load_waits_until_the_peer_has_stopped(pair):
 
 
 def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
+    without_renewal(pair)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
@@ -106,6 +107,7 @@ def test_aborting_before_the_peer_was_met(pair):
     pair.abort("a")
     pair.run()
     assert pair.decode.received == ["a"]
+    pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
 
@@ -126,6 +128,7 @@ def test_a_peer_that_never_answers_the_greeting(pair):
 
 
 def test_a_peer_that_falls_silent_while_it_writes(pair):
+    without_renewal(pair)
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
@@ -251,7 +254,7 @@ def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotte
 
 def test_blocks_stay_unused_as_long_as_a_correct_peer_may_write():
     """P goes on with what it was given time for, though nobody hears it; D must not free before that."""
-    pair = Pair(ExtraConfig(max_batch_bytes=128, max_inflight_bytes=128, path="direct"))
+    pair = without_renewal(Pair(ExtraConfig(max_batch_bytes=128, max_inflight_bytes=128, path="direct")))
     engine, wrote_at = pair.prefill.engine, []
     submit = engine.submit
 

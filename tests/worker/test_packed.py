@@ -12,7 +12,7 @@ from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, same_blocks
 
 AUTO, DIRECT, PACKED = (ExtraConfig(path=path) for path in ("auto", "direct", "packed"))
-NO_SLOTS = ExtraConfig(num_slots=0)
+NO_SLOTS = ExtraConfig(path="auto", num_slots=0)
 MANY_LAYERS = Model({"full": 12})
 
 
@@ -133,7 +133,6 @@ def test_a_slot_that_no_row_fits_leaves_the_direct_path():
     ranks.assert_idle()
 
 
-@pytest.mark.xfail(strict=True, reason="the peer, which cannot know it, says why the other path is closed")
 def test_a_slot_that_no_row_fits_is_named_with_both_sizes_where_there_is_no_other_path():
     ranks = Ranks(ONE_ROW, same_blocks(4), same_blocks(8), config=AUTO, slot_bytes=4096)
     ranks.prefilled("a", 11)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import Declined, Fetch, Grant, Granted, Landed, Written, encode
+from kvconnect.peer.messages import MAX_CHUNKS, Declined, Fetch, Grant, Granted, Landed, Written, encode
 from kvconnect.plan.chunks import Chunk, Span
 from tests.worker.pair import D_IDS, P_IDS, SLOT_BYTES, Pair, quarantined
 
@@ -226,7 +226,7 @@ def test_landed_after_declined_and_declined_after_landed():
 
 def test_a_peer_that_may_choose_and_says_declined_after_it_wrote():
     """Then it is the direct path, over which nothing came; and its chunks are of no use."""
-    pair = Pair(ExtraConfig(num_slots=4), prefill_config=PACKED)
+    pair = Pair(ExtraConfig(path="auto", num_slots=4), prefill_config=PACKED)
     insert(pair, Landed, lambda landed: [Declined(landed.transfer_id), landed])
     pair.start()
     pair.run(0.2)
@@ -245,7 +245,7 @@ def test_all_is_written_but_a_chunk_is_missing():
 
 def test_all_is_written_and_nothing_was_said_of_any_chunk():
     """A peer that may choose a path, and leaves open which one it took."""
-    pair = Pair(ExtraConfig(), prefill_config=PACKED)
+    pair = Pair(ExtraConfig(path="auto"), prefill_config=PACKED)
     insert(pair, Landed, lambda landed: [], times=2)
     fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
 
@@ -383,3 +383,22 @@ def test_chunks_that_are_none_of_the_request(chunks, match):
     pair = Pair(PACKED)
     change(pair, Fetch, chunks=chunks)
     fails_alone(pair, match)
+
+
+@pytest.mark.parametrize("stop", [1, 12])
+def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(stop):
+    """All of the request, or one token of it, 65 536 times: to plan that would take P seconds."""
+    pair = Pair(PACKED)
+    change(pair, Fetch, chunks=(Chunk(0, 3, (Span(0, 0, stop),)),) * MAX_CHUNKS)
+    staged = []
+    way_to = pair.prefill.mover.prefill.visitors.way_to
+
+    def watched(visitor, in_use):
+        way = way_to(visitor, in_use)
+        place = way.packer.chunker.place
+        way.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
+        return way
+
+    pair.prefill.mover.prefill.visitors.way_to = watched
+    fails_alone(pair, "chunks")
+    assert len(staged) < 100

@@ -7,7 +7,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.messages import Fetch, Landed, Written
-from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined
+from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
 
 ONE_SLOT = ExtraConfig(path="packed", num_slots=1)
 SHORT = (7,), (30,)
@@ -22,7 +22,7 @@ def scribble(worker):
 
 def one_late_write(fault=lambda engine: engine.fail_next(quiet=False)):
     """A pair that has written off one write, and lends its only slot again; the write is still to come."""
-    pair = Pair(ONE_SLOT)
+    pair = without_renewal(Pair(ONE_SLOT))
     fault(pair.prefill.engine)
     pair.start("old", *SHORT)
     pair.settle()
@@ -97,7 +97,7 @@ def test_a_late_write_into_quarantine_reaches_nobody():
     (fetch,) = pair.network.heard(Fetch)
     for number in range(10):
         pair.start(f"r{number}", (number + 10,), (number + 10,))
-    pair.settle(30)
+    pair.settle(60)
     granted = [grant.address for fetch in pair.network.heard(Fetch)[1:] for grant in fetch.grants]
     assert granted
     assert fetch.grants[0].address not in granted

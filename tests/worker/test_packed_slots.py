@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.config import ExtraConfig
+from kvconnect.orders import GroupBlocks, Load, Orders
 from kvconnect.peer.messages import Declined, Fetch, Granted, Landed
-from tests.worker.pair import Pair, quarantined
+from tests.worker.pair import Pair, quarantined, without_renewal
 
 BLOCKS = 10
 """Blocks of a request: five chunks of two."""
@@ -111,6 +112,7 @@ def silent_node(pair, requests):
 def test_a_node_that_falls_silent_with_slots_does_not_keep_others_from_theirs():
     pair = crowded(6)
     silent_node(pair, 1)
+    without_renewal(pair)
     assert 0 < pair.decode.landing.taken < 6
     for number in range(10):
         pair.start(f"r{number}", *blocks(number))
@@ -147,10 +149,10 @@ def test_who_has_a_slot_already_gets_no_other_while_somebody_has_none():
     assert {"first", "second"} <= set(pair.decode.received), "the slow one took the slot that became free"
 
 
-@pytest.mark.xfail(strict=True, reason="slots are lent to requests, whoever they are fetched from")
 def test_one_silent_node_cannot_hold_all_slots():
     pair = crowded(6)
     silent_node(pair, 4)
+    without_renewal(pair)
     pair.run(11)
     assert len(pair.decode.failed) == 4
     assert pair.decode.landing.free > 0
@@ -163,7 +165,6 @@ def test_one_silent_node_cannot_hold_all_slots():
     pair.assert_idle()
 
 
-@pytest.mark.xfail(strict=True, reason="slots are granted with the fetch, ready or not")
 def test_requests_that_wait_for_their_prefill_hold_no_slots_that_others_need():
     """In the parallel flow D asks before the prefill has begun; its slots are of no use until then."""
     pair = crowded(2)
@@ -212,7 +213,7 @@ def test_no_generation_is_granted_twice():
 
 
 def test_slots_of_a_declined_fetch_go_to_those_that_wait():
-    pair = Pair(ExtraConfig(num_slots=1))
+    pair = Pair(ExtraConfig(path="auto", num_slots=1))
     pair.prefill.engine.hold()
     for number in range(3):
         pair.start(f"r{number}", (number + 1,), (number + 10,))
@@ -240,3 +241,29 @@ def test_as_many_bytes_are_under_way_as_are_allowed():
     pair.settle(20)
     assert pair.landed(*blocks(0))
     pair.assert_idle()
+
+
+def test_one_silent_decode_node_cannot_hold_all_send_slots():
+    """Its batches end by their timeout only; meanwhile others are sent to over the slots that are left."""
+    pair = crowded(4)
+    other = pair.add("E")
+    engine, submit = pair.prefill.engine, pair.prefill.engine.submit
+
+    def stuck(batch):
+        if batch.peer.startswith("E/"):
+            engine.delay_next(1000)
+        submit(batch)
+
+    engine.submit = stuck
+    for number in range(4):
+        source, target = blocks(20 + number)
+        pair.hold(f"e{number}", source)
+        groups = (GroupBlocks(0, 0, target[:10]),)
+        load = Load(f"e{number}", f"handle-e{number}", "P", "h", pair.prefill.channel.port, 40, groups)
+        other.mover.order(Orders(loads=(load,)), lambda: True)
+    pair.run(1)
+    assert pair.prefill.send.taken == 3
+    pair.start("a", *blocks(0))
+    pair.run(1)
+    assert pair.decode.received == ["a"]
+    assert pair.landed(*blocks(0))

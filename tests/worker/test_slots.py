@@ -99,6 +99,23 @@ def test_a_pool_without_slots_has_none():
         pool.take(SlotEvent.LEND)
 
 
+@pytest.mark.parametrize(("count", "most"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (8, 7)])
+def test_of_more_than_two_slots_no_holder_has_all(count, most):
+    pool = make_pool(count)
+    taken = []
+    while pool.room_for("one") > 0:
+        taken.append(pool.take(SlotEvent.LEND, "one"))
+    assert len(taken) == most
+    assert pool.room_for("other") == count - most
+    for slot in taken:
+        pool.move(slot, SlotEvent.LOSE)
+    assert pool.room_for("one") == 0, "what may still be touched counts"
+    for slot in taken:
+        pool.move(slot, SlotEvent.RETURN)
+    assert pool.room_for("one") == pool.room_for("other") == most
+    assert not pool._taken_for
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_whatever_happens_every_slot_is_in_one_place_and_no_generation_comes_twice(seed):
     rng = random.Random(seed)

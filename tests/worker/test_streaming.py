@@ -13,7 +13,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders, Preempted
 from kvconnect.peer.messages import Fetch, Landed, Written
 from kvconnect.plan.chunks import Chunk, Span
-from kvconnect.worker.decode_side import MOST_REPEATS
+from kvconnect.worker.legs import MOST_REPEATS
 from tests.worker.kernels import SlowKernels
 from tests.worker.pair import BLOCK_TOKENS, Pair
 from tests.worker.prefills import Prefill
@@ -380,7 +380,7 @@ def test_a_prefix_that_d_has_is_not_sent(pair):
 
 @pytest.mark.parametrize("closed", ["by D", "by P"])
 def test_where_only_the_direct_path_is_open_a_fetch_waits_for_the_end(closed):
-    direct, both = ExtraConfig(path="direct"), ExtraConfig()
+    direct, both = ExtraConfig(path="direct"), ExtraConfig(path="auto")
     pair = Pair(direct if closed == "by D" else both, prefill_config=direct if closed == "by P" else both)
     prefill = begun(pair)
     for tokens in (16, TOKENS):
@@ -395,7 +395,7 @@ def test_where_only_the_direct_path_is_open_a_fetch_waits_for_the_end(closed):
 
 
 def test_where_both_paths_are_open_what_can_be_sent_early_is_packed():
-    pair = Pair(ExtraConfig())
+    pair = Pair(ExtraConfig(path="auto"))
     prefill = begun(pair)
     prefill.to(20)
     pair.settle()

@@ -1,0 +1,202 @@
+"""``kvconnect keys``: makes and shows the keys of the side channel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvconnect.errors import ConfigError
+
+keys_app = typer.Typer(
+    name="keys",
+    help="Make, exchange and check the keys that nodes know each other by.\n\n"
+    "A small cluster shares one key: `keys new FILE`, copy FILE to every node, and set key_file (or put what "
+    "is in it into KVCONNECT_KEY). Where each node is to have its own: `keys node DIR` on every node, with "
+    "the first one's cluster.key copied to the others; `keys add` on each for every peer; and set keys_dir "
+    "(or KVCONNECT_KEYS_DIR).",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The node's folder of keys.")]
+Addresses = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Where the peer listens, if this node fetches from it: host, host:port, network or "
+        "network:port-port (repeatable); left out, the host that NAME is."
+    ),
+]
+
+
+@keys_app.command()
+def new(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; - for the terminal.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite a key that is there.")] = False,
+) -> None:
+    """Make a key that all nodes of a small cluster share."""
+    from kvconnect.peer import key_files
+    from kvconnect.peer.keyring import SharedKeys
+
+    secret = key_files.new_secret()
+    if str(file) == "-":
+        typer.echo(secret)
+        return
+    _write_key(file, secret, replace)
+    typer.echo(f"{file}: {SharedKeys(secret, str(file)).describe()}")
+    typer.echo("Copy it to every node, readable by its service alone (mode 0600), and set key_file to it.")
+
+
+@keys_app.command()
+def node(
+    folder: Folder,
+    cluster_key: Annotated[
+        Path | None,
+        typer.Option(help="cluster.key of another node, to copy; left out, one is made where there is none."),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Give the node another key; its peers must be told.")
+    ] = False,
+) -> None:
+    """Make a node's own key pair, in a folder for it and for its peers' public keys."""
+    from kvconnect.peer import key_files
+    from kvconnect.peer.keyring import CLUSTER_KEY, NODE_KEY, PEERS, new_key_pair
+
+    secret = key_files.read_secret(cluster_key, "--cluster-key") if cluster_key else key_files.new_secret()
+    secret = key_files.checked_secret(secret, "--cluster-key")
+    pair = new_key_pair()
+    _write_key(folder / NODE_KEY, pair.secret.hex(), replace)
+    if cluster_key is not None:
+        key_files.replace(folder / CLUSTER_KEY, secret)
+    else:
+        key_files.write_once(folder / CLUSTER_KEY, secret)
+    (folder / PEERS).mkdir(mode=0o700, exist_ok=True)
+    _show_node(folder)
+
+
+@keys_app.command()
+def add(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call the peer.")],
+    public_key: Annotated[str, typer.Argument(metavar="PUBLIC_KEY", help="As `keys show` on the peer says.")],
+    at: Addresses = None,
+) -> None:
+    """Let a peer connect to this node, and this node to it; a running node need not be restarted."""
+    import msgspec
+
+    from kvconnect.peer import key_files
+    from kvconnect.peer.allow_list import AllowList
+    from kvconnect.peer.keyring import PeerFile, fingerprint, key_bytes
+
+    public = key_bytes(public_key, "PUBLIC_KEY")
+    AllowList(at or (name,), "--at" if at else "NAME, without --at,")
+    peer = PeerFile(public.hex(), tuple(at or ()))
+    key_files.replace(_peer_path(folder, name), msgspec.json.encode(peer).decode(), mode=0o644)
+    typer.echo(f"{name} ({fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}")
+
+
+@keys_app.command()
+def remove(
+    folder: Folder, name: Annotated[str, typer.Argument(metavar="NAME", help="What the peer is called.")]
+) -> None:
+    """Let a peer connect no more; a running node need not be restarted, what is connected stays so."""
+    path = _peer_path(folder, name)
+    try:
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"NAME is {name!r}: {path} cannot be removed: {error}") from error
+    typer.echo(f"{name} may not connect any more")
+
+
+@keys_app.command()
+def show(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[PATH]", help="A key file, or a node's folder; left out, what a node would use."
+        ),
+    ] = None,
+) -> None:
+    """Show fingerprints, public keys and peers; never a secret."""
+    from kvconnect.config import ExtraConfig
+    from kvconnect.peer.keyring import NodeKeys, load_keyring
+
+    extra = ExtraConfig()
+    if path is not None:
+        extra = ExtraConfig(keys_dir=str(path)) if path.is_dir() else ExtraConfig(key_file=str(path))
+    keyring = load_keyring(extra, os.environ)
+    assert keyring is not None, "only `insecure` has none"
+    if isinstance(keyring, NodeKeys):
+        _show_node(keyring.folder)
+    else:
+        typer.echo(keyring.describe())
+
+
+@keys_app.command()
+def check(
+    kv_transfer_config: Annotated[
+        str, typer.Option(metavar="JSON", help="The node's configuration, as it is started with.")
+    ],
+    peer: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT that the node is to fetch from (repeatable).")
+    ] = None,
+) -> None:
+    """Say whether a node could start with these keys, and fetch from its peers; exit 1 if not from all."""
+    from kvconnect.config import parse_kv_transfer_config
+    from kvconnect.peer.allow_list import AllowList
+    from kvconnect.peer.keyring import fingerprint, load_keyring
+
+    extra = parse_kv_transfer_config(kv_transfer_config).extra
+    keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
+    typer.echo(keyring.describe() if keyring else "insecure: neither authenticated nor encrypted")
+    is_well = True
+    for address in peer or ():
+        host, port = _host_and_port(address)
+        public = keyring.server_key(host, port) if keyring else b""
+        refusal = "" if not allowed or allowed.allows(host, port) else "allow_peers does not have it"
+        refusal = refusal or ("no public key of it is known" if public is None else "")
+        is_well = is_well and not refusal
+        typer.echo(f"{address}: {refusal or 'expected with key ' + fingerprint(public or b'')}")
+    if not is_well:
+        raise typer.Exit(1)
+
+
+def _write_key(path: Path, text: str, replace: bool) -> None:
+    from kvconnect.peer import key_files
+
+    if replace:
+        key_files.replace(path, text)
+    elif not key_files.write_once(path, text):
+        raise ConfigError(f"{path} is there already; give another name, or --replace")
+
+
+def _peer_path(folder: Path, name: str) -> Path:
+    from kvconnect.peer.keyring import PEER_SUFFIX, PEERS
+
+    if not name or name.startswith(".") or "/" in name:
+        raise ConfigError(f"NAME is {name!r}; accepted: a file name")
+    if not (folder / PEERS).is_dir():
+        raise ConfigError(
+            f"DIR is {str(folder)!r}, which has no folder {PEERS!r}; `kvconnect keys node` makes it"
+        )
+    return folder / PEERS / f"{name}{PEER_SUFFIX}"
+
+
+def _show_node(folder: Path) -> None:
+    from kvconnect.peer.keyring import NodeKeys, fingerprint, read_peers
+
+    public = NodeKeys(folder, "DIR").server.public
+    typer.echo(f"public key   {public.hex()}")
+    typer.echo(f"fingerprint  {fingerprint(public)}")
+    for name, peer in read_peers(folder).items():
+        known = fingerprint(bytes.fromhex(peer.public_key))
+        typer.echo(f"peer         {known}  {name} at {', '.join(peer.addresses or (name,))}")
+    typer.echo("On every peer: kvconnect keys add DIR NAME " + public.hex() + " --at HOST")
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--peer is {address!r}; accepted: HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,92 @@
+"""Which network interface an address of this machine belongs to, so that an engine listens only there."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvconnect.config import is_loopback
+from kvconnect.errors import ConfigError
+
+log = logging.getLogger("kvconnect.engine")
+
+_SIOCGIFADDR = 0x8915
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+_RDMA_CARDS = Path("/sys/class/infiniband")
+_DEVICES = "UCX_NET_DEVICES"
+
+
+def ucx_options(
+    host: str, device_name: str, options: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """NIXL's parameters for UCX, with the devices that are meant; without any it listens on all interfaces.
+
+    Where nothing is said and there is an RDMA card, UCX chooses: which card ``host`` belongs to cannot be
+    known, and without one the interface of ``host`` is taken.
+
+    Raises:
+        ConfigError: several devices are named, of which this parameter would take the first.
+    """
+    if "," in device_name:
+        raise ConfigError(
+            f"device_name is {device_name!r}: NIXL takes one device; for several set {_DEVICES} in the "
+            "environment"
+        )
+    if "engine_config" in options or (environ.get(_DEVICES) and not device_name):
+        return dict(options)
+    device = device_name
+    if not device and (is_loopback(host) or not _has_rdma_card()):
+        device = interface_of(host)
+    if not device:
+        log.warning(
+            "UCX listens on all interfaces: nothing says which belongs to host %s; set device_name, or close "
+            "its ports to all but peers",
+            host,
+        )
+        return dict(options)
+    return {**options, "engine_config": f"NET_DEVICES={device}"}
+
+
+def interface_of(host: str) -> str:
+    """The interface that has an address; empty if none has, or ``host`` is a name."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return ""
+    found = _ipv4_interfaces() if address.version == 4 else _ipv6_interfaces()
+    if address.is_loopback:
+        # All of 127.0.0.0/8 is there, under one address.
+        return next((name for name, known in found if known.is_loopback), "")
+    return next((name for name, known in found if known == address), "")
+
+
+def _ipv4_interfaces() -> list[tuple[str, Any]]:
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found.append((name, ipaddress.ip_address(answer[20:24])))
+    return found
+
+
+def _ipv6_interfaces() -> list[tuple[str, Any]]:
+    try:
+        lines = _IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [(row[-1], ipaddress.ip_address(bytes.fromhex(row[0]))) for row in rows if len(row) == 6]
+
+
+def _has_rdma_card() -> bool:
+    return _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())

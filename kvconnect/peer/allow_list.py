@@ -1,0 +1,96 @@
+"""Which addresses are meant: hosts, networks and ports, as an operator writes them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvconnect.errors import ConfigError
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_ACCEPTED = (
+    "host, host:port, network and network:port-port, such as 10.0.0.0/24:14600-14607 or [2001:db8::/64]:14600"
+)
+_BRACKETED = re.compile(r"\[([^\[\]]+)\](?::(.+))?")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """``network`` is None for a host name, which only equals itself: it is not looked up."""
+
+    name: str
+    network: _Network | None
+    first_port: int
+    last_port: int
+
+    def matches(self, host: str, address: _Network | None, port: int) -> bool:
+        if not self.first_port <= port <= self.last_port:
+            return False
+        if self.network is None or address is None:
+            return self.network is None and self.name == host.lower()
+        if isinstance(self.network, ipaddress.IPv4Network):
+            return isinstance(address, ipaddress.IPv4Network) and address.subnet_of(self.network)
+        return isinstance(address, ipaddress.IPv6Network) and address.subnet_of(self.network)
+
+
+class AllowList:
+    """Addresses that were listed. False where none were.
+
+    Args:
+        entries: see ``ExtraConfig.allow_peers``.
+        field: what to call the list in an error.
+
+    Raises:
+        ConfigError: an entry is none; the text names it and what is accepted.
+    """
+
+    def __init__(self, entries: Iterable[str], field: str = "kv_connector_extra_config.allow_peers") -> None:
+        self._entries = [_parse(entry, field) for entry in entries]
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def allows(self, host: str, port: int) -> bool:
+        """Whether an address is listed."""
+        address = _network(host)
+        return any(entry.matches(host, address, port) for entry in self._entries)
+
+
+def _parse(text: str, field: str) -> _Entry:
+    host, ports = _split(text)
+    network = _network(host)
+    if network is None and not _NAME.fullmatch(host):
+        raise ConfigError(f"{field} has {text!r}; accepted: {_ACCEPTED}")
+    first, last = 1, 65535
+    if ports is not None:
+        found = _PORTS.fullmatch(ports)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= 65535:
+            raise ConfigError(f"{field} has {text!r}, whose ports are no range within 1 to 65535")
+    return _Entry(host.lower(), network, first, last)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    bracketed = _BRACKETED.fullmatch(text)
+    if bracketed:
+        return bracketed[1], bracketed[2]
+    if text.count(":") > 1:
+        # An IPv6 address without brackets has no port.
+        return text, None
+    host, colon, ports = text.partition(":")
+    return host, ports if colon else None
+
+
+def _network(text: str) -> _Network | None:
+    """An address is a network of one. IPv4 addresses within IPv6 are IPv4 addresses."""
+    try:
+        found = ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+    mapped = found.network_address.ipv4_mapped if isinstance(found, ipaddress.IPv6Network) else None
+    return ipaddress.ip_network(mapped) if mapped is not None and found.prefixlen == 128 else found

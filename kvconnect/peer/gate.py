@@ -1,0 +1,209 @@
+"""Who may come in: answers ZeroMQ's question about each client, bounds connections, counts the refused.
+
+Served by the thread that owns the channel, so there is no other one that could end. While nobody serves
+it no client is admitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvconnect.peer.keyring import Keyring, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_ZAP_PARTS = 7
+_ZAP_ENVELOPE = 2
+"""Who asks, and an empty part. A REP socket would hide them, but could get out of step."""
+_DOMAIN = b"kvconnect"
+_MOST_QUESTIONS = 256
+_MOST_EVENTS = 1024
+_RECOUNT_S = 1.0
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class Gate:
+    """Guards a listening socket.
+
+    Args:
+        listener: the socket, not bound yet.
+        keyring: who is admitted; None admits everybody, without encryption.
+        max_connections: further ones are closed at once.
+        count: told the reason whenever somebody is turned away.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listener: zmq.Socket[bytes],
+        keyring: Keyring | None,
+        *,
+        max_connections: int,
+        count: Callable[[str], None],
+    ) -> None:
+        self._keyring = keyring
+        self._listener = listener
+        self._count = count
+        self._max_connections = min(max_connections, _share_of_files())
+        self._port = 0
+        self._open: set[int] = set()
+        self._recount_at = 0.0
+        self._said: set[str] = set()
+        self._questions: zmq.Socket[bytes] | None = None
+        if keyring is not None:
+            self._questions = context.socket(zmq.ROUTER)
+            self._questions.setsockopt(zmq.LINGER, 0)
+            self._questions.bind(_ZAP_ADDRESS)
+            listener.setsockopt(zmq.CURVE_SECRETKEY, keyring.server.secret)
+            listener.setsockopt(zmq.CURVE_PUBLICKEY, keyring.server.public)
+            listener.setsockopt(zmq.CURVE_SERVER, 1)
+            listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+            # Without an answer to its question ZeroMQ would let everybody in.
+            listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        name = f"inproc://kvconnect-gate-{id(self)}"
+        listener.monitor(name, _EVENTS)
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        # With a bound ZeroMQ's own thread would wait for us, and nothing would move meanwhile.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        self._monitor.connect(name)
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """What becomes readable when ``serve`` has something to do."""
+        return (self._monitor,) if self._questions is None else (self._monitor, self._questions)
+
+    def opened(self, port: int) -> None:
+        """The listener is bound."""
+        self._port = port
+
+    def serve(self) -> None:
+        """Answer what was asked, and look at who came and went. Never waits, raises nothing."""
+        try:
+            if self._questions is not None:
+                self._answer(self._questions)
+            self._watch()
+        except zmq.ZMQError:
+            logger.exception("side channel: the gate met an error of its own")
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._listener.disable_monitor()
+        self._monitor.close()
+        if self._questions is not None:
+            self._questions.close()
+
+    def _answer(self, questions: zmq.Socket[bytes]) -> None:
+        for _ in range(_MOST_QUESTIONS):
+            try:
+                parts = questions.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope, asked = parts[:_ZAP_ENVELOPE], parts[_ZAP_ENVELOPE:]
+            request_id = asked[1] if len(asked) > 1 else b""
+            refusal = self._refusal(asked)
+            status = (b"400", b"not admitted", b"") if refusal else (b"200", b"OK", b"")
+            questions.send_multipart([*envelope, _ZAP_VERSION, request_id, *status, b""], zmq.NOBLOCK)
+            if refusal:
+                self._complain("client_not_admitted", refusal)
+
+    def _refusal(self, parts: list[bytes]) -> str:
+        if len(parts) != _ZAP_PARTS or parts[0] != _ZAP_VERSION or parts[5] != b"CURVE":
+            return "a client that does not speak CURVE"
+        if self._keyring is None or not self._keyring.knows(parts[6]):
+            address = parts[3].decode("ascii", "replace")
+            return f"a client at {address} with public key {parts[6].hex()} ({fingerprint(parts[6])})"
+        return ""
+
+    def _watch(self) -> None:
+        for _ in range(_MOST_EVENTS):
+            if not self._monitor.poll(0):
+                return
+            said = recv_monitor_message(self._monitor)
+            event, value = int(said["event"]), int(said["value"])
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._open.discard(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._complain(
+                    "handshake_refused", "a client with another key for us than ours, or that is no kvconnect"
+                )
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                # A look at the port, or a client that noticed before us that its keys are others.
+                self._complain(
+                    "handshake_incomplete", "a client that left during the handshake", logging.INFO
+                )
+
+    def _accepted(self, descriptor: int) -> None:
+        self._open.add(descriptor)
+        if len(self._open) <= self._max_connections:
+            return
+        now = time.monotonic()
+        if now >= self._recount_at:
+            self._recount_at = now + _RECOUNT_S
+            self._open = {known for known in self._open if self._is_ours(known)}
+        if len(self._open) > self._max_connections:
+            self._shut(descriptor)
+            self._complain("max_connections", f"a client beyond {self._max_connections} connections")
+
+    def _is_ours(self, descriptor: int) -> bool:
+        return self._with_connection(descriptor, lambda connection: None)
+
+    def _shut(self, descriptor: int) -> None:
+        """End a connection; ZeroMQ owns it, sees its end, and closes it."""
+        self._with_connection(descriptor, lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+    def _with_connection(self, descriptor: int, use: Callable[[socket.socket], None]) -> bool:
+        """Whether a descriptor is a connection to our port, and use it if it is.
+
+        ZeroMQ may have closed it since, and something else of this process may have its number now.
+        """
+        try:
+            duplicate = os.dup(descriptor)
+        except OSError:
+            return False
+        try:
+            connection = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            return False
+        with connection, contextlib.suppress(OSError):
+            connection.getpeername()
+            if connection.getsockname()[1] == self._port:
+                use(connection)
+                return True
+        return False
+
+    def _complain(self, reason: str, who: str, level: int = logging.WARNING) -> None:
+        self._count(reason)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.log(
+                level,
+                "side channel: turned away %s (further ones are only counted, as failures with reason %s)",
+                who,
+                reason,
+            )
+
+
+def _share_of_files() -> int:
+    """How many of the files that this process may open are connections at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else max(64, soft // 4)

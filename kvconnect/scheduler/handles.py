@@ -1,0 +1,131 @@
+"""Handles: what P says about a request that it holds, so that nobody on the way can change it.
+
+A handle is text for ``kv_transfer_params``: a version, the claims, and a code over both. With a secret
+the code is HMAC-SHA256, and only who has the secret can make one; without it, it is a plain checksum.
+Pure: secret and time are arguments.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+
+from kvconnect.errors import ConfigError, PeerError
+
+LONGEST_HANDLE = 512
+MOST_SKEW_S = 60.0
+"""How far the clocks of two nodes may be apart before a fresh handle counts as expired."""
+
+_SIGNED, _UNSIGNED = "s1.", "u1."
+_CODE_BYTES = 32
+_TEXT = re.compile(r"[su]1\.[A-Za-z0-9_-]+")
+HOST_PATTERN = r"^[A-Za-z0-9._:-]+$"
+
+
+class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a handle says: under which name P holds how many tokens of a request, and where.
+
+    ``epoch`` is of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
+    stands for the router's transfer id. ``expires_at`` is in seconds of the wall clock.
+    """
+
+    engine_id: str
+    epoch: str
+    name: str
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    expires_at: float
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Claims)
+
+
+class Handles:
+    """Makes and reads handles.
+
+    Args:
+        secret: what all nodes of a cluster sign with; empty where they are insecure.
+        clock: the wall clock, in seconds.
+    """
+
+    def __init__(self, secret: bytes = b"", clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._secret = secret
+        self._clock = clock
+
+    @property
+    def are_signed(self) -> bool:
+        """Whether what they say is beyond doubt."""
+        return bool(self._secret)
+
+    def expiry(self, lease_s: float) -> float:
+        """When a handle that is made now expires."""
+        return self._clock() + lease_s
+
+    def make(self, claims: Claims) -> str:
+        """The handle of some claims.
+
+        Raises:
+            ConfigError: engine id and host make it longer than a handle may be.
+        """
+        version = _SIGNED if self._secret else _UNSIGNED
+        payload = _encoder.encode(claims)
+        text = base64.urlsafe_b64encode(self._code(version, payload) + payload).decode().rstrip("=")
+        handle = version + text
+        if len(handle) > LONGEST_HANDLE:
+            raise ConfigError(
+                f"kv_transfer_config.engine_id {claims.engine_id!r} and host {claims.host!r} make handles of "
+                f"{len(handle)} characters, accepted: {LONGEST_HANDLE}; choose shorter ones"
+            )
+        return handle
+
+    def read(self, handle: str, *, even_expired: bool = False) -> Claims:
+        """The claims of a handle that a node of this cluster made.
+
+        Raises:
+            PeerError: it is none, was changed, is signed with another secret, or has expired.
+        """
+        if len(handle) > LONGEST_HANDLE or not _TEXT.fullmatch(handle):
+            raise PeerError("it is no handle of kvconnect, or of another version")
+        version, text = handle[:3], handle[3:]
+        if version != (_SIGNED if self._secret else _UNSIGNED):
+            if self._secret:
+                raise PeerError("it is not signed: the prefill node is insecure, this one has keys")
+            raise PeerError("it is signed: the prefill node has keys, this one is insecure")
+        data = _decoded(text)
+        code, payload = data[:_CODE_BYTES], data[_CODE_BYTES:]
+        if not hmac.compare_digest(code, self._code(version, payload)):
+            raise PeerError("its signature is wrong: it was changed, or signed with another key than ours")
+        try:
+            claims = _decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"its content cannot be read: {error}") from error
+        late_s = self._clock() - claims.expires_at
+        if late_s > MOST_SKEW_S and not even_expired:
+            raise PeerError(f"it expired {late_s:.0f} s ago by this node's clock")
+        return claims
+
+    def _code(self, version: str, payload: bytes) -> bytes:
+        data = version.encode() + payload
+        if self._secret:
+            return hmac.digest(self._secret, data, "sha256")
+        return hashlib.sha256(data).digest()
+
+
+def _decoded(text: str) -> bytes:
+    """Bytes from text that has exactly one spelling, so that no second one passes for another handle."""
+    try:
+        data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except (binascii.Error, ValueError) as error:
+        raise PeerError(f"it is cut or changed: {error}") from error
+    if base64.urlsafe_b64encode(data).decode().rstrip("=") != text or len(data) <= _CODE_BYTES:
+        raise PeerError("it is cut or changed")
+    return data

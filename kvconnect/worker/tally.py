@@ -1,0 +1,44 @@
+"""What is counted when a request was sent, or loaded, or was not."""
+
+from __future__ import annotations
+
+import logging
+
+from kvconnect.metrics import Metrics
+from kvconnect.plan.cost import Path
+from kvconnect.worker.ledger import Lease, Loading, Sending
+
+logger = logging.getLogger(__name__)
+
+
+def count_sent(metrics: Metrics, sending: Sending) -> None:
+    """A fetch that P served is over."""
+    ok = not sending.error
+    outcome = "ok" if ok else "again" if sending.again else "failed"
+    metrics.transfers.labels("sent", outcome).inc()
+    metrics.transfer_bytes.labels("sent", sending.path).inc(sending.total_bytes)
+    metrics.copies.labels("sent", sending.path).inc(sending.copies)
+    metrics.transfer_seconds.labels("sent").inc(sending.seconds)
+    if ok and sending.streamed:
+        metrics.streamed.inc()
+    if ok and sending.cost is not None:
+        path: Path = "packed" if sending.path == "packed" else "direct"
+        sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, sending.service_s)
+    if not ok:
+        metrics.failures.labels("preempted" if sending.again else "send").inc()
+        claims = sending.claims
+        what = f"request {claims.order.request_id}" if isinstance(claims, Lease) else "an unfinished prefill"
+        logger.warning("%s could not be sent: %s", what, sending.error)
+
+
+def count_loaded(metrics: Metrics, loading: Loading, now: float) -> None:
+    """A request that D fetched is over."""
+    metrics.transfers.labels("received", "failed" if loading.error else "ok").inc()
+    if loading.error:
+        metrics.failures.labels("load").inc()
+        return
+    for path, (total_bytes, copies) in loading.moved.items():
+        metrics.transfer_bytes.labels("received", path).inc(total_bytes)
+        metrics.copies.labels("received", path).inc(copies)
+    metrics.transfer_seconds.labels("received").inc(loading.seconds)
+    metrics.load_seconds.observe(now - loading.ordered_at)

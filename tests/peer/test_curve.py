@@ -1,0 +1,346 @@
+"""Who may speak over the side channel: wrong keys, no keys, half a handshake, and far too many of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.peer.keyring import SharedKeys, new_key_pair
+from kvconnect.peer.zmq_channel import ZmqChannel
+from tests.peer.keys import introduce, make_folder, node_keys
+from tests.peer.test_channels import LIMIT, arrivals
+
+OURS = SharedKeys("a secret that both of them have", "ours")
+THEIRS = SharedKeys("a secret that only one of them has", "theirs")
+
+
+@pytest.fixture
+def channels():
+    made = []
+
+    def make(keyring, **more):
+        counted = []
+        given_ = {"max_message_bytes": LIMIT, "peer_timeout_s": 5, "handshake_timeout_s": 1, **more}
+        channel = ZmqChannel("127.0.0.1", 0, keyring=keyring, count=counted.append, **given_)
+        channel.counted = counted
+        made.append(channel)
+        return channel
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def run_both(server, client, until, timeout_s=5.0):
+    """Serve both ends until the client has something that ``until`` takes, or the time is over."""
+    seen, frames = [], []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        frames += server.receive()
+        seen += client.receive()
+        if any(until(item) for item in seen):
+            break
+        client.wait(0.01)
+    return seen, frames
+
+
+def is_lost(item):
+    return isinstance(item, LinkLost)
+
+
+@pytest.mark.parametrize(
+    ("server_keys", "client_keys", "cause"),
+    [
+        (OURS, THEIRS, "different keys"),
+        (OURS, None, "encrypts|different keys"),
+        (None, OURS, "encrypts|different keys"),
+    ],
+)
+def test_a_handshake_that_cannot_succeed_ends_at_once_with_its_cause(
+    channels, server_keys, client_keys, cause, caplog
+):
+    server, client = channels(server_keys), channels(client_keys)
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"hello")
+    began = time.monotonic()
+    seen, frames = run_both(server, client, is_lost)
+    assert time.monotonic() - began < 2
+    (lost,) = seen
+    assert (lost.link, lost.refused) == ("p", False)
+    assert any(word in lost.reason for word in cause.split("|")), lost.reason
+    assert ("insecure" if client_keys is None else "shared key") in lost.reason
+    assert frames == [], "nothing of a stranger reaches a session"
+    end = time.monotonic() + 5
+    while not server.counted and time.monotonic() < end:
+        server.receive()
+        time.sleep(0.01)
+    # Where neither side understands the other, chance decides who leaves first.
+    assert set(server.counted) <= {"handshake_refused", "handshake_incomplete"} != set()
+    if None not in (server_keys, client_keys):
+        assert "handshake_refused" in server.counted
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == ("handshake_refused" in server.counted), "once, however often it comes again"
+
+
+def test_a_client_whose_key_is_not_known_is_told_so(channels, tmp_path, caplog):
+    server_keys, client_keys = node_keys(tmp_path, "one", "two")
+    os.unlink(tmp_path / "one" / "peers" / "two.json")
+    server, client = channels(server_keys), channels(client_keys)
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"hello")
+    seen, frames = run_both(server, client, is_lost)
+    assert "does not admit our public key" in seen[0].reason
+    assert frames == []
+    assert server.counted[0] == "client_not_admitted"
+    assert client_keys.client.public.hex() in caplog.text, "what an operator has to add"
+
+
+def test_a_server_that_is_not_who_it_should_be_is_not_spoken_to(channels, tmp_path):
+    _, client_keys = node_keys(tmp_path, "one", "two")
+    make_folder(tmp_path / "impostor")
+    introduce(tmp_path / "impostor", "two", client_keys.client.public.hex())
+    (impostor_keys,) = node_keys(tmp_path, "impostor")
+    impostor, client = channels(impostor_keys), channels(client_keys)
+    client.connect("p", "127.0.0.1", impostor.port)
+    client.send("p", b"hello")
+    seen, frames = run_both(impostor, client, is_lost)
+    assert "different keys" in seen[0].reason
+    assert frames == []
+
+
+def test_a_peer_whose_key_is_not_known_is_not_connected_to(channels, tmp_path):
+    _, client_keys = node_keys(tmp_path, "one", "two")
+    client = channels(client_keys)
+    client.connect("p", "192.0.2.1", 5600)
+    assert not client.send("p", b"x")
+    (lost,) = client.receive()
+    assert "no public key is known of a peer at 192.0.2.1:5600" in lost.reason
+
+
+def test_a_peer_that_is_not_allowed_is_not_connected_to(channels):
+    server = channels(OURS)
+    client = channels(OURS, allowed=AllowList([f"127.0.0.1:{server.port + 1}"]))
+    client.connect("p", "127.0.0.1", server.port)
+    assert client.receive() == [LinkLost("p", False, f"allow_peers does not have 127.0.0.1:{server.port}")]
+    server.wait(0.2)
+    assert server.receive() == []
+
+
+def test_a_peer_can_be_added_while_both_run(channels, tmp_path):
+    server_keys, client_keys = node_keys(tmp_path, "one", "two")
+    os.unlink(tmp_path / "one" / "peers" / "two.json")
+    server, client = channels(server_keys), channels(client_keys)
+    client.connect("p", "127.0.0.1", server.port)
+    run_both(server, client, is_lost)
+    introduce(tmp_path / "one", "two", client_keys.client.public.hex())
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"hello")
+    _, frames = run_both(server, client, lambda item: False, timeout_s=1)
+    assert [frame.data for frame in frames] == [b"hello"]
+
+
+class Relay:
+    """A way between two ports that can be cut, and does not say so: an interrupted network."""
+
+    def __init__(self, port):
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._pairs = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while True:
+            try:
+                taken, _ = self._listener.accept()
+            except OSError:
+                return
+            other = socket.create_connection(("127.0.0.1", self._target))
+            self._pairs += [taken, other]
+            for source, target in ((taken, other), (other, taken)):
+                threading.Thread(target=self._copy, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _copy(source, target):
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self):
+        for one in self._pairs:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._listener.close()
+        self.cut()
+
+
+def test_after_an_interruption_the_handshake_is_made_anew(channels):
+    server, client = channels(OURS), channels(OURS)
+    relay = Relay(server.port)
+    client.connect("p", "127.0.0.1", relay.port)
+    client.send("p", b"one")
+    _, frames = run_both(server, client, lambda item: False, timeout_s=0.5)
+    assert [frame.data for frame in frames] == [b"one"]
+    relay.cut()
+    seen, _ = run_both(server, client, is_lost)
+    assert seen == [LinkLost("p", False, "")], "not gone: the port is open"
+    client.connect("p", "127.0.0.1", relay.port)
+    client.send("p", b"two")
+    _, frames = run_both(server, client, lambda item: False, timeout_s=0.5)
+    assert [frame.data for frame in frames] == [b"two"]
+    relay.close()
+
+
+# --- strangers ------------------------------------------------------------------------------------
+
+
+def still_works(channels, server):
+    """An honest peer is served."""
+    client = channels(OURS)
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"honest")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        for frame in server.receive():
+            if isinstance(frame, Frame):
+                assert frame.data == b"honest", "nothing of a stranger reaches a session"
+                assert server.send(frame.link, b"served")
+        if Frame("p", b"served") in client.receive():
+            return True
+        client.wait(0.01)
+    return False
+
+
+ZMTP_1 = b"\x01\x00" + b"\x06\x00hello"
+ZMTP_2 = b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00" + b"\x00\x05hello"
+NULL_3 = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04\x05\x05READY\x00\x05hello"
+CURVE_3 = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47)
+
+
+@pytest.mark.parametrize(
+    "spoken",
+    [
+        *(ZMTP_1, ZMTP_2, NULL_3, CURVE_3 + b"\x00\x05hello", CURVE_3 + b"\x04\xc8\x05HELLO" + bytes(194)),
+        CURVE_3 + b"\x06" + struct.pack(">Q", 1 << 40),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(100),
+        b"",
+    ],
+    ids=["zmtp 1", "zmtp 2", "null", "no hello", "false hello", "huge", "http", "zeros", "nothing"],
+)
+def test_no_frame_of_a_stranger_arrives_whatever_protocol_it_speaks(spoken, channels):
+    server = channels(OURS)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(spoken)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            assert server.receive() == []
+            server.wait(0.02)
+        assert still_works(channels, server)
+
+
+@settings(max_examples=15)
+@given(st.binary(max_size=300), st.sampled_from([b"", CURVE_3[:12], CURVE_3]))
+def test_no_bytes_of_a_stranger_arrive(data, before):
+    server = ZmqChannel(
+        "127.0.0.1", 0, max_message_bytes=LIMIT, peer_timeout_s=5, keyring=OURS, handshake_timeout_s=1
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.sendall(before + data)
+        for _ in range(5):
+            server.wait(0.01)
+            assert server.receive() == []
+    server.close()
+
+
+def test_whoever_knows_only_the_public_key_is_not_admitted(channels):
+    server, context = channels(OURS), zmq.Context()
+    dealer, pair = context.socket(zmq.DEALER), new_key_pair()
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.curve_serverkey = z85.encode(OURS.server.public)
+    dealer.curve_publickey, dealer.curve_secretkey = z85.encode(pair.public), z85.encode(pair.secret)
+    dealer.connect(f"tcp://127.0.0.1:{server.port}")
+    dealer.send(b"let me in")
+    assert arrivals(server, 1, timeout_s=0.5) == []
+    assert "client_not_admitted" in server.counted
+    dealer.close()
+    context.term()
+
+
+def test_half_a_handshake_is_closed_when_its_time_is_over(channels):
+    server = channels(OURS)
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.settimeout(5)
+        slow.sendall(CURVE_3[:20])
+        began = time.monotonic()
+        while slow.recv(4096):
+            server.receive()
+        assert 1 < time.monotonic() - began < 4
+
+
+def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
+    server, first = channels(OURS, max_connections=20, handshake_timeout_s=30), channels(OURS)
+    first.connect("p", "127.0.0.1", server.port)
+    first.send("p", b"one")
+    _, frames = run_both(server, first, lambda item: False, timeout_s=0.5)
+    assert [frame.data for frame in frames] == [b"one"]
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        server.receive()
+        server.wait(0.05)
+    assert server.counted.count("max_connections") >= 41
+    open_ = 0
+    for stranger in strangers:
+        stranger.settimeout(0.05)
+        try:
+            while stranger.recv(4096):
+                pass
+        except TimeoutError:
+            open_ += 1
+        except ConnectionError:
+            pass
+    assert open_ <= 19
+    first.send("p", b"two")
+    _, frames = run_both(server, first, lambda item: False, timeout_s=0.5)
+    assert [frame.data for frame in frames] == [b"two"]
+    for stranger in strangers:
+        stranger.close()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        server.receive()
+        server.wait(0.05)
+    assert still_works(channels, server), "there is room again"
+
+
+def test_strangers_that_come_and_go_leave_nothing_behind(channels):
+    server = channels(OURS, max_connections=1000)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(300):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(NULL_3)
+        server.receive()
+    end = time.monotonic() + 5
+    while (len(os.listdir("/proc/self/fd")) > before or server._gate._open) and time.monotonic() < end:
+        server.receive()
+        server.wait(0.05)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(server._gate._open) == 0
+    assert still_works(channels, server)

@@ -1,0 +1,185 @@
+"""Peers that die, fall silent, come back or are met before anybody asks: known without any traffic."""
+
+from __future__ import annotations
+
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import Alive, Hello, StillAlive
+from tests.worker.pair import D_IDS, P_IDS, FakeWorker, Pair, without_renewal
+
+OTHER = (11, 12, 13), (31, 32, 33)
+
+
+def met(**config):
+    """A pair that has worked together, and is idle."""
+    pair = Pair(ExtraConfig(path="packed", **config))
+    pair.start()
+    pair.run(0.5)
+    assert pair.landed()
+    return pair
+
+
+def test_an_idle_peer_costs_a_few_messages_in_ten_seconds():
+    pair = met()
+    before = len(pair.network.said)
+    pair.run(10)
+    said = pair.network.said[before:]
+    assert {type(message) for message in said} == {Alive, StillAlive}
+    assert len(said) <= 4
+
+
+def test_a_peer_that_was_never_met_costs_nothing():
+    pair = Pair()
+    pair.run(30, step_s=1)
+    assert not pair.network.said
+
+
+def test_a_dead_peer_is_known_before_the_next_request_which_fails_at_once():
+    pair = met()
+    pair.cut()
+    pair.run(25)
+    pair.start("b", *OTHER)
+    began = pair.clock.now
+    while "b" not in pair.decode.failed and pair.clock.now < began + 5:
+        pair.run(0.05)
+    assert pair.clock.now - began <= 0.1
+    assert "out of reach" in pair.decode.failed["b"]
+    assert "did not answer the greeting" in pair.decode.failed["b"]
+
+
+def test_only_the_first_load_of_a_blackholed_peer_waits_for_the_greeting():
+    pair = Pair()
+    pair.cut()
+    pair.load("a", D_IDS)
+    pair.run(5.2)
+    assert "did not answer the greeting within 5.0 s" in pair.decode.failed["a"]
+    for number in range(5):
+        pair.load(f"r{number}", (40,))
+    pair.run(0.1)
+    assert sum("out of reach" in reason for reason in pair.decode.failed.values()) >= 4
+
+
+def test_a_load_of_another_peer_lands_while_one_is_blackholed():
+    pair = Pair(ExtraConfig(path="packed"))
+    other = pair.add("Q")
+    pair.cut()
+    pair.load("a", D_IDS)
+    pair.hold("b", OTHER[0], worker=other)
+    pair.load("b", OTHER[1], engine_id="Q", port=other.channel.port)
+    pair.run(0.1)
+    assert pair.decode.received == ["b"]
+    assert pair.landed(*OTHER, worker=other)
+
+
+def test_several_peers_are_greeted_at_the_same_time():
+    pair = Pair(ExtraConfig(path="packed"))
+    others = [pair.add(name) for name in "QRST"]
+    for number, other in enumerate(others):
+        pair.hold(f"r{number}", (number + 1,), worker=other)
+        pair.load(f"r{number}", (number + 1,), engine_id=other.engine_id, port=other.channel.port)
+    pair.settle(1)
+    assert len(pair.network.heard(Hello)) == 4
+    pair.run(0.1)
+    assert len(pair.decode.received) == 4
+    assert pair.decode.failed == {}
+
+
+def test_after_a_link_blip_the_peer_is_met_again_by_itself():
+    pair = met()
+    pair.cut()
+    pair.run(25)
+    pair.mend()
+    pair.run(ExtraConfig().retry_max_s + 6)
+    hellos = len(pair.network.heard(Hello))
+    pair.start("b", *OTHER)
+    pair.run(0.1)
+    assert pair.landed(*OTHER)
+    assert len(pair.network.heard(Hello)) == hellos, "the connection was there already"
+    pair.assert_idle()
+
+
+def test_a_peer_that_stays_dead_is_tried_ever_more_rarely_and_in_the_end_not_at_all():
+    pair = met()
+    pair.cut()
+    pair.run(60, step_s=0.25)
+    before = len(pair.network.heard(Hello))
+    pair.run(60, step_s=0.25)
+    assert 3 <= len(pair.network.heard(Hello)) - before <= 13
+    pair.run(300, step_s=1)
+    before = len(pair.network.heard(Hello))
+    pair.run(60, step_s=1)
+    assert len(pair.network.heard(Hello)) == before
+
+
+def test_a_refused_connection_is_not_tried_in_a_loop():
+    pair = met()
+    pair.network.kill(pair.prefill.channel.port)
+    pair.run(1, step_s=0.01)
+    tried = [message for message in pair.network.said if isinstance(message, Hello)]
+    assert len(tried) <= 6
+
+
+def test_a_restarted_peer_is_fetched_from_under_its_new_name():
+    pair = met()
+    port = pair.prefill.channel.port
+    pair.network.kill(port)
+    pair.run(1)
+    fresh = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
+    pair.network._channels[port] = fresh.channel
+    fresh.channel._port = port
+    pair.prefill = fresh
+    pair.hold("b", OTHER[0])
+    pair.load("b", OTHER[1], engine_id="P2", port=port)
+    pair.run(0.2)
+    assert pair.decode.failed == {}
+    assert pair.landed(*OTHER)
+
+
+def test_a_late_answer_that_the_port_is_closed_ends_the_quarantine():
+    """The process was torn down just when its port was looked at: the next attempt shows that it is gone."""
+    pair = without_renewal(Pair(ExtraConfig(path="direct")))
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    decode = pair.decode.mover.decode
+    (name,) = decode.peers._owners
+    decode.lost(name, False, "", pair.clock.now)
+    pair.network.kill(pair.prefill.channel.port)
+    pair.run(0.5)
+    assert not pair.decode.received
+    pair.run(1.5)
+    assert pair.decode.received == ["a"]
+
+
+def test_warm_peers_are_met_before_anybody_asks_and_used_under_their_name():
+    pair = Pair(ExtraConfig(path="packed", warm_peers=("h:1",)))
+    assert pair.prefill.channel.port == 1
+    pair.run(0.2)
+    assert len(pair.network.heard(Hello)) >= 1
+    hellos = len(pair.network.heard(Hello))
+    pair.start()
+    pair.run(0.2)
+    assert pair.landed()
+    assert len(pair.network.heard(Hello)) == hellos
+    pair.run(20, step_s=1)
+    assert len(pair.network.heard(Hello)) == hellos
+    pair.assert_idle()
+
+
+def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
+    pair = Pair(ExtraConfig(path="packed", warm_peers=("h:1",)))
+    pair.start()
+    pair.run(0.5)
+    assert pair.landed(P_IDS, D_IDS)
+    pair.network.kill(1)
+    pair.run(1)
+    fresh = FakeWorker("P2", pair.prefill_blocks, pair.network, pair.config)
+    pair.network._channels[1] = fresh.channel
+    fresh.channel._port = 1
+    pair.prefill = fresh
+    pair.run(12)
+    hellos = len(pair.network.heard(Hello))
+    pair.hold("b", OTHER[0])
+    pair.load("b", OTHER[1], engine_id="P2", port=1)
+    pair.run(0.2)
+    assert pair.landed(*OTHER)
+    assert len(pair.network.heard(Hello)) == hellos
