@@ -19,6 +19,7 @@ from kvconnect import __version__
 from kvconnect.cli_bench import bench_app
 from kvconnect.cli_keys import keys_app
 from kvconnect.cli_options import JsonObject
+from kvconnect.cli_sim import sim
 from kvconnect.errors import ConfigError, KVConnectError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
+app.command()(sim)
 
 
 def _show_version(wanted: bool) -> None:

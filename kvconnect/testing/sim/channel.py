@@ -1,0 +1,92 @@
+"""The channel that a simulated worker speaks through."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvconnect.peer.channel import Arrival
+
+if TYPE_CHECKING:
+    from kvconnect.testing.sim.network import Connection, Network
+
+_MOST_ARRIVALS = 64
+
+
+class SimChannel:
+    """See ``Channel``. ``stopped``: the process behind it is, and reads nothing."""
+
+    def __init__(self, network: Network, host: str, port: int, wake: Callable[[], None]) -> None:
+        self.host = host
+        self.opened: dict[str, Connection] = {}
+        self.closed = False
+        self.stopped = False
+        self._network = network
+        self._port = port
+        self._wake = wake
+        self._inbox: deque[Arrival] = deque()
+
+    @property
+    def port(self) -> int:
+        """See ``Channel``."""
+        return self._port
+
+    def connect(self, link: str, host: str, port: int) -> None:
+        """See ``Channel``."""
+        self.drop(link)
+        self._network.open(link, self, port)
+
+    def send(self, link: str, data: bytes) -> bool:
+        """See ``Channel``."""
+        self._network.world.note(f"{self.host}:{self._port}", "says", link, data)
+        connection = self.opened.get(link)
+        if connection is None:
+            return self._network.answer(link, data)
+        connection.said.append(data)
+        if connection.up:
+            self._network.say(connection, data, connection.there)
+        else:
+            connection.waiting.append(data)
+        return True
+
+    def drop(self, link: str) -> None:
+        """See ``Channel``."""
+        connection = self.opened.get(link)
+        if connection is not None:
+            self._network.close(connection)
+
+    def receive(self) -> list[Arrival]:
+        """See ``Channel``."""
+        count = min(len(self._inbox), _MOST_ARRIVALS)
+        arrived = [self._inbox.popleft() for _ in range(count)]
+        return [item for item in arrived if item.link.startswith("in:") or item.link in self.opened]
+
+    def take(self, item: Arrival) -> None:
+        """Called by the network."""
+        self._inbox.append(item)
+        self._wake()
+
+    def go_on(self) -> None:
+        """The process runs again: its I/O thread takes a moment to hand over what came meanwhile."""
+        self.stopped = False
+        world, came = self._network.world, list(self._inbox)
+        self._inbox.clear()
+        later = 0.01 * world.random.random()
+
+        def hand_over() -> None:
+            self._inbox.extendleft(reversed(came))
+            self._wake()
+
+        world.after(later, hand_over)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once: time is the simulation's."""
+
+    def wake(self) -> None:
+        """See ``Channel``."""
+        self._wake()
+
+    def close(self) -> None:
+        """See ``Channel``."""
+        self._network.kill(self._port)

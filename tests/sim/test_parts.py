@@ -1,0 +1,148 @@
+"""The simulated parts keep their own promises: a memory that tells every byte, a network like ZeroMQ's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.testing.sim.content import Prompt
+from kvconnect.testing.sim.memory import RankMemory
+from kvconnect.testing.sim.network import Network, Weather
+from kvconnect.testing.sim.shapes import MODELS, Shape
+from kvconnect.testing.sim.world import START_S, World
+
+TOKENS = 13
+
+
+def memory_of(model, head_first: bool, rank: int = 0, world_size: int = 1) -> RankMemory:
+    shape = Shape(4, 4 if model.has("state") else 2, head_first)
+    return RankMemory(model, shape, 24, rank, world_size, slot_bytes=256, num_slots=1, scratch_bytes=0)
+
+
+def blocks_of(model) -> list[list[int]]:
+    ids = iter(range(23, 0, -2))
+    return [
+        [next(ids) for _ in range(1 if kind == "state" else div_ceil(TOKENS, 4))] for kind, _ in model.kinds
+    ]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_byte_of_a_request_is_looked_at(model, head_first):
+    memory, prompt, ids = memory_of(model, head_first), Prompt(7, TOKENS, 1, 5), blocks_of(model)
+    assert memory.difference(prompt, ids, TOKENS)
+    memory.compute(prompt, ids, 0, 6)
+    memory.compute(prompt, ids, 6, TOKENS)
+    assert memory.difference(prompt, ids, TOKENS) == ""
+    assert memory.difference(Prompt(8, TOKENS, 1, 5), ids, TOKENS)
+    seen = 0
+    for place in range(0, memory.page_bytes, 5):
+        memory._bytes[place] ^= 0xFF
+        touched = memory.blocks_at(np.array([memory.address + place]), np.array([1]))
+        if memory.difference(prompt, ids, TOKENS):
+            seen += 1
+            assert touched & {block for group in ids for block in group}
+        memory._bytes[place] ^= 0xFF
+    assert seen > 0.5 * sum(layer.row_bytes for layer in model.layers) / 5
+    assert memory.difference(prompt, ids, TOKENS) == ""
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_block_that_changes_hands_holds_nobodys_content(model):
+    memory, prompt, ids = memory_of(model, False), Prompt(7, TOKENS), blocks_of(model)
+    memory.compute(prompt, ids, 0, TOKENS)
+    memory.spoil([next(iter(range(1, 24, 2)))], 3)
+    for group in ids:
+        memory.compute(prompt, ids, 0, TOKENS)
+        assert memory.difference(prompt, ids, TOKENS) == ""
+        memory.spoil(group[-1:], 3)
+        assert memory.difference(prompt, ids, TOKENS)
+
+
+class Ends:
+    """Two channels, and what arrived at each."""
+
+    def __init__(self, seed: int, **weather) -> None:
+        self.world = World(seed)
+        self.network = Network(self.world, Weather(**weather))
+        self.far = self.network.channel("P", lambda: None)
+        self.near = self.network.channel("D", lambda: None)
+        self.near.connect("a", "P", self.far.port)
+
+    def run(self, seconds: float) -> None:
+        self.world.after(seconds, lambda: None)
+        self.world.run(self.world.now + seconds, 10_000)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_connection_keeps_the_order_and_loses_nothing(seed):
+    ends = Ends(seed, jitter_s=0.5, slow=0.5)
+    for number in range(40):
+        assert ends.near.send("a", bytes([number]))
+        ends.run(0.01)
+    ends.run(9.0)
+    arrived = ends.far.receive()
+    assert [frame.data[0] for frame in arrived] == list(range(40))
+    (link,) = {frame.link for frame in arrived}
+    assert ends.far.send(link, b"back")
+    ends.run(5.0)
+    assert ends.near.receive() == [Frame("a", b"back")]
+
+
+def test_a_break_loses_what_is_under_way_and_makes_another_link():
+    ends = Ends(1, delay_s=0.1)
+    ends.run(0.5)
+    ends.near.send("a", b"arrives")
+    ends.run(0.5)
+    ends.near.send("a", b"is lost")
+    ends.network.cut(ends.network.connections[0])
+    ends.near.send("a", b"waits")
+    ends.run(2.0)
+    first, second = ends.far.receive()
+    assert (first.data, second.data) == (b"arrives", b"waits")
+    assert first.link != second.link
+    assert not ends.far.send(first.link, b"to nobody")
+    assert ends.near.receive() == [LinkLost("a", refused=False)]
+
+
+def test_a_short_partition_delays_and_a_long_one_breaks():
+    ends = Ends(1, heartbeat_s=2.0)
+    ends.run(0.5)
+    ends.network.part("P", "D")
+    ends.near.send("a", b"late")
+    ends.run(1.0)
+    assert ends.far.receive() == []
+    ends.network.join("P", "D")
+    ends.run(0.5)
+    assert [frame.data for frame in ends.far.receive()] == [b"late"]
+    ends.network.part("P", "D")
+    ends.near.send("a", b"never")
+    ends.run(6.0)
+    assert ends.near.receive() == [LinkLost("a", refused=False)]
+    ends.network.join("P", "D")
+    ends.run(2.0)
+    assert ends.far.receive() == []
+
+
+def test_a_killed_process_refuses_and_what_starts_at_its_port_is_another():
+    ends = Ends(1, delay_s=0.1)
+    ends.run(0.5)
+    ends.near.send("a", b"to the dead")
+    ends.network.kill(ends.far.port)
+    ends.run(0.05)
+    assert ends.near.receive() == [LinkLost("a", refused=True)]
+    again = ends.network.channel("P", lambda: None, ends.far.port)
+    ends.near.send("a", b"to the living")
+    ends.run(2.0)
+    assert [frame.data for frame in again.receive()] == [b"to the living"]
+    assert ends.far.receive() == []
+
+
+def test_time_does_not_go_back():
+    world, seen = World(1), []
+    for delay in (3.0, 1.0, 2.0):
+        world.after(delay, lambda: seen.append(world.now - START_S))
+    world.run(world.now + 10, 100)
+    assert seen == [1.0, 2.0, 3.0]

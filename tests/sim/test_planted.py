@@ -1,0 +1,193 @@
+"""Each checker finds what it is there for: a defect is planted in the real code, and seeds are run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from kvconnect.testing.sim.draw import draw_scenario
+from kvconnect.testing.sim.run import run_seed
+from kvconnect.worker.breaker import Breaker
+from kvconnect.worker.growing import Growing
+from kvconnect.worker.landing import LandingBay
+from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
+from kvconnect.worker.mover import Mover
+from kvconnect.worker.prefill_side import PrefillSide
+from kvconnect.worker.sender import Sender
+from kvconnect.worker.slots import SlotEvent, SlotPool
+from kvconnect.worker.waiting import WaitingRoom
+
+MOST_SEEDS = 300
+
+
+def frees_while_sending(patch):
+    """P lets go of blocks as soon as somebody asks for them."""
+    move = Lease.move
+    held = (LeaseEvent.FETCH, LeaseEvent.LAST_ENDED)
+    patch.setattr(Lease, "move", lambda self, event: None if event in held else move(self, event))
+    patch.setattr(Claims, "satisfied", property(lambda self: self.consumers is not None))
+
+
+def reports_before_quiet(patch):
+    """D does not wait until nobody writes any more."""
+    over = (LegState.LANDED, LegState.FAILED, LegState.BUSY)
+    patch.setattr(Leg, "over", property(lambda self: self.state in over))
+
+
+def skips_the_quarantine(patch):
+    """P frees blocks that its library may still read."""
+    patch.setattr(Lease, "busy_until", property(lambda self: 0.0, lambda self, time: None), raising=False)
+
+
+def lends_a_slot_twice(patch):
+    """A slot stays among those that can be taken."""
+    take = SlotPool.take
+
+    def take_and_keep(self, event, *others):
+        slot = take(self, event, *others)
+        if event is SlotEvent.LEND:
+            self._free.append(slot)
+        return slot
+
+    patch.setattr(SlotPool, "take", take_and_keep)
+
+
+def ignores_the_digest(patch):
+    """What landed is served, whatever it is."""
+    init = LandingBay.__init__
+    patch.setattr(LandingBay, "__init__", lambda self, pool, check, metrics: init(self, pool, False, metrics))
+
+
+def loses_a_report(patch):
+    """One load in three is forgotten."""
+    report, count = Mover._report_received, itertools.count()
+
+    def lose(self, request_id, error):
+        if next(count) % 3:
+            report(self, request_id, error)
+
+    patch.setattr(Mover, "_report_received", lose)
+
+
+def reports_twice(patch):
+    """A load that failed is reported once more."""
+    report = Mover._report_received
+
+    def repeat(self, request_id, error):
+        report(self, request_id, error)
+        if error:
+            report(self, request_id, error)
+
+    patch.setattr(Mover, "_report_received", repeat)
+
+
+def sends_before_it_is_computed(patch):
+    """P does not wait for the device."""
+    order = Mover.order
+    patch.setattr(Mover, "order", lambda self, orders, ready: order(self, orders, lambda: True))
+
+
+def trusts_lost_blocks(patch):
+    """A prefill that was preempted is sent from the blocks that it had."""
+
+    def add(self, order, is_computed):
+        self.marks.append((is_computed, order.computed_tokens))
+        for news in order.groups:
+            if news.first_block == len(self.blocks.get(news.group, ())):
+                self.blocks.setdefault(news.group, []).extend(news.block_ids)
+        return True
+
+    patch.setattr(Growing, "add", add)
+    patch.setattr(PrefillSide, "preempted", lambda self, order: None)
+    patch.setattr(PrefillSide, "_cut_short", lambda self, growing, reason, again: None)
+
+
+def keeps_leases_for_ever(patch):
+    """A lease that nobody asks for does not end."""
+    patch.setattr(Lease, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
+
+
+def sends_without_a_bound(patch):
+    """Bytes under way are not counted."""
+    patch.setattr(
+        Sender, "_in_flight_bytes", property(lambda self: 0, lambda self, count: None), raising=False
+    )
+
+
+def never_pauses(patch):
+    """A peer that is gone is tried again at once."""
+    patch.setattr(Breaker, "may_try", lambda self, now: True)
+
+
+def raises(patch):
+    """A message is met by an error of ours."""
+    grant, count = Sender.grant, itertools.count(1)
+
+    def fail(self, key, grants):
+        if not next(count) % 5:
+            raise KeyError(key)
+        grant(self, key, grants)
+
+    patch.setattr(Sender, "grant", fail)
+
+
+def waits_too_long(patch):
+    """D keeps blocks back long after they are quiet."""
+    patch.setattr(Leg, "busy_until", property(lambda self: self._until, wait_longer), raising=False)
+
+
+def wait_longer(leg: Leg, time: float) -> None:
+    leg._until = time + 40 if time else time
+
+
+def refuses_whoever_comes_early(patch):
+    """P has no patience with a fetch that comes before its request is held."""
+    patch.setattr(WaitingRoom, "admit", lambda self, early, is_held, now: "it is not held")
+
+
+def goes_on_as_ever(patch):
+    """A node that shall end keeps its leases."""
+    patch.setattr(PrefillSide, "drain", lambda self, now: None)
+
+
+def seeds_of(theme: str, kind: str):
+    """The first seeds in which a fault of this kind can happen."""
+    seeds = range(100_000, 200_000)
+    drawn = ((seed, draw_scenario(seed, random.Random(seed))) for seed in seeds)
+    fitting = (
+        seed
+        for seed, plan in drawn
+        if theme in ("", plan.theme) and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
+    )
+    return itertools.islice(fitting, MOST_SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("plant", "theme", "kind", "found"),
+    [
+        (frees_while_sending, "busy", "", {"nobody_reads", "reads_are_held"}),
+        (reports_before_quiet, "busy", "", {"nobody_writes", "writes_are_wanted"}),
+        (skips_the_quarantine, "busy", "", {"nobody_reads", "reads_are_held"}),
+        (lends_a_slot_twice, "streams", "", {"slots_add_up"}),
+        (ignores_the_digest, "streams", "engine", {"bytes_are_right"}),
+        (loses_a_report, "", "", {"idle", "all_answered"}),
+        (reports_twice, "", "kills", {"each_once"}),
+        (sends_before_it_is_computed, "", "", {"bytes_are_right"}),
+        (trusts_lost_blocks, "streams", "", {"bytes_are_right", "nobody_reads"}),
+        (keeps_leases_for_ever, "", "aborts", {"in_time", "idle"}),
+        (waits_too_long, "busy", "", {"in_time", "all_answered"}),
+        (refuses_whoever_comes_early, "", "none", {"success"}),
+        (sends_without_a_bound, "streams", "", {"within_bounds"}),
+        (never_pauses, "", "kills", {"nothing_spins"}),
+        (goes_on_as_ever, "", "drains", {"drained_in_time"}),
+        (raises, "streams", "", {"no_exception"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_bug_is_found(plant, theme, kind, found, monkeypatch):
+    plant(monkeypatch)
+    broken = ((seed, run_seed(seed)) for seed in seeds_of(theme, kind))
+    seed, outcome = next((seed, outcome) for seed, outcome in broken if outcome.invariant)
+    assert outcome.invariant in found, (seed, outcome.text)

@@ -1,0 +1,48 @@
+"""Some hundred simulated deployments: no invariant breaks, and much of what can happen does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.testing.sim.batch import Summary, run_seeds
+
+SEEDS = 300
+
+
+def shown(summary: Summary) -> str:
+    return "\n".join(
+        f"seed {outcome.seed} breaks {outcome.invariant}: {outcome.text}" for outcome in summary.violations
+    )
+
+
+def test_no_invariant_breaks_in_some_hundred_seeds():
+    summary = Summary()
+    for outcome in run_seeds(0, SEEDS, jobs=1):
+        summary.add(outcome)
+    assert not summary.violations, shown(summary)
+    assert summary.seeds == SEEDS
+    # A simulation in which everything fails, or nothing does, would show nothing.
+    counts = summary.counts
+    assert counts["loads ok"] > 2 * SEEDS
+    for what in (
+        "copies: received, direct",
+        "copies: received, packed",
+        "streamed",
+        "preemptions",
+        "clients left",
+        "loads failed",
+        "failures: lease_expired",
+        "failures: peer_lost",
+        "failures: digest",
+        "failures: quarantine_over",
+    ):
+        assert counts.get(what, 0) > 0, what
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+def test_no_invariant_breaks_in_ten_thousand_seeds():
+    summary = Summary()
+    for outcome in run_seeds(1_000_000, 10_000, jobs=2):
+        summary.add(outcome)
+    assert not summary.violations, shown(summary)
