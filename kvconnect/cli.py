@@ -17,6 +17,7 @@ import typer
 
 from kvconnect import __version__
 from kvconnect.cli_bench import bench_app
+from kvconnect.cli_faults import faults_app
 from kvconnect.cli_keys import keys_app
 from kvconnect.cli_options import JsonObject
 from kvconnect.cli_sim import sim
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(faults_app, name="faults")
 app.add_typer(keys_app, name="keys")
 app.command()(sim)
 

@@ -1,0 +1,38 @@
+"""SIGKILL of either side in the middle of transfers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.demo.faults.kills import CLIENT_DEADLINE_S, kill_stage, run_kills
+from kvconnect.demo.faults.load import Questions
+from kvconnect.demo.faults.stage import Stage
+
+
+@pytest.fixture(scope="module")
+def pair(engine):
+    # Of both policies, so that neither costs a pair more.
+    with Stage(kill_stage(engine, "recompute" if engine == "mooncake" else "fail")) as stage:
+        questions = Questions(stage, [600, 512, 40], max_tokens=8, deadline_s=CLIENT_DEADLINE_S, seed=1)
+        stage.add_router("parallel")
+        yield stage, questions
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(5, id="5"), pytest.param(100, id="100", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.timeout(2400)
+def test_a_killed_side_costs_nothing_but_its_own_requests(pair, side, kills):
+    stage, questions = pair
+    other = stage.decode if side == "prefill" else stage.prefill
+    survivor, starts = other.pid, other.starts
+    report = run_kills(stage, questions, side, kills, clients=1)
+    assert report.problems == [], stage.tails()
+    assert report.kills == kills
+    assert report.hits >= kills / 2, "too few kills came in the middle of a transfer"
+    assert (other.pid, other.starts) == (survivor, starts), "the other side needed no restart"
+    assert len(report.usable_s) == kills, "what took its place was fetched from, or fetched, each time"
+    assert report.slowest_s <= CLIENT_DEADLINE_S
+    if side == "prefill":
+        assert report.failed_loads >= kills / 2

@@ -1,0 +1,36 @@
+"""SIGSTOP in the middle of transfers, and SIGCONT once everybody else has given up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvconnect.demo.faults.load import Questions
+from kvconnect.demo.faults.stage import Stage
+from kvconnect.demo.faults.stops import run_stops, stop_stage
+
+# Over well before the stop is.
+SHORT = {
+    "lease_s": 2.0,
+    "load_timeout_s": 2.0,
+    "handshake_timeout_s": 1.0,
+    "transfer_timeout_s": 1.0,
+    "quarantine_s": 1.0,
+}
+STOP_S = 3.5
+
+
+@pytest.mark.parametrize("path", ["packed", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
+@pytest.mark.timeout(300)
+def test_what_comes_late_goes_nowhere(engine, side, path):
+    options = stop_stage(engine, "fail", path)
+    options = dataclasses.replace(options, extra={**options.extra, **SHORT})
+    with Stage(options) as stage:
+        questions = Questions(stage, [1024, 777, 1024, 1000], max_tokens=48, deadline_s=30.0, seed=1)
+        report = run_stops(stage, questions, side, 1, stop_s=STOP_S)
+        assert report.problems == [], stage.tails()
+    assert report.hits == 1
+    assert report.beside > 0
+    assert report.exact >= report.beside
