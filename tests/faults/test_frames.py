@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import socket
 
 import msgspec
 import pytest
 
 from kvconnect.demo.faults import frames
 from kvconnect.demo.faults.attack import Target, compose
+from kvconnect.demo.faults.listeners import listeners
 from kvconnect.demo.faults.load import Asked, Tally, percentile
 from kvconnect.demo.faults.stage import left_over
 
@@ -79,3 +82,18 @@ def test_whatever_is_held_is_left_over():
     assert left_over({**at_rest, "connector": {"leases": 2, "new": 1}}) == {"leases": 2, "new": 1}
     assert "blocks" in left_over({**at_rest, "blocks": {"held": 0, "free": 8, "total": 9}})
     assert "blocks" in left_over({**at_rest, "blocks": {"held": 1, "free": 8, "total": 9}})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "0.0.0.0", "::1", "::"])
+def test_listeners_are_found_by_their_process(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    before = listeners(os.getpid())
+    with socket.socket(family) as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            pytest.skip(f"nothing can listen on {host} here")
+        assert listeners(os.getpid()) == before, "it does not listen yet"
+        listener.listen()
+        (found,) = set(listeners(os.getpid())) - set(before)
+        assert found == ("127.0.0.1" if host in ("0.0.0.0", "::") else host, listener.getsockname()[1])

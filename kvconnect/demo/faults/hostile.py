@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,9 +9,10 @@ from typing import Any, Literal
 
 from kvconnect.demo.faults import frames
 from kvconnect.demo.faults.attack import Attacker, Loris, Tap, Target
+from kvconnect.demo.faults.listeners import listeners
 from kvconnect.demo.faults.load import ASK_FOR_KV, Clients, Questions, Tally, percentile
 from kvconnect.demo.faults.nursery import is_running
-from kvconnect.demo.faults.stage import Actor, Stage, StageOptions
+from kvconnect.demo.faults.stage import Stage, StageOptions
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.key_files import new_secret
 
@@ -39,18 +39,6 @@ class HostileReport:
     p99_ratio: float = 0.0
     grown_bytes: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-
-
-def open_ports(actor: Actor) -> list[tuple[str, int]]:
-    """The addresses on which a process listens."""
-    shown = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
-    found = []
-    for line in shown.splitlines():
-        if f"pid={actor.pid}," in line:
-            host, _, port = line.split()[3].rpartition(":")
-            host = host.strip("[]").removeprefix("::ffff:")
-            found.append(("127.0.0.1" if host in ("0.0.0.0", "*", "::") else host, int(port)))
-    return found
 
 
 def record(stage: Stage, questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -97,7 +85,7 @@ def find_targets(
     targets = []
     for actor in [*stage.nodes, *stage.routers]:
         http = int(actor.url.rpartition(":")[2])
-        for host, port in open_ports(actor):
+        for host, port in listeners(actor.pid):
             kind: Literal["side", "http", "engine"] = "engine"
             name = f"{actor.name} engine {host}:{port}"
             if port == http:
