@@ -40,6 +40,8 @@ for pair in $libraries; do
   "$PYTHON" -c "import ctypes; ctypes.CDLL('${pair%%:*}')" 2>/dev/null || missing+=("${pair##*:}")
 done
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+# The tests sever links between network namespaces.
+case ",$EXTRAS," in *,dev,*) command -v ip >/dev/null || missing+=(iproute2) ;; esac
 # Which RDMA cards libibverbs can drive; nothing links to it.
 if [ -e /sys/class/infiniband ] && [ ! -e /etc/libibverbs.d ]; then missing+=(ibverbs-providers); fi
 if [ ${#missing[@]} -eq 0 ]; then
