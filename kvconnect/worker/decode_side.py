@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
@@ -152,13 +152,11 @@ class DecodeSide:
             self._renew_registration()
         for transfer_id, grants in self.bay.advance(now):
             self._grant(transfer_id, Granted(transfer_id, grants))
-        for loading in list(self.loads.values()):
-            try:
-                self._look_after(loading, now)
-            except Exception as error:
-                count_error(self._metrics, error, f"request {loading.order.request_id}")
+        self._look_after(list(self.loads.values()), now)
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
+        # What came to nothing there would wait to be reported until something else wakes us.
+        self._look_after([loading for loading in self.loads.values() if loading.error], now)
         self._renew(now)
         owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
         self.peers.owe(owed, now)
@@ -166,7 +164,14 @@ class DecodeSide:
         self.peers.forget_idle({loading.peer for loading in self.loads.values()})
         self._count()
 
-    def _look_after(self, loading: Loading, now: float) -> None:
+    def _look_after(self, loads: Sequence[Loading], now: float) -> None:
+        for loading in loads:
+            try:
+                self._move_on(loading, now)
+            except Exception as error:
+                count_error(self._metrics, error, f"request {loading.order.request_id}")
+
+    def _move_on(self, loading: Loading, now: float) -> None:
         if now >= loading.deadline and not loading.error:
             loading.fail(f"it did not arrive within {self._config.load_timeout_s} s")
         for leg in loading.legs.values():

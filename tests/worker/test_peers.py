@@ -183,3 +183,13 @@ def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
     pair.run(0.2)
     assert pair.landed(*OTHER)
     assert len(pair.network.heard(Hello)) == hellos
+
+
+def test_a_load_that_comes_to_nothing_when_its_turn_comes_is_reported_in_the_same_step(monkeypatch):
+    pair = Pair()
+    # The connection breaks between the order and its turn: nothing is left that would wake anybody.
+    reasons = iter(["", "the peer is out of reach"])
+    monkeypatch.setattr(pair.decode.mover.decode.peers, "refusal", lambda key, now: next(reasons))
+    pair.load("a", D_IDS)
+    pair.decode.step(pair.clock.now)
+    assert pair.decode.failed == {"a": "the peer is out of reach"}
