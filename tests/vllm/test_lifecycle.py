@@ -101,8 +101,8 @@ def test_a_client_that_leaves_while_its_kv_is_loaded(servers):
         os.kill(pid, signal.SIGSTOP)
     try:
         decode.abandon(prompt, 1.0, kv_transfer_params=params)
-        time.sleep(0.5)
-        assert decode.used_blocks() > 0, "they may still be written to"
+        # It can write to slots only: nobody's blocks have to wait for it.
+        decode.wait_idle(PROMPTLY_S)
     finally:
         for pid in members(prefill):
             os.kill(pid, signal.SIGCONT)
@@ -195,6 +195,7 @@ def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, po
     prefill_config = {"port": free_port(), "lease_s": LEASE_S, "path": "direct"}
     prefill_config |= {"max_batch_bytes": 65536, "max_inflight_bytes": 65536}
     decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15, "handshake_timeout_s": 3}
+    decode_config |= {"path": "direct"}
     # All are loaded at one time, but computed one by one.
     with pair(
         recipe, tmp_path, "nixl", prefill=prefill_config, decode=decode_config, decode_options=ONE_BY_ONE
