@@ -113,8 +113,10 @@ def test_a_client_that_leaves_while_its_kv_is_loaded(servers):
 
 def test_a_client_that_leaves_while_its_prompt_is_prefilled(servers):
     prefill, _ = servers
-    for after_s in (0.05, 0.2, 0.5):
-        prefill.abandon(random_prompt(3500, 8), after_s, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+    # Each another prompt, none of which is computed by then: what is computed is held as long as its lease.
+    for number, after_s in enumerate((0.02, 0.05, 0.1)):
+        prompt = random_prompt(3500, 80 + number)
+        prefill.abandon(prompt, after_s, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
     prefill.wait_idle(PROMPTLY_S)
 
 
