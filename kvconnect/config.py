@@ -248,12 +248,9 @@ def _check_combination(config: TransferConfig) -> None:
     if extra.num_slots < 0 or (extra.path == "packed" and not extra.num_slots):
         least = 1 if extra.path == "packed" else 0
         raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
-    if extra.pack_programs < 0:
-        raise ConfigError(f"{where}.pack_programs is {extra.pack_programs}, it must be at least 0")
-    if extra.digest_sample < 0:
-        raise ConfigError(f"{where}.digest_sample is {extra.digest_sample}, it must be at least 0")
-    if extra.stream_min_tokens < 0:
-        raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
+    for name in ("pack_programs", "digest_sample", "stream_min_tokens"):
+        if getattr(extra, name) < 0:
+            raise ConfigError(f"{where}.{name} is {getattr(extra, name)}, it must be at least 0")
     if extra.lease_max_s < extra.lease_s:
         raise ConfigError(
             f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "
