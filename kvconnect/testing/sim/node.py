@@ -222,6 +222,8 @@ class SimNode:
         self.world.note(self.name, "preempts", request.request_id)
         self.checks.count("preemptions")
         self.running.remove(request)
+        for worker in self.workers:
+            worker.give_up(frozenset(block for ids in request.ids for block in ids))
         self._begin_anew(request)
 
     def _begin_anew(self, request: Request) -> None:

@@ -17,6 +17,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, Results
+from kvconnect.pack.packer import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.testing.sim.device import SimLocal, Stream
@@ -74,6 +75,7 @@ class SimWorker:
         self._results: list[Results] = []
         self._stopped_at = 0.0
         self._stopped_s = 0.0
+        self._given_up: list[StagedChunk] = []
         self._ratio = plan.shape.block_tokens // plan.shape.kernel_tokens
         slots = config.num_slots if config.has_slots else 0
         self.slot_bytes = plan.slot_bytes if slots else 0
@@ -154,11 +156,21 @@ class SimWorker:
     def packing_touches(self, blocks: frozenset[int], side: str) -> bool:
         """Whether a kernel that was launched and has not run packs from these blocks, or unpacks to them."""
         return any(
-            bool(blocks & set((batch.blocks // self._ratio).tolist()))
+            blocks & self._touched(staged)
             for kind, staged in self.packing.pending
-            for batch in staged.batches
-            if kind == side
+            if kind == side and not any(staged is given_up for given_up in self._given_up)
         )
+
+    def give_up(self, blocks: frozenset[int]) -> None:
+        """A prefill lost these blocks: whatever is being packed from them alone is thrown away."""
+        packing = [staged for kind, staged in self.packing.pending if kind == "source"]
+        self._given_up = [staged for staged in self._given_up if staged in packing]
+        self._given_up += [staged for staged in packing if self._touched(staged) <= blocks]
+
+    def _touched(self, staged: StagedChunk) -> set[int]:
+        """The logical blocks of a chunk, without the null block."""
+        touched = {int(block) for batch in staged.batches for block in batch.blocks // self._ratio}
+        return touched - {0}
 
     def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
         """Give the mover one step's orders, and remember what it must report."""
