@@ -185,7 +185,7 @@ class DecodeSide:
         """The time by which ``advance`` has something to do even if nothing arrives."""
         times = [loading.deadline for loading in self.loads.values() if not loading.error]
         times += [
-            leg.busy_until
+            leg.quarantine.until
             for loading in self.loads.values()
             for leg in loading.legs.values()
             if leg.state is LegState.BUSY

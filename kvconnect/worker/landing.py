@@ -17,6 +17,7 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer, StagedChunk, Ticket
 from kvconnect.peer.messages import Grant, Landed, Wanted
 from kvconnect.plan.chunks import Chunk
+from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
 logger = logging.getLogger(__name__)
@@ -67,15 +68,11 @@ class Landing:
 
 @dataclass(eq=False)
 class _Lost:
-    """Slots of a fetch that ended while the peer behind ``link`` might still write.
-
-    ``is_unproven``: that it writes no more at ``until`` is likely, but not certain.
-    """
+    """Slots of a fetch that ended while the peer behind ``link`` might still write."""
 
     slots: list[Slot]
-    until: float
+    quarantine: Quarantine
     link: str
-    is_unproven: bool = True
 
 
 class LandingBay:
@@ -196,14 +193,14 @@ class LandingBay:
                 self._take(landing, landing.unpacking.popleft())
         for landing in [landing for landing in self._landings.values() if landing.closed and landing.idle]:
             del self._landings[landing.transfer_id]
-        for transfer_id in [number for number, lost in self._lost.items() if now >= lost.until]:
+        for transfer_id in [number for number, lost in self._lost.items() if now >= lost.quarantine.until]:
             self.settle(transfer_id)
         yield from self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
     def next_deadline(self) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        return min((lost.until for lost in self._lost.values()), default=None)
+        return min((lost.quarantine.until for lost in self._lost.values()), default=None)
 
     def close(self, transfer_id: int, lost_until: float | None, link: str = "") -> None:
         """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
@@ -221,7 +218,7 @@ class LandingBay:
         for slot in slots:
             self._pool.move(slot, SlotEvent.RETURN if lost_until is None else SlotEvent.LOSE)
         if lost_until is not None:
-            self._lost[transfer_id] = _Lost(slots, lost_until, link)
+            self._lost[transfer_id] = _Lost(slots, Quarantine(lost_until, is_unproven=True), link)
         if landing.idle:
             del self._landings[transfer_id]
 
@@ -238,12 +235,11 @@ class LandingBay:
         """Slots that peers behind these connections hold need not wait longer than until then."""
         for lost in self._lost.values():
             if lost.link in links:
-                lost.until = until if proven and lost.is_unproven else min(lost.until, until)
-                lost.is_unproven &= not proven
+                lost.quarantine.hasten(until, proven=proven)
 
     def has_unproven(self, now: float) -> bool:
         """Slots are to be lent again now that somebody may still write."""
-        return any(lost.is_unproven and lost.slots and now >= lost.until for lost in self._lost.values())
+        return any(lost.slots and lost.quarantine.ends_unproven(now) for lost in self._lost.values())
 
     def settle_all(self) -> None:
         """Nobody can write any more to what was lost so far."""

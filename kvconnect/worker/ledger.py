@@ -16,6 +16,7 @@ from kvconnect.errors import PeerError
 from kvconnect.orders import Hold, Load
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.moves import next_state
+from kvconnect.worker.quarantine import Quarantine
 
 
 class LeaseState(enum.Enum):
@@ -210,11 +211,11 @@ class Lease(Claims):
 class Leg:
     """One rank's part of a load.
 
-    ``path`` is empty while the peer has not said which one it takes. ``busy_until`` is when time alone
-    proves that memory is quiet. ``repeats`` counts how often the peer lost what it was sending. ``epoch`` is
-    that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the packed
-    path was not asked for. ``is_unproven``: time alone does not prove that memory is quiet. ``is_cut``: what
-    was asked cannot arrive any more, since our registration is another, and can be asked for anew.
+    ``path`` is empty while the peer has not said which one it takes. ``quarantine`` is that of its memory
+    where the peer may still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch``
+    is that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the
+    packed path was not asked for. ``is_cut``: what was asked cannot arrive any more, since our registration
+    is another, and can be asked for anew.
     """
 
     rank: int
@@ -222,11 +223,10 @@ class Leg:
     path: str = ""
     transfer_id: int = -1
     link: str = ""
-    busy_until: float = 0.0
+    quarantine: Quarantine = field(default_factory=Quarantine)
     repeats: int = 0
     epoch: int = 0
     closed: str = ""
-    is_unproven: bool = False
     is_cut: bool = False
 
     def move(self, event: LegEvent) -> None:

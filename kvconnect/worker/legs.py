@@ -16,6 +16,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Accepted, Cancel, Declined, Landed, Message, Wanted, Written
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading
+from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.routes import Asked
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Legs:
                 self._bay.settle(leg.transfer_id)
                 self.leave(leg, LegEvent.SETTLE)
             else:
-                leg.busy_until = max(leg.busy_until, now + self._config.quarantine_s)
+                leg.quarantine.extend(now + self._config.quarantine_s)
             return
         if leg.state is LegState.UNPACKING and written.quiet:
             # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
@@ -209,7 +210,7 @@ class Legs:
             self.leave(leg, LegEvent.FAIL)
         else:
             self.leave(leg, LegEvent.LOSE)
-            leg.busy_until, leg.is_unproven = writes_until, True
+            leg.quarantine = Quarantine(writes_until, is_unproven=True)
 
     def lose(self, loading: Loading, leg: Leg, reason: str, now: float, *, gone: bool) -> None:
         """The peer that was asked cannot be heard any more; ``gone``: its process ended."""
@@ -231,10 +232,7 @@ class Legs:
         for loading in loads:
             for leg in loading.legs.values():
                 if leg.state is LegState.BUSY and leg.link in links:
-                    # The first proof says when it is over, the further ones would put that off.
-                    is_first = proven and leg.is_unproven
-                    leg.busy_until = until if is_first else min(leg.busy_until, until)
-                    leg.is_unproven &= not proven
+                    leg.quarantine.hasten(until, proven=proven)
 
     def unheard(self, link: str, now: float) -> None:
         """Whoever may still write to slots over this connection will not be heard to have stopped."""
@@ -246,7 +244,7 @@ class Legs:
         return self._can_renew and (
             self._bay.has_unproven(now)
             or any(
-                leg.state is LegState.BUSY and leg.is_unproven and now >= leg.busy_until
+                leg.state is LegState.BUSY and leg.quarantine.ends_unproven(now)
                 for loading in loads
                 if loading.error
                 for leg in loading.legs.values()
@@ -288,7 +286,7 @@ class Legs:
                     self.end(loading, leg, self._longest_write(loading, now))
                     self._say(loading, leg, Cancel(leg.transfer_id))
                 case LegState.BUSY:
-                    if now >= leg.busy_until:
+                    if now >= leg.quarantine.until:
                         self._metrics.failures.labels("quarantine_over").inc()
                         logger.warning(
                             "request %s: the peer did not say that it stopped; its blocks were kept "

@@ -15,6 +15,7 @@ from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.prefill_side import PrefillSide
+from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
 from kvconnect.worker.waiting import WaitingRoom
@@ -135,11 +136,12 @@ def raises(patch):
 
 def waits_too_long(patch):
     """D keeps blocks back long after they are quiet."""
-    patch.setattr(Leg, "busy_until", property(lambda self: self._until, wait_longer), raising=False)
+    hasten = Quarantine.hasten
 
+    def wait_longer(self, until, *, proven):
+        hasten(self, until + 40, proven=proven)
 
-def wait_longer(leg: Leg, time: float) -> None:
-    leg._until = time + 40 if time else time
+    patch.setattr(Quarantine, "hasten", wait_longer)
 
 
 def refuses_whoever_comes_early(patch):
