@@ -105,6 +105,9 @@ def bench_transfer_command(
     batch_bytes: Annotated[
         int, typer.Option(min=0, help="Bytes of the engine's own contiguous copies; 0 suits the device.")
     ] = 0,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="Let the rounds of all paths take turns: for a machine in use.")
+    ] = False,
     extra: ExtraSettings = "{}",
     env: Annotated[
         list[str] | None,
@@ -135,6 +138,7 @@ def bench_transfer_command(
         budget_s=budget_s,
         timeout_s=timeout_s,
         batch_bytes=batch_bytes,
+        in_turn=in_turn,
         extra=parse_extra(extra),
         environment=parse_environment(env or ()),
     )

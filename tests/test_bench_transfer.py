@@ -101,14 +101,32 @@ def test_every_case_of_a_pair_is_measured_and_right(monkeypatch, layouts, page_b
     monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
     options = replace(TINY, layouts=(Layouts.parse(layouts),), page_bytes=(page_bytes,), blocks=(1, 3))
     limit = pairs.measure_limit(options, "memory", CPUS)
-    (case,) = options.pairs(limit.engine)
-    timings = list(pairs.measure_pair(options, case, CPUS, limit))
+    timings = list(pairs.measure_pairs(options, list(options.pairs(limit.engine)), CPUS, limit))
     assert [(one.blocks, one.requests_in_flight) for one in timings] == [(1, 1), (1, 2), (3, 1), (3, 2)]
     for one in timings:
         assert one.total_bytes == one.requests * one.blocks * page_bytes * 2
         assert one.gb_per_s == pytest.approx(one.total_bytes / one.seconds / 1e9, rel=0.01, abs=1e-3)
         assert one.of_contiguous == pytest.approx(one.gb_per_s / limit.contiguous, abs=2e-3)
         assert one.engine_pages_gb_per_s == pytest.approx(limit.pages[page_bytes], abs=1e-3)
+
+
+def test_paths_can_take_turns(monkeypatch):
+    monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
+    paths = ("packed", "direct", "auto")
+    options = replace(TINY, paths=paths, blocks=(2,), in_flight=(1,), in_turn=True, repeat=3, requests=2)
+    (cases,) = options.pairs_at_once("memory")
+    assert [case.path for case in cases] == ["direct", "packed", "auto"]
+    turns = []
+    take_round = pairs.PairRounds.round
+
+    def noted(self, *arguments):
+        turns.append(self._case.path)
+        return take_round(self, *arguments)
+
+    monkeypatch.setattr(pairs.PairRounds, "round", noted)
+    timings = list(pairs.measure_pairs(options, cases, CPUS, None))
+    assert [(one.path, one.samples) for one in timings] == [("direct", 6), ("packed", 6), ("auto", 6)]
+    assert turns[-18:] == ["direct", "packed", "auto"] * 6
 
 
 def test_the_limit_reaches_every_byte(monkeypatch):
@@ -306,14 +324,15 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
             raise StepFailed("too slow")
         return EngineLimit(engine, 1, 1.0, {1024: 1.0}, None)
 
-    def measure_pair(options, case, devices, limit):
+    def measure_pairs(options, cases, devices, limit):
+        (case,) = cases
         tried.append((case.engine, case.path, limit is not None))
         raise StepFailed("decode: the process ended")
         yield
 
     tried = []
     monkeypatch.setattr(runner, "measure_limit", measure_limit)
-    monkeypatch.setattr(runner, "measure_pair", measure_pair)
+    monkeypatch.setattr(runner, "measure_pairs", measure_pairs)
     options = replace(TINY, engines=("nixl", "mooncake", "memory"), paths=("direct", "packed"))
     assert runner.bench_transfer(options, json_output=True) == 1
     assert tried == [

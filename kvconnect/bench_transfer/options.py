@@ -24,7 +24,8 @@ class Options:
 
     ``environment`` is set in the children only, a value of None takes the variable away.
     ``timeout_s`` bounds every step of a child, ``budget_s`` the repeats of one case. ``batch_bytes`` is the
-    size of the contiguous copies that show what the engine can do.
+    size of the contiguous copies that show what the engine can do. ``in_turn``: the paths of a case are open
+    at one time, and their rounds take turns.
 
     Raises:
         ConfigError: an option is not usable; the text names it, its value and what is accepted.
@@ -43,6 +44,7 @@ class Options:
     budget_s: float = 10.0
     timeout_s: float = 120.0
     batch_bytes: int = 0
+    in_turn: bool = False
     extra: Mapping[str, Any] | None = None
     environment: Mapping[str, str | None] | None = None
 
@@ -81,7 +83,8 @@ class Options:
                 )
         if self.device != "cpu":
             return
-        needed = sum(shape.total_bytes for shape in self.shapes(case))
+        at_once = len(set(self.paths)) if self.in_turn else 1
+        needed = at_once * sum(shape.total_bytes for shape in self.shapes(case))
         free = _available_bytes()
         if free is not None and needed > free:
             raise ConfigError(
@@ -110,6 +113,13 @@ class Options:
         for layouts in dict.fromkeys(self.layouts):
             for page_bytes in dict.fromkeys(self.page_bytes):
                 yield from (PairCase(engine, path, layouts, page_bytes) for path in paths)
+
+    def pairs_at_once(self, engine: str) -> Iterator[tuple[PairCase, ...]]:
+        """The same pairs, those together that are open at one time."""
+        cases = tuple(self.pairs(engine))
+        size = len(set(self.paths)) if self.in_turn else 1
+        for first in range(0, len(cases), size):
+            yield cases[first : first + size]
 
     def child_environment(self) -> dict[str, str | None]:
         """What the children's environment differs by."""

@@ -5,10 +5,11 @@ Runs in the parent and only asks and compares; every clock and every byte is in 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -130,39 +131,58 @@ class PairRounds:
         if wrong := int(np.count_nonzero(held != landed)):
             raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
 
-    def measure(self, blocks: int, in_flight: int) -> tuple[list[RoundResult], int]:
-        """The rounds of one case, and how many requests each had. The first of them is checked."""
-        options = self._options
-        requests = 1 if in_flight == 1 else max(options.requests, in_flight)
-        rounds = options.repeat * (options.requests if in_flight == 1 else 1)
+    def begin(self, blocks: int, in_flight: int) -> None:
+        """Make a case ready, and check what its first round leaves behind."""
         self.draw(blocks, in_flight)
         # The first one meets the peer, and maps memory: it does not count.
         self.round(blocks, in_flight, in_flight)
         self._pair.decode.ask("clear")
-        results = [self.round(blocks, requests, in_flight)]
-        self.check(results[0], in_flight)
-        until = time.monotonic() + options.budget_s - results[0].seconds
-        while len(results) < rounds and time.monotonic() < until:
-            results.append(self.round(blocks, requests, in_flight))
-        return results, requests
+        self.check(self.round(blocks, in_flight, in_flight), in_flight)
 
 
-def measure_pair(
-    options: Options, case: PairCase, devices: Devices, limit: EngineLimit | None
+def measure_pairs(
+    options: Options, cases: Sequence[PairCase], devices: Devices, limit: EngineLimit | None
 ) -> Iterator[TransferTiming]:
-    """Every number of blocks and of requests in flight, over one pair of workers.
+    """Every number of blocks and of requests in flight, over a pair of workers for each case.
+
+    Their rounds take turns: what disturbs the machine meanwhile disturbs all of them.
 
     Raises:
         StepFailed: a child failed; what was measured before it has been yielded.
     """
-    with ChildPair(WORKER_SIDE, options.child_environment(), options.timeout_s) as pair:
-        measuring = PairRounds(pair, options, case, devices)
+    with contextlib.ExitStack() as stack:
+        opened = [
+            PairRounds(
+                stack.enter_context(ChildPair(WORKER_SIDE, options.child_environment(), options.timeout_s)),
+                options,
+                case,
+                devices,
+            )
+            for case in cases
+        ]
         for blocks in dict.fromkeys(options.used_blocks):
             for in_flight in dict.fromkeys(options.in_flight):
-                results, requests = measuring.measure(blocks, in_flight)
-                request_bytes = blocks * measuring.bytes_per_block
-                timing = _timing(options, case, blocks, in_flight, results, requests, request_bytes)
-                yield _beside(replace(timing, engine=measuring.engine), limit)
+                requests = 1 if in_flight == 1 else max(options.requests, in_flight)
+                rounds = options.repeat * (options.requests if in_flight == 1 else 1)
+                results = _in_turn(opened, blocks, requests, in_flight, rounds, options.budget_s)
+                for measured, rounds_of, case in zip(opened, results, cases, strict=True):
+                    request_bytes = blocks * measured.bytes_per_block
+                    timing = _timing(options, case, blocks, in_flight, rounds_of, requests, request_bytes)
+                    yield _beside(replace(timing, engine=measured.engine), limit)
+
+
+def _in_turn(
+    opened: Sequence[PairRounds], blocks: int, requests: int, in_flight: int, rounds: int, budget_s: float
+) -> list[list[RoundResult]]:
+    """The results of each pair's rounds."""
+    for pair in opened:
+        pair.begin(blocks, in_flight)
+    results: list[list[RoundResult]] = [[] for _ in opened]
+    until = time.monotonic() + budget_s * len(opened)
+    while len(results[0]) < rounds and (not results[0] or time.monotonic() < until):
+        for pair, found in zip(opened, results, strict=True):
+            found.append(pair.round(blocks, requests, in_flight))
+    return results
 
 
 def _timing(

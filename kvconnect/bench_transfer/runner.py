@@ -19,7 +19,7 @@ from kvconnect.bench_transfer.pair import (
     Devices,
     EngineUnusable,
     measure_limit,
-    measure_pair,
+    measure_pairs,
     over_direct,
 )
 from kvconnect.bench_transfer.process import StepFailed
@@ -141,12 +141,13 @@ def devices_of(device: str) -> Devices:
     return "cuda:0", "cuda:1" if count > 1 else "cuda:0"
 
 
-def _skipped(case: PairCase) -> str:
-    """Why a pair is left out, empty if it is not: the direct path needs equal blocks."""
+def _is_skipped(case: PairCase) -> bool:
+    """Whether a pair is left out, which is said: the direct path needs equal blocks."""
     sides = case.layouts
-    if case.path == "direct" and sides.prefill.block_tokens != sides.decode.block_tokens:
-        return f"left out: path direct with layouts {sides}, whose blocks differ"
-    return ""
+    skipped = case.path == "direct" and sides.prefill.block_tokens != sides.decode.block_tokens
+    if skipped:
+        print(f"left out: path direct with layouts {sides}, whose blocks differ", file=sys.stderr, flush=True)
+    return skipped
 
 
 def bench_transfer(options: Options, *, json_output: bool = False) -> int:
@@ -171,14 +172,12 @@ def bench_transfer(options: Options, *, json_output: bool = False) -> int:
             continue
         except StepFailed as error:
             report.failed(asked, None, error)
-        for case in options.pairs(engine):
-            if why := _skipped(case):
-                print(why, file=sys.stderr, flush=True)
-                continue
+        for cases in options.pairs_at_once(engine):
+            wanted = [case for case in cases if not _is_skipped(case)]
             try:
-                for timing in measure_pair(options, case, devices, limit):
+                for timing in measure_pairs(options, wanted, devices, limit):
                     report.timing(timing)
             except StepFailed as error:
-                report.failed(engine, case, error)
+                report.failed(engine, wanted[0] if len(wanted) == 1 else None, error)
     report.print_tables()
     return 1 if report.failures else 0
