@@ -146,6 +146,7 @@ class LinkCost:
         pack, unpack = (
             _speed(speed or DEFAULT_PACK_BYTES_PER_S) for speed in (pack_bytes_per_s, unpack_bytes_per_s)
         )
+        self._unpack_s = 1 / unpack
         # Seconds per byte of the stages of a chunk.
         wire = self._rates.bytes_per_s
         self._stages = (1 / pack, 1 / wire, 1 / unpack) if overlaps else (1 / pack + 1 / wire, 1 / unpack)
@@ -213,6 +214,10 @@ class LinkCost:
             self._direct.correct(_direct_terms(self._rates, copies, total_bytes), seconds)
         else:
             self._packed.correct(self._packed_terms(total_bytes, chunks), seconds)
+
+    def last_unpack_s(self, total_bytes: int, chunks: int) -> float:
+        """Seconds in which the receiver unpacks the last chunk, which no clock of the sender sees."""
+        return total_bytes / max(chunks, 1) * self._unpack_s
 
     def as_metrics(self) -> dict[str, float]:
         """What is believed of the link now, and how often each path was observed."""

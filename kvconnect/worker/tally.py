@@ -23,7 +23,10 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
         metrics.streamed.inc()
     if ok and sending.cost is not None:
         path: Path = "packed" if sending.path == "packed" else "direct"
-        sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, sending.service_s)
+        seconds = sending.service_s
+        if path == "packed":
+            seconds += sending.cost.last_unpack_s(sending.total_bytes, sending.copies)
+        sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, seconds)
     if not ok:
         metrics.failures.labels("preempted" if sending.again else "send").inc()
         claims = sending.claims
