@@ -20,12 +20,78 @@ from kvconnect.errors import ConfigError
 CONNECTOR = "KVConnect"
 ENGINES = ("auto", "mooncake", "nixl", "nvlink", "memory")
 
+_OFFLOAD = "kv_connector_extra_config.offload"
+_OFFLOAD_LEAST = {
+    "cpu_bytes": 1,
+    "checkpoint_tokens": 0,
+    "min_tokens": 1,
+    "staging_bytes": 0,
+    "disk_bytes": 0,
+    "disk_threads": 1,
+    "store_bytes": 0,
+}
+_SEGMENT_BYTES = (64 << 10, 64 << 30)
+_MOST_DISK_THREADS = 256
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``kv_connector_extra_config.offload``: memory below the device's, in which blocks are kept for later.
+
+    All sizes are those of one worker rank.
+
+    Attributes:
+        cpu_bytes: host memory for blocks.
+        policy: which blocks make room for others.
+        shares: which part of ``cpu_bytes`` the blocks of each cache group may take, by group; empty for
+            shares by what a prompt of usual length leaves in each.
+        decoded: whether blocks that were filled while decoding are kept too.
+        checkpoint_tokens: windows and states are kept at the end of a prompt and of an answer, and every so
+            many tokens of a prompt in between; 0 for never in between.
+        min_tokens: fewer tokens than this are computed again rather than restored.
+        wait_s: how long a request waits for what lower tiers have.
+        staging_bytes: device memory through which blocks travel; 0 for as much as suits the device.
+        copy: how blocks travel between device and host: by its copy engines, by a kernel, or by whichever was
+            faster when this was tried at the start.
+        disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
+        disk_bytes: most bytes on disk; nothing ever takes more. What other models have left in the folder and
+            nobody uses now counts too, and makes room first.
+        disk_segment_bytes: size of a segment, the unit in which what is on disk makes room.
+        disk_threads: threads that read from and write to the disk.
+        max_queued_bytes: most bytes that wait to be written to lower tiers; what is more is not written.
+        store: the address ``host:port`` of a Mooncake Store master; empty for no shared tier.
+        store_metadata: the metadata server of that store.
+        store_protocol: how the store is reached: ``tcp`` or ``rdma``.
+        store_bytes: memory that this rank gives to the store.
+        salt: nothing that was kept under another salt is found.
+    """
+
+    cpu_bytes: int
+    policy: Literal["lru", "arc"] = "lru"
+    shares: tuple[float, ...] = ()
+    decoded: bool = True
+    checkpoint_tokens: int = 4096
+    min_tokens: int = 1
+    wait_s: float = 2.0
+    staging_bytes: int = 0
+    copy: Literal["auto", "dma", "kernel"] = "auto"
+    disk_path: str = ""
+    disk_bytes: int = 0
+    disk_segment_bytes: int = 256 << 20
+    disk_threads: int = 4
+    max_queued_bytes: int = 1 << 30
+    store: str = ""
+    store_metadata: str = "P2PHANDSHAKE"
+    store_protocol: Literal["tcp", "rdma"] = "tcp"
+    store_bytes: int = 0
+    salt: str = ""
+
 
 class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config``: the engine, the address, and every bound and deadline.
 
     Attributes:
-        engine: the transfer library; ``auto`` takes one that works here and logs which.
+        engine: the transfer library; ``auto`` takes one that works here and logs which. ``none`` for a node
+            that hands nothing over and fetches nothing, and only offloads.
         protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
             ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host; NIXL takes the name of a backend such
             as ``UCX``.
@@ -73,9 +139,11 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_inflight_bytes: most bytes that are under way to peers at one time.
         max_batch_bytes: most bytes in one batch for the engine.
         engine_options: passed to the engine's adapter as they are.
+        offload: keep blocks in host memory, on disk, or in a store; left out, nothing is kept. See
+            ``OffloadConfig``.
     """
 
-    engine: Literal["auto", "mooncake", "nixl", "nvlink", "memory"] = "auto"
+    engine: Literal["auto", "mooncake", "nixl", "nvlink", "memory", "none"] = "auto"
     protocol: str = "auto"
     device_name: str = ""
     host: str = "127.0.0.1"
@@ -111,6 +179,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_inflight_bytes: int = 1 << 30
     max_batch_bytes: int = 64 << 20
     engine_options: dict[str, Any] = {}
+    offload: OffloadConfig | None = None
 
     @property
     def has_slots(self) -> bool:
@@ -163,7 +232,10 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
         raise ConfigError(
             "kv_transfer_config.kv_role is missing; accepted: kv_producer, kv_consumer, kv_both"
         )
-    parsed_extra = _convert(extra, ExtraConfig, "kv_connector_extra_config")
+    offload = _parse_offload(extra.get("offload"))
+    plain = {key: value for key, value in extra.items() if key != "offload"}
+    parsed_extra = _convert(plain, ExtraConfig, "kv_connector_extra_config")
+    parsed_extra = msgspec.structs.replace(parsed_extra, offload=offload)
     rest = {key: value for key, value in given.items() if key != "kv_connector_extra_config"}
     # vLLM writes its unset fields as null.
     rest = {key: value for key, value in rest.items() if value is not None}
@@ -171,6 +243,17 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     config = msgspec.structs.replace(parsed, kv_connector_extra_config=parsed_extra)
     _check_combination(config)
     return config
+
+
+def _parse_offload(given: Any) -> OffloadConfig | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{_OFFLOAD} is {given!r}, it must be an object of settings")
+    _refuse_unknown(given, OffloadConfig, _OFFLOAD)
+    offload: OffloadConfig = _convert(given, OffloadConfig, _OFFLOAD)
+    _check_offload(offload)
+    return offload
 
 
 def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -202,6 +285,8 @@ def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
     values = {}
     for field in msgspec.structs.fields(kind):
         if field.name not in given:
+            if field.required:
+                raise ConfigError(f"{where}.{field.name} is missing; it has no default")
             continue
         value = given[field.name]
         try:
@@ -226,12 +311,12 @@ def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
 def _check_combination(config: TransferConfig) -> None:
     extra = config.extra
     where = "kv_connector_extra_config"
-    for name in ExtraConfig.__struct_fields__:
-        value = getattr(extra, name)
-        if name.endswith("_s") and not value > 0:
-            raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")
-        if name.startswith("max_") and value < 1:
-            raise ConfigError(f"{where}.{name} is {value}, it must be at least 1")
+    _check_bounds(extra, where)
+    if extra.engine == "none" and extra.offload is None:
+        raise ConfigError(
+            f"{where}.engine is 'none' and there is no offload, which leaves nothing to do; accepted: an "
+            f"engine ({', '.join(ENGINES)}), or offload with at least cpu_bytes"
+        )
     if not 0 <= extra.port <= 65535:
         raise ConfigError(f"{where}.port is {extra.port}, accepted: 0 (a free one) to 65535")
     if extra.host in ("0.0.0.0", "::", "*", ""):
@@ -257,8 +342,7 @@ def _check_combination(config: TransferConfig) -> None:
             f"which is {extra.lease_s}"
         )
     for address in extra.warm_peers:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        if not _is_address(address):
             raise ConfigError(f"{where}.warm_peers names {address!r}, accepted: host:port")
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
@@ -281,6 +365,72 @@ def _check_combination(config: TransferConfig) -> None:
         )
     if not config.engine_id:
         raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")
+
+
+def _check_bounds(settings: msgspec.Struct, where: str) -> None:
+    """What a setting's name says of its values: ``_s`` are seconds to wait, ``max_`` is a bound."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if name.endswith("_s") and not value > 0:
+            raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")
+        if name.startswith("max_") and value < 1:
+            raise ConfigError(f"{where}.{name} is {value}, it must be at least 1")
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
+
+
+def _check_offload(offload: OffloadConfig) -> None:
+    _check_bounds(offload, _OFFLOAD)
+    for name, least in _OFFLOAD_LEAST.items():
+        if getattr(offload, name) < least:
+            raise ConfigError(f"{_OFFLOAD}.{name} is {getattr(offload, name)}, it must be at least {least}")
+    if not all(0 < share <= 1 for share in offload.shares) or sum(offload.shares) > 1 + 1e-9:
+        raise ConfigError(
+            f"{_OFFLOAD}.shares is {list(offload.shares)}, which adds up to {sum(offload.shares):g}; "
+            "accepted: numbers above 0 that add up to at most 1"
+        )
+    _check_disk(offload)
+    _check_store(offload)
+
+
+def _check_disk(offload: OffloadConfig) -> None:
+    segment = offload.disk_segment_bytes
+    if segment % 4096 or not _SEGMENT_BYTES[0] <= segment <= _SEGMENT_BYTES[1]:
+        raise ConfigError(
+            f"{_OFFLOAD}.disk_segment_bytes is {segment}, accepted: multiples of 4096 from "
+            f"{_SEGMENT_BYTES[0]} to {_SEGMENT_BYTES[1]}"
+        )
+    if not offload.disk_path and offload.disk_bytes:
+        raise ConfigError(
+            f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes} and there is no disk_path; accepted: both, or "
+            "neither"
+        )
+    if offload.disk_path and offload.disk_bytes < 2 * segment:
+        raise ConfigError(
+            f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, with disk_path it must be at least "
+            f"{2 * segment}: two segments of disk_segment_bytes, which is {segment}"
+        )
+    if offload.disk_threads > _MOST_DISK_THREADS:
+        raise ConfigError(
+            f"{_OFFLOAD}.disk_threads is {offload.disk_threads}, accepted: 1 to {_MOST_DISK_THREADS}"
+        )
+
+
+def _check_store(offload: OffloadConfig) -> None:
+    if offload.store and not _is_address(offload.store):
+        raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
+    if offload.store and not offload.store_metadata:
+        raise ConfigError(
+            f"{_OFFLOAD}.store_metadata is empty; accepted: P2PHANDSHAKE, or the address of a metadata server"
+        )
+    if offload.store_bytes and not offload.store:
+        raise ConfigError(
+            f"{_OFFLOAD}.store_bytes is {offload.store_bytes} and there is no store; accepted: both, or "
+            "neither"
+        )
 
 
 def _check_security(extra: ExtraConfig, where: str) -> None:

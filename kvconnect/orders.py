@@ -131,6 +131,106 @@ class LetGo(msgspec.Struct, frozen=True):
     port: int
 
 
+class RowCopies(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one cache group and the rows that belong to them, pairwise.
+
+    ``block_ids`` are logical blocks of the group; a row holds the pages of one block in all layers of the
+    group, in the row class of the group (see ``offload.budgets``).
+    """
+
+    group: Index
+    block_ids: tuple[Count, ...]
+    rows: tuple[Count, ...]
+
+
+class Store(msgspec.Struct, frozen=True):
+    """Copy blocks to rows; then report the job stored, or failed.
+
+    The blocks hold what the device was given before the step that carries this order, and may be overwritten
+    by that step: whoever carries it out reads them before. ``hashes[i]`` names the content of
+    ``copies.block_ids[i]``. With ``keep`` the rows are written to the lower tiers too, and the job is
+    reported kept once nobody reads them for that any more.
+    """
+
+    job: int
+    copies: RowCopies
+    hashes: tuple[bytes, ...]
+    keep: bool = False
+
+
+class Restore(msgspec.Struct, frozen=True):
+    """Copy rows to the blocks of a request that waits for them, then report it received, or failed.
+
+    ``refusal`` is set where what was promised cannot be given: nothing is copied, and the request is reported
+    failed with that text.
+    """
+
+    request_id: str
+    copies: tuple[RowCopies, ...]
+    refusal: str = ""
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Read contents from a lower tier into rows, then report which of them are not there."""
+
+    job: int
+    tier: str
+    group: Index
+    hashes: tuple[bytes, ...]
+    rows: tuple[Count, ...]
+
+
+class Seek(msgspec.Struct, frozen=True):
+    """Ask a tier that keeps no index here which of these contents it has, then report them."""
+
+    job: int
+    tier: str
+    group: Index
+    hashes: tuple[bytes, ...]
+
+
+class OffloadOrders(msgspec.Struct, frozen=True):
+    """What the tiers below the device's memory are to do."""
+
+    stores: tuple[Store, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
+    seeks: tuple[Seek, ...] = ()
+    clear: bool = False
+    """Forget everything that lower tiers keep, before any of the others."""
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.restores or self.fetches or self.seeks or self.clear)
+
+
+class TierChange(msgspec.Struct, frozen=True, array_like=True):
+    """Contents that a lower tier of one rank has got, or has no more."""
+
+    tier: str
+    group: Index
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+class OffloadReport(msgspec.Struct, frozen=True):
+    """What the tiers of one rank have done since the last report. Jobs come back exactly once in each list.
+
+    ``stored`` and ``kept``, by job, are the hashes that failed, none as a rule. ``fetched`` are, by job, the
+    hashes that are not there or not right; their rows hold nothing of use. ``found`` are, by job, the hashes
+    that a tier has.
+    """
+
+    rank: int
+    stored: Mapping[int, tuple[bytes, ...]] = {}
+    kept: Mapping[int, tuple[bytes, ...]] = {}
+    fetched: Mapping[int, tuple[bytes, ...]] = {}
+    found: Mapping[int, tuple[bytes, ...]] = {}
+    changes: tuple[TierChange, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.kept or self.fetched or self.found or self.changes)
+
+
 class Orders(msgspec.Struct, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
@@ -150,6 +250,7 @@ class Orders(msgspec.Struct, frozen=True):
     failures: tuple[str, ...] = ()
     preempted: tuple[Preempted, ...] = ()
     progress: tuple[Progress, ...] = ()
+    offload: OffloadOrders = OffloadOrders()
 
     def __bool__(self) -> bool:
         return bool(
@@ -163,6 +264,7 @@ class Orders(msgspec.Struct, frozen=True):
             or self.failures
             or self.preempted
             or self.progress
+            or self.offload
         )
 
 
@@ -170,12 +272,13 @@ class Results(msgspec.Struct, frozen=True):
     """What ended since the last call. Every request ordered comes back exactly once.
 
     ``received`` are requests whose blocks nobody will touch any more; those of them that are in
-    ``failed``, with the reason, hold no valid KV.
+    ``failed``, with the reason, hold no valid KV. ``offload`` are reports of tiers, at most one of each rank.
     """
 
     sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     failed: Mapping[str, str] = {}
+    offload: tuple[OffloadReport, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received)
+        return bool(self.sent or self.received or self.offload)

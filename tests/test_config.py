@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 
 FULL = {
@@ -61,7 +61,7 @@ def test_the_value_is_frozen():
         ({"kv_connector_extra_config": {"engin": "nixl"}}, r"did you mean 'engine'"),
         (
             {"kv_connector_extra_config": {"engine": "ucx"}},
-            r"'ucx': accepted: auto, memory, mooncake, nixl, nvlink",
+            r"'ucx': accepted: auto, memory, mooncake, nixl, none, nvlink",
         ),
         ({"kv_connector_extra_config": {"path": "fast"}}, r"'fast': accepted: auto, direct, packed"),
         (
@@ -119,6 +119,120 @@ def test_text_that_is_no_object(text, match):
         parse_kv_transfer_config(text)
 
 
+GIB = 1 << 30
+OFFLOAD = {
+    "cpu_bytes": 8 * GIB,
+    "policy": "arc",
+    "shares": [0.75, 0.25],
+    "decoded": False,
+    "checkpoint_tokens": 0,
+    "min_tokens": 64,
+    "wait_s": 1,
+    "staging_bytes": 1 << 26,
+    "copy": "dma",
+    "disk_path": "/var/cache/kv",
+    "disk_bytes": 64 * GIB,
+    "disk_segment_bytes": GIB,
+    "disk_threads": 8,
+    "max_queued_bytes": GIB,
+    "store": "10.0.0.1:50051",
+    "store_metadata": "http://10.0.0.1:8080/metadata",
+    "store_protocol": "rdma",
+    "store_bytes": GIB,
+    "salt": "tenant",
+}
+
+
+def with_offload(offload, **extra):
+    return {"kv_role": "kv_both", "kv_connector_extra_config": {**extra, "offload": offload}}
+
+
+def test_every_key_of_offload_is_read():
+    assert set(OFFLOAD) == set(OffloadConfig.__struct_fields__)
+    offload = parse_kv_transfer_config(json.dumps(with_offload(OFFLOAD))).extra.offload
+    assert offload is not None
+    for name, value in OFFLOAD.items():
+        assert getattr(offload, name) == (tuple(value) if name == "shares" else value), name
+
+
+def test_offload_needs_no_more_than_its_size():
+    assert parse_kv_transfer_config(with_offload({"cpu_bytes": GIB})).extra.offload == OffloadConfig(
+        cpu_bytes=GIB
+    )
+    assert parse_kv_transfer_config(with_offload(None)).extra.offload is None
+
+
+def test_a_node_may_only_offload():
+    config = parse_kv_transfer_config(with_offload({"cpu_bytes": GIB}, engine="none"))
+    assert config.extra.engine == "none"
+
+
+@pytest.mark.parametrize("extra", [{"engine": "none"}, {"engine": "none", "offload": None}])
+def test_a_node_that_does_nothing_is_refused(extra):
+    with pytest.raises(ConfigError, match=r"engine is 'none' and there is no offload.*mooncake.*cpu_bytes"):
+        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": extra})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"cpu_byte": 1}, r"no key 'cpu_byte' \(its value is 1\).*did you mean 'cpu_bytes'\?.*disk_path"),
+        ({"cpu_bytes": None}, r"offload.cpu_bytes is None: Expected `int`"),
+        ({"cpu_bytes": 0}, r"offload.cpu_bytes is 0, it must be at least 1"),
+        ({"policy": "fifo"}, r"offload.policy is 'fifo': accepted: arc, lru"),
+        ({"shares": [0.5, 0]}, r"shares is \[0.5, 0.0\].*accepted: numbers above 0 that add up to at most 1"),
+        ({"shares": [0.5, -0.1]}, r"shares is \[0.5, -0.1\]"),
+        ({"shares": [0.5, 0.6]}, r"shares is \[0.5, 0.6\], which adds up to 1.1"),
+        ({"shares": [2.0]}, r"shares is \[2.0\]"),
+        ({"shares": 0.5}, r"shares is 0.5: Expected `array`"),
+        ({"decoded": 1}, r"decoded is 1: Expected `bool`"),
+        ({"checkpoint_tokens": -1}, r"checkpoint_tokens is -1, it must be at least 0"),
+        ({"min_tokens": 0}, r"min_tokens is 0, it must be at least 1"),
+        ({"wait_s": 0}, r"offload.wait_s is 0.0, it must be more than 0 seconds"),
+        ({"staging_bytes": -1}, r"staging_bytes is -1, it must be at least 0"),
+        ({"copy": "cpu"}, r"offload.copy is 'cpu': accepted: auto, dma, kernel"),
+        ({"disk_path": ""}, r"disk_bytes is \d+ and there is no disk_path; accepted: both, or neither"),
+        ({"disk_bytes": 0}, r"disk_bytes is 0, with disk_path it must be at least 2147483648: two segments"),
+        ({"disk_bytes": 2 * GIB - 1}, r"disk_bytes is 2147483647, .* at least 2147483648"),
+        ({"disk_bytes": -1}, r"disk_bytes is -1, it must be at least 0"),
+        (
+            {"disk_segment_bytes": 1 << 15},
+            r"disk_segment_bytes is 32768, accepted: multiples of 4096 from 65536",
+        ),
+        ({"disk_segment_bytes": GIB + 1}, r"disk_segment_bytes is 1073741825, accepted: multiples of 4096"),
+        ({"disk_segment_bytes": 1 << 40}, r"disk_segment_bytes is 1099511627776, .* to 68719476736"),
+        ({"disk_threads": 0}, r"disk_threads is 0, it must be at least 1"),
+        ({"disk_threads": 1000}, r"disk_threads is 1000, accepted: 1 to 256"),
+        ({"max_queued_bytes": 0}, r"offload.max_queued_bytes is 0, it must be at least 1"),
+        ({"store": "master"}, r"store is 'master', accepted: host:port, and '' for no store"),
+        ({"store": "master:0"}, r"store is 'master:0', accepted: host:port"),
+        ({"store": ""}, r"store_bytes is 1073741824 and there is no store; accepted: both, or neither"),
+        ({"store_metadata": ""}, r"store_metadata is empty; accepted: P2PHANDSHAKE"),
+        ({"store_protocol": "udp"}, r"store_protocol is 'udp': accepted: rdma, tcp"),
+        ({"store_bytes": -1}, r"store_bytes is -1, it must be at least 0"),
+        ({"salt": 7}, r"salt is 7: Expected `str`"),
+    ],
+)
+def test_what_is_wrong_with_offload_is_named(change, match):
+    with pytest.raises(
+        ConfigError, match=r"kv_connector_extra_config\.offload.*" + match.removeprefix("offload.")
+    ):
+        parse_kv_transfer_config(with_offload({**OFFLOAD, **change}))
+
+
+@pytest.mark.parametrize(
+    ("offload", "match"),
+    [
+        ({}, r"offload.cpu_bytes is missing; it has no default"),
+        ([1], r"offload is \[1\], it must be an object of settings"),
+        (True, r"offload is True, it must be an object"),
+    ],
+)
+def test_an_offload_that_is_none(offload, match):
+    with pytest.raises(ConfigError, match=match):
+        parse_kv_transfer_config(with_offload(offload))
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
@@ -129,8 +243,14 @@ json_values = st.recursive(
 @given(
     st.dictionaries(st.sampled_from([*TransferConfig.__struct_fields__, "kv_rank"]), json_values, max_size=4),
     st.dictionaries(st.sampled_from([*ExtraConfig.__struct_fields__, "porrt"]), json_values, max_size=4),
+    st.none()
+    | st.dictionaries(
+        st.sampled_from([*OffloadConfig.__struct_fields__, "cpu"]), json_values, max_size=4
+    ).map(lambda given: {"cpu_bytes": 1, **given}),
 )
-def test_nothing_but_a_config_error_comes_out(top, extra):
+def test_nothing_but_a_config_error_comes_out(top, extra, offload):
+    if offload is not None:
+        extra = {**extra, "offload": offload}
     try:
         parsed = parse_kv_transfer_config({"kv_role": "kv_both", **top, "kv_connector_extra_config": extra})
     except ConfigError:
