@@ -1,0 +1,222 @@
+"""What the index of host memory takes of a scheduler's thread, on one core and without any memory to copy.
+
+An index of so many contents is full, and was filled as requests fill it: several at a time, some blocks of
+each in turn. Hashes are made anew for every call, as a serving stack makes them. Times are the thread's own
+on its processor: what else runs on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from kvconnect.errors import ConfigError
+from kvconnect.offload.index.budgets import plan_arena
+from kvconnect.offload.index.policies import Policy
+from kvconnect.offload.index.tier_index import TierIndex
+
+SIZES = (100_000, 1_000_000)
+KEYS = 8192
+_CHUNK = 512
+_AT_ONCE = 4
+_TIDIED = 1024
+_HASH_BYTES = 32
+_GROUP = 0
+
+
+@dataclass(frozen=True)
+class IndexTiming:
+    """One kind of call with so many contents, on a full index of ``contents``."""
+
+    policy: str
+    contents: int
+    call: str
+    keys: int
+    median_us: float
+    worst_us: float
+    median_us_per_key: float
+
+
+class _Filled:
+    """A full index, and the sequences that are in it as a generator of their hashes makes them again."""
+
+    def __init__(self, policy: Policy, contents: int) -> None:
+        self.index = TierIndex(plan_arena(contents * 64, {_GROUP: 64}, {_GROUP: 1.0}), policy)
+        self.sequences = 0
+        self.contents = contents
+        while self.sequences * KEYS < contents + _AT_ONCE * KEYS:
+            self.fill()
+
+    def fill(self) -> None:
+        """Some sequences more, their blocks in turn; the oldest make room."""
+        coming = [self.new() for _ in range(_AT_ONCE)]
+        for first in range(0, KEYS, _CHUNK):
+            for hashes in coming:
+                self.store(hashes[first : first + _CHUNK])
+
+    def store(self, hashes: list[bytes]) -> None:
+        """Reserve and commit contents, and let the index tidy up."""
+        taken, _ = self.index.reserve(_GROUP, hashes)
+        self.index.commit(_GROUP, taken)
+        self.index.take_events()
+        self.index.tidy()
+
+    def recent(self, draw: random.Random) -> list[bytes]:
+        """One of the sequences that are in the index as a whole."""
+        return hashes_of(self.sequences - 1 - draw.randrange(self.contents // KEYS - _AT_ONCE))
+
+    def new(self) -> list[bytes]:
+        """A sequence that is not in the index."""
+        self.sequences += 1
+        return hashes_of(self.sequences - 1)
+
+
+def hashes_of(sequence: int) -> list[bytes]:
+    """Hashes of a sequence's blocks: the same ones for the same sequence, new objects every time."""
+    data = random.Random(sequence).randbytes(KEYS * _HASH_BYTES)
+    return [data[first : first + _HASH_BYTES] for first in range(0, len(data), _HASH_BYTES)]
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return (time.thread_time() - start) * 1e6
+
+
+def _lookups(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    while True:
+        hashes = filled.recent(draw)
+        yield _timed(lambda hashes=hashes: filled.index.lookup(_GROUP, hashes))  # type: ignore[misc]
+        if filled.index.lookup(_GROUP, hashes) != KEYS:
+            raise AssertionError("a sequence that is in the index was not found")
+
+
+def _touches(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    while True:
+        hashes = filled.recent(draw)
+        yield _timed(lambda hashes=hashes: filled.index.touch(_GROUP, hashes))  # type: ignore[misc]
+
+
+def _pins(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    def pin_and_unpin(hashes: list[bytes]) -> None:
+        filled.index.pin(_GROUP, hashes)
+        filled.index.unpin(_GROUP, hashes)
+
+    while True:
+        hashes = filled.recent(draw)
+        yield _timed(lambda hashes=hashes: pin_and_unpin(hashes))  # type: ignore[misc]
+
+
+def _evictions(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    while True:
+        yield _timed(lambda: filled.index.make_room(_GROUP, KEYS))
+        if filled.index.make_room(_GROUP, KEYS) < KEYS:
+            raise AssertionError(f"{KEYS} contents could not make room")
+        hashes = filled.new()
+        for first in range(0, KEYS, _CHUNK):
+            filled.store(hashes[first : first + _CHUNK])
+
+
+def _tidying(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    while True:
+        filled.index.make_room(_GROUP, KEYS)
+        for _ in range(KEYS // _TIDIED):
+            yield _timed(lambda: filled.index.tidy(_TIDIED))
+        filled.store(filled.new())
+
+
+def _reservations(count: int, commit: bool) -> Callable[[_Filled, random.Random], Iterator[float]]:
+    """Reserve contents on a full index, or commit what was reserved."""
+
+    def timings(filled: _Filled, draw: random.Random) -> Iterator[float]:
+        while True:
+            hashes = filled.new()
+            for first in range(0, KEYS, count):
+                part = hashes[first : first + count]
+                reserving = _timed(lambda part=part: filled.index.reserve(_GROUP, part))  # type: ignore[misc]
+                committing = _timed(lambda part=part: filled.index.commit(_GROUP, part))  # type: ignore[misc]
+                filled.index.take_events()
+                while filled.index.tidy():
+                    """Time passes between calls, and is used."""
+                yield committing if commit else reserving
+
+    return timings
+
+
+_CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]]], ...] = (
+    ("lookup", KEYS, _lookups),
+    ("eviction", KEYS, _evictions),
+    ("tidying up after it", _TIDIED, _tidying),
+    ("touch", KEYS, _touches),
+    ("pin, unpin", KEYS, _pins),
+    *(("reserve", count, _reservations(count, False)) for count in (KEYS, _CHUNK, 1)),
+    *(("commit", count, _reservations(count, True)) for count in (KEYS, _CHUNK, 1)),
+)
+
+
+def measure_index(policy: Policy, contents: int, repeat: int) -> list[IndexTiming]:
+    """Time every kind of call on an index of so many contents."""
+    filled = _Filled(policy, contents)
+    gc.collect()
+    gc.freeze()
+    results = []
+    for call, keys, timings in _CASES:
+        draw = random.Random(contents)
+        times = list(itertools.islice(timings(filled, draw), repeat if keys > 1 else 10 * repeat))
+        median = statistics.median(times)
+        results.append(
+            IndexTiming(
+                policy, contents, call, keys, round(median, 1), round(max(times), 1), round(median / keys, 3)
+            )
+        )
+    gc.unfreeze()
+    return results
+
+
+def bench_index(*, sizes: tuple[int, ...], policies: tuple[str, ...], repeat: int, json_output: bool) -> None:
+    """Time the index at these sizes; print microseconds of a call, median and worst.
+
+    Raises:
+        ConfigError: there is no policy of that name.
+    """
+    known: tuple[Policy, ...] = get_args(Policy)
+    for name in policies:
+        if name not in known:
+            raise ConfigError(f"the policy is {name!r}, accepted: {', '.join(known)}")
+    results = [
+        result
+        for policy in known
+        for size in sizes
+        if policy in policies
+        for result in measure_index(policy, size, repeat)
+    ]
+    if json_output:
+        for result in results:
+            print(json.dumps(asdict(result)))
+        return
+    table = Table(title=f"the index of host memory, {repeat} calls of each kind")
+    for column in ("policy", "contents", "call"):
+        table.add_column(column)
+    for column in ("keys", "median us", "worst us", "us per key"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result.policy,
+            f"{result.contents:,}",
+            result.call,
+            str(result.keys),
+            f"{result.median_us:,.1f}",
+            f"{result.worst_us:,.1f}",
+            f"{result.median_us_per_key:.3f}",
+        )
+    Console().print(table)

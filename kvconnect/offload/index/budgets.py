@@ -1,0 +1,172 @@
+"""How the host memory for blocks is divided: rows of a few sizes, and how many each cache group may take.
+
+A row holds one logical block of one cache group, in all layers of the group. Groups whose rows are equally
+long share a class of rows, numbered from 0, so that one of them can use what another leaves idle. Pure
+arithmetic: both halves of a connector work out the same plan from the same configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import msgspec
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.config import OffloadConfig
+from kvconnect.errors import ConfigError, LocalError
+
+ROW_ALIGN_BYTES = 64
+# What a prompt is taken to be where nobody says how the groups shall share: long enough that the part which
+# grows with its length counts, short enough that windows and states still do.
+USUAL_PROMPT_TOKENS = 16384
+_SETTING = "kv_connector_extra_config.offload"
+
+
+class RowClass(msgspec.Struct, frozen=True):
+    """Rows of one length, side by side from ``offset_bytes`` of the arena on."""
+
+    row_bytes: int
+    num_rows: int
+    offset_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the next class may begin."""
+        return self.offset_bytes + self.num_rows * self.row_bytes
+
+
+class ArenaPlan(msgspec.Struct, frozen=True):
+    """Which rows there are, and whose they are.
+
+    ``class_of`` is the index into ``classes`` by cache group. ``limits`` are the rows that a group can have
+    whatever other groups do; it may take more of its class while nobody else wants them. The limits of a
+    class add up to its rows.
+    """
+
+    classes: tuple[RowClass, ...]
+    class_of: Mapping[int, int]
+    limits: Mapping[int, int]
+    length_bytes: int
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The cache groups that have rows, in order."""
+        return tuple(sorted(self.class_of))
+
+    def row_class(self, group: int) -> RowClass:
+        """The class of a group's rows.
+
+        Raises:
+            LocalError: the group has none.
+        """
+        if group not in self.class_of:
+            raise LocalError(f"cache group {group} has no rows; those that have: {list(self.groups)}")
+        return self.classes[self.class_of[group]]
+
+    def groups_of(self, index: int) -> tuple[int, ...]:
+        """The cache groups that share a class, in order."""
+        return tuple(group for group in self.groups if self.class_of[group] == index)
+
+    def offset_bytes(self, group: int, row: int) -> int:
+        """Where a row begins in the arena.
+
+        Raises:
+            LocalError: there is no such row.
+        """
+        rows = self.row_class(group)
+        if not 0 <= row < rows.num_rows:
+            raise LocalError(
+                f"cache group {group} has rows 0 to {rows.num_rows - 1}, row {row} was asked for"
+            )
+        return rows.offset_bytes + row * rows.row_bytes
+
+
+def aligned_row_bytes(content_bytes: int) -> int:
+    """The length of a row that holds so many bytes."""
+    return div_ceil(content_bytes, ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+
+
+def plan_arena(cpu_bytes: int, row_bytes: Mapping[int, int], shares: Mapping[int, float]) -> ArenaPlan:
+    """Divide ``cpu_bytes`` among cache groups, in whole rows.
+
+    ``row_bytes`` are by group what one block of it holds; ``shares`` the part of the memory that it may take.
+    Shares that add up to more than 1 are scaled down.
+
+    Raises:
+        ConfigError: a group would get no row; the text says what would do.
+        LocalError: no group is given, or the shares are of other groups.
+    """
+    if not row_bytes or set(row_bytes) != set(shares):
+        raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
+    whole = max(Fraction(1), sum((Fraction(share) for share in shares.values()), Fraction(0)))
+    limits: dict[int, int] = {}
+    for group in sorted(row_bytes):
+        part = Fraction(shares[group]) / whole
+        limits[group] = int(cpu_bytes * part) // aligned_row_bytes(row_bytes[group])
+        if limits[group] < 1:
+            raise ConfigError(_no_row(group, cpu_bytes, aligned_row_bytes(row_bytes[group]), part))
+    lengths = sorted({aligned_row_bytes(length) for length in row_bytes.values()}, reverse=True)
+    class_of = {group: lengths.index(aligned_row_bytes(row_bytes[group])) for group in sorted(row_bytes)}
+    classes: list[RowClass] = []
+    for index, length in enumerate(lengths):
+        rows = sum(limits[group] for group, own in class_of.items() if own == index)
+        classes.append(RowClass(length, rows, classes[-1].end_bytes if classes else 0))
+    return ArenaPlan(tuple(classes), class_of, limits, classes[-1].end_bytes)
+
+
+def _no_row(group: int, cpu_bytes: int, row_bytes: int, part: Fraction) -> str:
+    share = (
+        f"cache group {group} may take {float(part):.3g} of it, and one of its blocks has {row_bytes} bytes"
+    )
+    if not part:
+        return f"{_SETTING}.shares gives cache group {group} nothing; accepted: more than 0 for every group"
+    least = -(-row_bytes * part.denominator // part.numerator)
+    return f"{_SETTING}.cpu_bytes is {cpu_bytes}: {share}; it must be at least {least}"
+
+
+def plan_for(
+    config: OffloadConfig, groups: Sequence[KVCacheGroup], row_bytes: Mapping[int, int]
+) -> ArenaPlan:
+    """The plan of a configuration. ``row_bytes`` are by the index of those groups that are kept.
+
+    Raises:
+        ConfigError: the shares are not one for each group, or a group would get no row.
+    """
+    if not config.shares:
+        shares = usual_shares(groups, row_bytes, config.checkpoint_tokens)
+    elif len(config.shares) != len(groups):
+        raise ConfigError(
+            f"{_SETTING}.shares is {list(config.shares)}, it must have one number for each of the "
+            f"{len(groups)} cache groups"
+        )
+    else:
+        shares = {group: config.shares[group] for group in row_bytes}
+    return plan_arena(config.cpu_bytes, row_bytes, shares)
+
+
+def usual_shares(
+    groups: Sequence[KVCacheGroup],
+    row_bytes: Mapping[int, int],
+    checkpoint_tokens: int,
+    prompt_tokens: int = USUAL_PROMPT_TOKENS,
+) -> dict[int, float]:
+    """Shares by the bytes that a prompt of usual length leaves in each group of ``row_bytes``.
+
+    Windows and states are kept at the end of a prompt and of an answer, and every ``checkpoint_tokens`` in
+    between (0 for never); all blocks of a group that sees the whole sequence are.
+    """
+    ends = 2 + (prompt_tokens // checkpoint_tokens if checkpoint_tokens else 0)
+    left: dict[int, int] = {}
+    for group, length in row_bytes.items():
+        spec = groups[group]
+        blocks = max(1, prompt_tokens // spec.block_size)
+        window = spec.sliding_window
+        if spec.is_state:
+            blocks = ends
+        elif window is not None:
+            blocks = min(blocks, ends * (div_ceil(window, spec.block_size) + 1))
+        left[group] = blocks * aligned_row_bytes(length)
+    whole = sum(left.values())
+    return {group: length / whole for group, length in left.items()}

@@ -1,0 +1,94 @@
+"""Which contents the lower tiers have, as the scheduler half knows it: those that every rank has.
+
+Each rank tells what its own disk has got and lost. A content can be restored only where all of them have it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvconnect.errors import LocalError
+from kvconnect.offload.index.shards import SHARD_MASK, Shards, make_shards
+from kvconnect.orders import TierChange
+
+_PART = 256
+
+
+class LowerIndex:
+    """Contents by tier and cache group, and on which ranks they are.
+
+    Raises:
+        LocalError: there is no rank.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise LocalError(f"num_ranks is {num_ranks}, it must be at least 1")
+        self.num_ranks = num_ranks
+        # A rank is a bit: a rank that tells the same twice changes nothing.
+        self._all = (1 << num_ranks) - 1
+        self._ranks: dict[tuple[str, int], Shards] = {}
+        self._complete: Counter[tuple[str, int]] = Counter()
+
+    def update(self, rank: int, changes: Iterable[TierChange]) -> None:
+        """What a rank's tiers have got, or have no more. What is both added and removed is removed.
+
+        Raises:
+            LocalError: there is no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise LocalError(f"rank {rank} reports, there are {self.num_ranks}")
+        bit, every = 1 << rank, self._all
+        for change in changes:
+            key = (change.tier, change.group)
+            shards = self._ranks.setdefault(key, make_shards()) if change.added else self._of(*key)
+            for content in change.added:
+                shard = shards[hash(content) & SHARD_MASK]
+                before = shard.get(content, 0)
+                shard[content] = after = before | bit
+                self._complete[key] += (after == every) - (before == every)
+            for content in change.removed:
+                shard = shards[hash(content) & SHARD_MASK]
+                before = shard.pop(content, 0)
+                self._complete[key] -= before == every
+                if before & ~bit:
+                    shard[content] = before & ~bit
+
+    def lookup(self, tier: str, group: int, hashes: Sequence[bytes]) -> int:
+        """How many of the hashes, from the first on, every rank has in a tier."""
+        for first in range(0, len(hashes), _PART):
+            there = self.has(tier, group, hashes[first : first + _PART])
+            if False in there:
+                return first + there.index(False)
+        return len(hashes)
+
+    def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Of each hash, whether every rank has it in a tier."""
+        shards, every = self._of(tier, group), self._all
+        return [shards[hash(content) & SHARD_MASK].get(content) == every for content in hashes]
+
+    def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
+        """Contents that turned out not to be there, on some rank: forgotten for all, until told anew."""
+        shards = self._of(tier, group)
+        for content in hashes:
+            ranks = shards[hash(content) & SHARD_MASK].pop(content, 0)
+            self._complete[tier, group] -= ranks == self._all
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ranks.clear()
+        self._complete.clear()
+
+    def counts(self) -> dict[str, dict[int, int]]:
+        """Contents that every rank has, by tier and cache group."""
+        found: dict[str, dict[int, int]] = {}
+        for tier, group in self._ranks:
+            found.setdefault(tier, {})[group] = self._complete[tier, group]
+        return found
+
+    def _of(self, tier: str, group: int) -> Shards:
+        return self._ranks.get((tier, group), _NOTHING)
+
+
+_NOTHING = make_shards()

@@ -1,0 +1,153 @@
+"""What the bytes of a kept block depend on besides its tokens, as one digest.
+
+A content's hash covers every token up to its end. Everything else that its bytes depend on is a fact: the
+model and its weights, the layout of the cache, the shard, how hashes are made. Memory that outlives a process
+or is shared with others keeps the digest of all facts with every block, so that a block is only ever found
+where each of them is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable
+from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
+from kvconnect.errors import LocalError
+
+# Of the rows themselves: how the pages of a block follow one another. Another number for another order.
+FORMAT_VERSION = 1
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """All facts as text, and their digest of 32 bytes."""
+
+    text: str
+    digest: bytes
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Namespace:
+        """The namespace of facts: what JSON can say, with text as keys. Their order does not matter.
+
+        Raises:
+            LocalError: a fact is not such a value; the text says which.
+        """
+        stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
+        text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return cls(text, hashlib.sha256(text.encode()).digest())
+
+    @property
+    def name(self) -> str:
+        """The digest in a form for folders and keys: 32 characters, digits and a to f."""
+        return self.digest.hex()[:32]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """The value as JSON's own types; equal only for equal values."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise LocalError(f"{where} is {value!r}, which is not text") from error
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise LocalError(f"{where} has the key {key!r}; accepted: text")
+        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise LocalError(
+        f"{where} is {value!r}; accepted: text, finite numbers, true, false, none, and lists and mappings "
+        "of them"
+    )
+
+
+def worker_facts(
+    config: KVCacheConfig,
+    table: RegionTable,
+    *,
+    rank: int,
+    world_size: int,
+    salt: str,
+    stack: Mapping[str, Any],
+) -> dict[str, Any]:
+    """All facts of one worker.
+
+    ``stack`` are those that only the serving stack knows: the model, its revision and weights, adapters, and
+    how the hashes of contents are made.
+    """
+    return {
+        "cache": cache_facts(config),
+        "rows": row_facts(table),
+        "rank": rank,
+        "world_size": world_size,
+        "salt": salt,
+        "stack": dict(stack),
+    }
+
+
+def cache_facts(config: KVCacheConfig) -> list[Any]:
+    """What the bytes of blocks depend on in the specs of the cache: by group, the spec of each layer."""
+    return [{name: _spec_facts(spec) for name, spec in group.layer_specs()} for group in config.groups]
+
+
+def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
+    """A spec's fields, but for the padding, which no row holds.
+
+    How many tokens a state's block may cover is none either: a state is what it is after so many tokens.
+    """
+    facts: dict[str, Any] = {"kind": type(spec).__name__}
+    left_out = {"page_size_padded"} | ({"block_size"} if isinstance(spec, StateSpec) else set())
+    for name in type(spec).__dataclass_fields__:
+        if name in left_out:
+            continue
+        value = getattr(spec, name)
+        facts[name] = str(value) if isinstance(value, torch.dtype) else value
+    if isinstance(spec, StateSpec):
+        facts["dtypes"] = [str(dtype) for dtype in spec.dtypes]
+    return facts
+
+
+def row_facts(table: RegionTable) -> dict[str, Any]:
+    """What the bytes of rows depend on in a region table: all but where pages are, and how many.
+
+    Rows hold the pages of a block region by region in the table's order, without padding.
+    """
+    return {
+        "groups": [_group_facts(geometry) for geometry in table.groups],
+        "regions": [_region_facts(region) for region in table.regions],
+    }
+
+
+def _group_facts(geometry: GroupGeometry) -> dict[str, Any]:
+    facts: dict[str, Any] = {"group": geometry.group, "is_state": geometry.is_state}
+    if not geometry.is_state:
+        facts["block_tokens"] = geometry.block_tokens
+        facts["blocks_per_kv_block"] = geometry.blocks_per_kv_block
+        facts["sliding_window"] = geometry.sliding_window
+    return facts
+
+
+def _region_facts(region: Region) -> dict[str, Any]:
+    return {
+        "layer": region.layer,
+        "group": region.group,
+        "first_plane": region.first_plane,
+        "heads": None if region.heads is None else [region.heads.start, region.heads.stop],
+        "dtype": region.dtype,
+        "page_bytes": region.page_bytes,
+        "axes": msgspec.to_builtins(region.axes),
+        "scales": list(region.scales),
+        "key_bytes": region.key_bytes,
+    }

@@ -1,0 +1,154 @@
+"""The division of host memory: no byte too many, no row with two owners, errors that say what would do."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.config import OffloadConfig
+from kvconnect.errors import ConfigError, LocalError
+from kvconnect.offload.index.budgets import aligned_row_bytes, plan_arena, plan_for, usual_shares
+
+FULL = KVCacheGroup(("full",), FullAttentionSpec(16, 1, 8, torch.bfloat16))
+WINDOW = KVCacheGroup(("window",), SlidingWindowSpec(16, 1, 8, torch.bfloat16, sliding_window=128))
+STATE = KVCacheGroup(("state",), StateSpec(4096, ((4, 4),), (torch.float32,)))
+
+
+@st.composite
+def wishes(draw):
+    row_bytes = draw(st.dictionaries(st.integers(0, 9), st.integers(1, 5000), min_size=1, max_size=5))
+    weights = {group: draw(st.integers(1, 20)) for group in row_bytes}
+    whole = sum(weights.values()) + draw(st.integers(0, 5))
+    return draw(st.integers(0, 1 << 20)), row_bytes, {group: w / whole for group, w in weights.items()}
+
+
+@given(wishes())
+def test_rows_lie_in_the_memory_and_nowhere_twice(wish):
+    cpu_bytes, row_bytes, shares = wish
+    try:
+        plan = plan_arena(cpu_bytes, row_bytes, shares)
+    except ConfigError:
+        smallest = {
+            group: cpu_bytes * shares[group] // aligned_row_bytes(row_bytes[group]) for group in shares
+        }
+        assert min(smallest.values()) < 1
+        return
+    assert plan.groups == tuple(sorted(row_bytes))
+    assert plan.length_bytes <= cpu_bytes
+    seen: dict[int, int] = {}
+    for group in plan.groups:
+        rows = plan.row_class(group)
+        assert row_bytes[group] <= rows.row_bytes < row_bytes[group] + 64
+        part = Fraction(shares[group]) / max(1, sum(map(Fraction, shares.values())))
+        assert plan.limits[group] == int(cpu_bytes * part / rows.row_bytes)
+        for row in range(rows.num_rows):
+            offset = plan.offset_bytes(group, row)
+            assert offset % 64 == 0
+            assert 0 <= offset <= plan.length_bytes - rows.row_bytes
+            assert seen.setdefault(offset, plan.class_of[group]) == plan.class_of[group]
+    ends = sorted((offset, offset + plan.classes[index].row_bytes) for offset, index in seen.items())
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
+    for index, rows in enumerate(plan.classes):
+        assert rows.num_rows == sum(plan.limits[group] for group in plan.groups_of(index))
+
+
+def test_groups_with_equal_rows_share_a_class():
+    plan = plan_arena(64_000, {0: 100, 2: 128, 5: 640}, {0: 0.25, 2: 0.25, 5: 0.5})
+    assert plan.class_of[0] == plan.class_of[2] != plan.class_of[5]
+    assert plan.groups_of(plan.class_of[0]) == (0, 2)
+    assert plan.limits == {0: 125, 2: 125, 5: 50}
+    assert plan.row_class(0).num_rows == 250
+
+
+def test_shares_of_more_than_all_are_scaled_down():
+    plan = plan_arena(640, {0: 64, 1: 32}, {0: 1.0, 1: 1.0})
+    assert plan.limits == {0: 5, 1: 5}
+    assert plan.length_bytes == 640
+
+
+def test_both_halves_make_the_same_plan():
+    config = OffloadConfig(cpu_bytes=1 << 24)
+    rows = {0: 512, 1: 512, 2: 64}
+    assert plan_for(config, [FULL, WINDOW, STATE], rows) == plan_for(
+        config, [FULL, WINDOW, STATE], dict(rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cpu_bytes", "shares", "match"),
+    [
+        (
+            1000,
+            {0: 0.5, 1: 0.5},
+            r"cpu_bytes is 1000: cache group 1 may take 0.5 of it.*640 bytes.*least 1280",
+        ),
+        (1 << 20, {0: 1.0, 1: 0.0}, r"shares gives cache group 1 nothing; accepted: more than 0"),
+    ],
+)
+def test_a_group_without_a_row_is_named(cpu_bytes, shares, match):
+    with pytest.raises(ConfigError, match=match):
+        plan_arena(cpu_bytes, {0: 64, 1: 600}, shares)
+
+
+def test_the_least_that_is_named_is_enough():
+    shares = {0: 0.3, 1: 0.7}
+    for cpu_bytes in range(0, 4000, 37):
+        try:
+            plan_arena(cpu_bytes, {0: 64, 1: 600}, shares)
+        except ConfigError as error:
+            least = int(str(error).rsplit(" ", 1)[1])
+    assert min(plan_arena(least, {0: 64, 1: 600}, shares).limits.values()) == 1
+    with pytest.raises(ConfigError):
+        plan_arena(least - 1, {0: 64, 1: 600}, shares)
+
+
+def test_shares_of_other_groups_are_a_bug():
+    with pytest.raises(LocalError, match=r"rows are given for cache groups \[0\], shares for \[1\]"):
+        plan_arena(1000, {0: 64}, {1: 1.0})
+    with pytest.raises(LocalError):
+        plan_arena(1000, {}, {})
+
+
+def test_a_row_that_does_not_exist():
+    plan = plan_arena(640, {0: 64}, {0: 1.0})
+    with pytest.raises(LocalError, match="cache group 0 has rows 0 to 9, row 10 was asked for"):
+        plan.offset_bytes(0, 10)
+    with pytest.raises(LocalError, match=r"cache group 1 has no rows; those that have: \[0\]"):
+        plan.row_class(1)
+
+
+def test_shares_are_one_for_each_group():
+    config = OffloadConfig(cpu_bytes=1 << 20, shares=(0.75, 0.25))
+    plan = plan_for(config, [FULL, WINDOW], {0: 512, 1: 512})
+    assert plan.limits == {0: 1536, 1: 512}
+    with pytest.raises(
+        ConfigError, match=r"shares is \[0.75, 0.25\], it must have one number for each of the 3"
+    ):
+        plan_for(config, [FULL, WINDOW, STATE], {0: 512, 1: 512, 2: 64})
+
+
+def test_a_group_that_is_not_kept_has_no_share():
+    config = OffloadConfig(cpu_bytes=1 << 20, shares=(0.5, 0.25, 0.25))
+    assert plan_for(config, [FULL, WINDOW, STATE], {0: 512, 2: 64}).groups == (0, 2)
+
+
+def test_usual_shares_are_by_what_a_prompt_leaves():
+    rows = {0: 512, 1: 512, 2: 64}
+    shares = usual_shares([FULL, WINDOW, STATE], rows, 4096, prompt_tokens=16384)
+    # 1024 blocks of all tokens; 6 windows of 9 blocks; 6 states.
+    left = {0: 1024 * 512, 1: 6 * 9 * 512, 2: 6 * 64}
+    assert shares == pytest.approx({group: size / sum(left.values()) for group, size in left.items()})
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_usual_shares_without_checkpoints_and_with_a_window_that_holds_all():
+    assert usual_shares([FULL, STATE], {0: 64, 1: 64}, 0, prompt_tokens=64) == pytest.approx(
+        {0: 4 / 6, 1: 2 / 6}
+    )
+    assert usual_shares([FULL, WINDOW], {0: 64, 1: 64}, 16, prompt_tokens=256) == {0: 0.5, 1: 0.5}

@@ -1,0 +1,465 @@
+"""The index of host memory against a model that keeps everything in plain lists and evicts one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvconnect.errors import LocalError
+from kvconnect.offload.index import ordered
+from kvconnect.offload.index import shelf as shelf_module
+from kvconnect.offload.index import tier_index as index_module
+from kvconnect.offload.index.budgets import plan_arena
+from kvconnect.offload.index.tier_index import ContentState, IndexEvents, TierIndex
+
+# Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
+PLAN = plan_arena(5640, {0: 64, 1: 64, 2: 200}, {0: 1920 / 5632, 1: 640 / 5632, 2: 3072 / 5632})
+GROUPS = (0, 1, 2)
+ABSENT, PENDING, READY = ContentState
+
+
+def name(sequence, block):
+    return hashlib.sha256(f"{sequence}:{block}".encode()).digest()
+
+
+def names(sequence, first, count):
+    return [name(sequence, block) for block in range(first, first + count)]
+
+
+def test_the_plan_is_as_said():
+    assert dict(PLAN.limits) == {0: 30, 1: 10, 2: 12}
+    assert PLAN.class_of[0] == PLAN.class_of[1] != PLAN.class_of[2]
+
+
+class Model:
+    """What is where, in lists; ``order`` holds what may make room, oldest first."""
+
+    def __init__(self):
+        self.state = {group: {} for group in GROUPS}
+        self.row = {group: {} for group in GROUPS}
+        self.pins = {group: {} for group in GROUPS}
+        self.order = {group: [] for group in GROUPS}
+        self.free = [rows.num_rows for rows in PLAN.classes]
+
+    def move_to_end(self, group, contents):
+        for content in contents:
+            if content in self.order[group]:
+                self.order[group].remove(content)
+            self.order[group].append(content)
+
+    def held(self, group):
+        return len(self.row[group])
+
+    def let_go(self, group, content):
+        del self.row[group][content]
+        self.state[group].pop(content, None)
+        if content in self.order[group]:
+            self.order[group].remove(content)
+        self.free[PLAN.class_of[group]] += 1
+
+    def victim(self, group):
+        """Whose oldest content makes room for one more of this group, or None."""
+        others = [
+            other
+            for other in PLAN.groups_of(PLAN.class_of[group])
+            if other != group and self.held(other) > PLAN.limits[other] and self.order[other]
+        ]
+        if self.held(group) < PLAN.limits[group] and others:
+            return others[0]
+        return group if self.order[group] else None
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Sequences of blocks are stored, found, pinned and dropped, in all kinds of overlapping parts."""
+
+    @initialize(policy=st.sampled_from(["lru", "arc"]))
+    def begin(self, policy):
+        self.policy = policy
+        self.index = TierIndex(PLAN, policy)
+        self.model = Model()
+        assert not self.index.take_events()
+        self.told = {group: set() for group in GROUPS}
+        for sequence in range(3):
+            for group in GROUPS:
+                self.reserve(group, names(sequence, 0, 9), False)
+                self.finish(group, names(sequence, 0, 9), False)
+
+    parts = st.builds(names, st.integers(0, 5), st.integers(0, 30), st.integers(0, 45))
+    groups = st.sampled_from(GROUPS)
+
+    @rule(group=groups, hashes=parts, twice=st.booleans())
+    def reserve(self, group, hashes, twice):
+        model = self.model
+        state, order = model.state[group], model.order[group]
+        asked = hashes + hashes[:3] if twice else hashes
+        kept = [content for content in asked if content in order]
+        kept = list(reversed(dict.fromkeys(kept)))
+        for content in kept:
+            order.remove(content)
+        absent = [content for content in dict.fromkeys(asked) if content not in model.row[group]]
+        before = {g: dict(model.state[g]) for g in GROUPS}
+        expected, expected_gone = [], {g: [] for g in GROUPS}
+        for content in absent:
+            if not model.free[PLAN.class_of[group]]:
+                victim = model.victim(group)
+                if victim is None:
+                    break
+                expected_gone[victim].append(model.order[victim][0])
+                model.let_go(victim, model.order[victim][0])
+            model.free[PLAN.class_of[group]] -= 1
+            expected.append(content)
+            model.row[group][content] = None
+            state[content] = PENDING
+        taken, rows = self.index.reserve(group, asked)
+        assert taken == expected
+        model.row[group].update(zip(taken, rows, strict=True))
+        order.extend(kept)
+        if self.policy == "arc":
+            self.trust_the_choice(before, expected_gone, kept, group)
+
+    def trust_the_choice(self, before, expected_gone, kept, group):
+        """ARC chooses others: as many, and none that had to stay."""
+        for g in GROUPS:
+            gone = [
+                content
+                for content, state in before[g].items()
+                if state is READY and self.index.states(g, [content]) == [ABSENT]
+            ]
+            assert len(gone) == len(expected_gone[g])
+            for content in expected_gone[g]:
+                self.model.row[g][content] = None
+                self.model.state[g][content] = READY
+                self.model.order[g].append(content)
+            self.model.free[PLAN.class_of[g]] -= len(gone)
+            for content in gone:
+                assert content in self.model.order[g]
+                assert g != group or content not in kept
+                self.model.let_go(g, content)
+            for content in self.model.order[g]:
+                self.model.row[g][content] = self.index.rows_of(g, [content])[0]
+
+    @rule(group=groups, hashes=parts, fails=st.booleans())
+    def finish(self, group, hashes, fails):
+        model = self.model
+        pending = [content for content in hashes if model.state[group].get(content) is PENDING]
+        if fails:
+            self.index.drop(group, pending)
+            for content in pending:
+                model.let_go(group, content)
+            return
+        self.index.commit(group, pending)
+        for content in pending:
+            model.state[group][content] = READY
+        model.move_to_end(group, reversed(pending))
+
+    @rule(group=groups, hashes=parts)
+    def commit_what_is_not_pending(self, group, hashes):
+        if any(self.model.state[group].get(content) is not PENDING for content in hashes):
+            with pytest.raises(LocalError, match="is not pending"):
+                self.index.commit(group, hashes)
+
+    @rule(group=groups, hashes=parts, is_use=st.booleans())
+    def touch(self, group, hashes, is_use):
+        (self.index.touch if is_use else self.index.refresh)(group, hashes)
+        order = self.model.order[group]
+        self.model.move_to_end(group, [content for content in reversed(hashes) if content in order])
+
+    @rule(group=groups, hashes=parts, times=st.integers(1, 2))
+    def pin(self, group, hashes, times):
+        model = self.model
+        wanted = hashes * times
+        if any(model.state[group].get(content) is not READY for content in hashes):
+            with pytest.raises(LocalError, match="is not ready"):
+                self.index.pin(group, wanted)
+            wanted = [content for content in wanted if model.state[group].get(content) is READY]
+        self.index.pin(group, wanted)
+        for content in wanted:
+            model.pins[group][content] = model.pins[group].get(content, 0) + 1
+            if content in model.order[group]:
+                model.order[group].remove(content)
+
+    @rule(group=groups, hashes=parts)
+    def unpin(self, group, hashes):
+        model = self.model
+        pins = model.pins[group]
+        if any(content not in pins for content in hashes):
+            with pytest.raises(LocalError, match="unpinned more often"):
+                self.index.unpin(group, hashes)
+        hashes = [content for content in hashes if content in pins]
+        self.index.unpin(group, hashes)
+        for content in reversed(hashes):
+            pins[content] -= 1
+            if pins[content]:
+                continue
+            del pins[content]
+            if model.state[group].get(content) is READY:
+                model.order[group].append(content)
+            else:
+                model.let_go(group, content)
+
+    @rule(group=groups, hashes=parts)
+    def drop(self, group, hashes):
+        self.index.drop(group, hashes)
+        for content in hashes:
+            self.drop_in_model(group, content)
+
+    @rule(group=groups, hashes=parts)
+    def drop_unused(self, group, hashes):
+        self.index.drop_unused(group, hashes)
+        for content in hashes:
+            if content in self.model.order[group]:
+                self.drop_in_model(group, content)
+
+    def drop_in_model(self, group, content):
+        model = self.model
+        if content in model.pins[group]:
+            model.state[group].pop(content, None)
+        elif content in model.state[group]:
+            model.let_go(group, content)
+
+    @rule(group=groups, hashes=parts)
+    def store(self, group, hashes):
+        self.reserve(group, hashes, False)
+        self.finish(group, hashes, False)
+
+    @rule(really=st.integers(0, 9))
+    def clear(self, really):
+        if really:
+            return
+        self.index.clear()
+        for group in GROUPS:
+            for content, state in list(self.model.state[group].items()):
+                if state is READY:
+                    self.drop_in_model(group, content)
+        assert self.index.take_events() == IndexEvents(cleared=True)
+        self.told = {group: set() for group in GROUPS}
+
+    @rule(count=st.integers(0, 100))
+    def tidy(self, count):
+        assert self.index.tidy(count) <= count
+
+    @rule()
+    def hear(self):
+        events = self.index.take_events()
+        assert not events.cleared
+        for group, content in events.removed:
+            self.told[group].remove(content)
+        for group, content in events.stored:
+            assert content not in self.told[group]
+            self.told[group].add(content)
+        for group in GROUPS:
+            states = self.model.state[group]
+            assert self.told[group] == {content for content in states if states[content] is READY}
+
+    @rule(group=groups, hashes=parts, broken=st.booleans())
+    def look_up(self, group, hashes, broken):
+        if broken:
+            hashes = hashes[:20] + names(9, 0, 3) + hashes[20:]
+        states = [self.model.state[group].get(content, ABSENT) for content in hashes]
+        assert self.index.states(group, hashes) == states
+        ready = next((at for at, state in enumerate(states) if state is not READY), len(hashes))
+        assert self.index.lookup(group, hashes) == ready
+        assert self.index.lookup(group, tuple(hashes)) == ready
+        rows = [self.model.row[group][content] for content in hashes[:ready]]
+        assert self.index.rows_of(group, hashes[:ready]) == rows
+        if ready < len(hashes):
+            with pytest.raises(LocalError, match=hashes[ready].hex()):
+                self.index.rows_of(group, hashes)
+
+    @invariant()
+    def nothing_is_lost(self):
+        self.index.check()
+        for group, counts in self.index.counts().items():
+            states = list(self.model.state[group].values())
+            assert counts.limit == PLAN.limits[group]
+            assert counts.held == len(self.model.row[group])
+            assert (counts.ready, counts.pending) == (states.count(READY), states.count(PENDING))
+            assert counts.pinned == len(self.model.pins[group])
+        for place, rows in enumerate(PLAN.classes):
+            held = [row for group in PLAN.groups_of(place) for row in self.model.row[group].values()]
+            assert len(set(held)) == len(held) == rows.num_rows - self.model.free[place]
+
+
+class TestIndex(IndexMachine.TestCase):
+    settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+    @pytest.fixture(autouse=True)
+    def _small_parts(self, monkeypatch):
+        monkeypatch.setattr(shelf_module, "_MOST_UNFORGOTTEN", 4)
+        monkeypatch.setattr(index_module, "_TIDIED_AT_LEAST", 8)
+        monkeypatch.setattr(ordered, "CHUNK_ENTRIES", 32)
+        monkeypatch.setattr(ordered, "_FIRST_LOOK", 4)
+
+
+def stored(index, group, hashes):
+    taken, _ = index.reserve(group, hashes)
+    index.commit(group, taken)
+    return taken
+
+
+def small(rows, policy="lru"):
+    return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}), policy)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_the_end_of_a_prefix_makes_room_before_its_beginning(policy):
+    index = small(8, policy)
+    prefix = names(0, 0, 8)
+    stored(index, 0, prefix)
+    stored(index, 0, names(1, 0, 3))
+    assert index.lookup(0, prefix) == 5
+    index.touch(0, prefix[:5])
+    stored(index, 0, names(2, 0, 3))
+    stored(index, 0, names(3, 0, 2))
+    assert index.lookup(0, prefix) == (5 if policy == "arc" else 3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("use", ["reserve", "touch", "refresh", "pin"])
+def test_however_a_prefix_is_used_its_end_makes_room_first(policy, use):
+    index = small(12, policy)
+    prefix = names(0, 0, 8)
+    stored(index, 0, prefix)
+    stored(index, 0, names(1, 0, 4))
+    getattr(index, use)(0, prefix)
+    if use == "pin":
+        index.unpin(0, prefix)
+    # The others go first: they are older now, or were used less often.
+    stored(index, 0, names(2, 0, 4))
+    assert index.lookup(0, prefix) == 8
+    index.pin(0, names(2, 0, 4))
+    stored(index, 0, names(3, 0, 3))
+    assert index.lookup(0, prefix) == 5
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_prefix_that_came_in_parts_is_brought_in_order(policy):
+    index = small(8, policy)
+    stored(index, 0, names(0, 0, 4))
+    stored(index, 0, names(0, 4, 4))
+    index.refresh(0, names(0, 0, 8))
+    stored(index, 0, names(1, 0, 3))
+    assert index.lookup(0, names(0, 0, 8)) == 5
+
+
+def test_a_prefix_does_not_make_room_for_its_own_continuation():
+    index = small(8)
+    stored(index, 0, names(0, 0, 8))
+    taken, _ = index.reserve(0, names(0, 0, 12))
+    assert taken == []
+    assert index.lookup(0, names(0, 0, 12)) == 8
+    assert index.counts()[0].refused_total == 4
+
+
+def test_what_is_reserved_twice_has_one_row():
+    index = small(8)
+    first, rows = index.reserve(0, names(0, 0, 4))
+    assert (len(first), sorted(rows)) == (4, [0, 1, 2, 3])
+    second, more = index.reserve(0, names(0, 0, 6))
+    assert (second, more) == (names(0, 4, 2), [4, 5])
+    assert index.states(0, names(0, 0, 7)) == [PENDING] * 6 + [ABSENT]
+
+
+def test_neighbours_in_a_sequence_are_neighbours_in_memory():
+    index = small(1000)
+    for sequence in range(20):
+        stored(index, 0, names(sequence, 0, 100))
+    _, rows = index.reserve(0, names(30, 0, 100))
+    assert rows == list(range(rows[0], rows[0] + 100))
+
+
+def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
+    index = small(2)
+    only = names(0, 0, 2)
+    stored(index, 0, only)
+    row = index.rows_of(0, only[:1])
+    index.pin(0, only)
+    index.drop(0, only[:1])
+    assert index.states(0, only) == [ABSENT, READY]
+    assert index.reserve(0, only) == ([], [])
+    index.unpin(0, only)
+    assert index.reserve(0, only) == (only[:1], row)
+    index.check()
+
+
+def test_nothing_that_is_pending_or_pinned_makes_room():
+    index = small(4)
+    index.reserve(0, names(0, 0, 2))
+    stored(index, 0, names(1, 0, 2))
+    index.pin(0, names(1, 0, 1))
+    taken, _ = index.reserve(0, names(2, 0, 4))
+    assert taken == names(2, 0, 1)
+    assert index.states(0, names(1, 0, 2)) == [READY, ABSENT]
+    assert index.states(0, names(0, 0, 2)) == [PENDING, PENDING]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_groups_use_what_others_leave_and_get_back_what_is_theirs(policy):
+    index = TierIndex(
+        plan_arena(61 * 64, dict.fromkeys(range(3), 64), dict.fromkeys(range(3), 1 / 3)), policy
+    )
+    stored(index, 0, names(0, 0, 60))
+    assert index.counts()[0].ready == 60
+    assert len(stored(index, 1, names(0, 0, 20))) == 20
+    assert index.counts()[0].ready == 40
+    for sequence in range(1, 10):
+        stored(index, 1, names(sequence, 0, 20))
+        stored(index, 0, names(sequence, 0, 20))
+        assert len(stored(index, 2, names(sequence, 0, 5))) == 5
+    counts = index.counts()
+    assert [counts[group].ready for group in range(3)] == [20, 20, 20]
+    index.check()
+
+
+def test_a_group_does_not_wait_for_rows_that_others_have_pinned():
+    index = TierIndex(plan_arena(20 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
+    stored(index, 0, names(0, 0, 18))
+    index.pin(0, names(0, 0, 18))
+    assert len(stored(index, 1, names(0, 0, 5))) == 2
+    assert len(stored(index, 1, names(1, 0, 5))) == 2
+    index.unpin(0, names(0, 0, 18))
+    assert len(stored(index, 1, names(2, 0, 12))) == 10
+
+
+@pytest.mark.parametrize(("policy", "found"), [("lru", 0), ("arc", 2)])
+def test_what_came_back_outlives_what_is_used_once_with_arc(policy, found):
+    index = small(8, policy)
+    stored(index, 0, names(0, 0, 8))
+    stored(index, 0, names(1, 0, 2))
+    came_back = names(0, 6, 2)
+    assert stored(index, 0, came_back) == came_back
+    for sequence in range(2, 12):
+        stored(index, 0, names(sequence, 0, 3))
+    assert index.lookup(0, came_back) == found
+    index.check()
+
+
+def test_what_nobody_asked_for_is_not_written_down():
+    index = small(4)
+    for sequence in range(50):
+        stored(index, 0, names(sequence, 0, 4))
+    assert index.take_events() == IndexEvents(stored=tuple((0, content) for content in names(49, 0, 4)))
+    stored(index, 0, names(50, 0, 4))
+    stored(index, 0, names(49, 0, 4))
+    assert not index.take_events()
+
+
+def test_a_group_without_rows_is_named():
+    with pytest.raises(LocalError, match=r"cache group 3 has no rows; those that have: \[0\]"):
+        small(1).lookup(3, [])
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_thousands_at_once(policy):
+    """Enough for several chunks, sweeps and forced tidying, with the sizes that are in use."""
+    index = small(30_000, policy)
+    for sequence in range(12):
+        assert len(stored(index, 0, names(sequence, 0, 8192))) == 8192
+        index.touch(0, names(sequence, 0, 4096))
+    assert index.lookup(0, names(11, 0, 8192)) == 8192
+    assert index.counts()[0].ready == 30_000
+    index.check()

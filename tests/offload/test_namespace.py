@@ -1,0 +1,273 @@
+"""Whatever the bytes of a block depend on changes the namespace, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.region_table import CacheTensor, PageAxes, Region, RegionTable
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+from kvconnect.errors import LocalError
+from kvconnect.offload import namespace as namespace_module
+from kvconnect.offload.namespace import Namespace, cache_facts, row_facts, worker_facts
+
+SPECS = {
+    "full": FullAttentionSpec(
+        16, 2, 8, torch.bfloat16, head_size_v=4, page_size_padded=1024, stored_block_size=8
+    ),
+    "window": SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=64),
+    "latent": MLASpec(16, 8, torch.bfloat16, stored_block_size=4, sliding_window=32),
+    "state": StateSpec(16, ((3, 4), (2, 2)), (torch.bfloat16, torch.float32), page_size_padded=4096),
+}
+
+
+def a_config(**changed):
+    specs = {**SPECS, **changed}
+    return KVCacheConfig(10, tuple(KVCacheGroup((name,), spec) for name, spec in specs.items()))
+
+
+def a_table(num_blocks=10, kernel=16, order="block token head content", scales=None, heads=None, first=0):
+    spec = FullAttentionSpec(16, 2, 8, torch.bfloat16)
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),))
+    sizes = {"block": num_blocks * 16 // kernel, "token": kernel, "head": 2, "content": 16}
+    tensor = torch.zeros([sizes[axis] for axis in order.split()], dtype=torch.bfloat16)
+    return RegionTable.build(
+        config,
+        {0: kernel},
+        {"layer": CacheTensor(tensor, order)},
+        {"layer": heads} if heads else None,
+        scales,
+    )
+
+
+FACTS = {
+    "rank": 0,
+    "world_size": 2,
+    "salt": "",
+    "stack": {"model": "a", "weights": "w", "hash": ["sha256", 0]},
+}
+
+
+def facts(config=None, table=None, **changed):
+    return worker_facts(config or a_config(), table or a_table(), **{**FACTS, **changed})
+
+
+def digest(*args, **changed):
+    return Namespace.of(facts(*args, **changed)).digest
+
+
+def changed_specs():
+    for name, spec in SPECS.items():
+        for field in dataclasses.fields(spec):
+            value = getattr(spec, field.name)
+            if field.name in ("page_size_padded", "block_size"):
+                continue
+            if field.name == "shapes":
+                others = [((4, 3), (2, 2)), ((3, 4), (2, 3))]
+            elif field.name == "dtypes":
+                others = [(torch.float32, torch.bfloat16)]
+            elif isinstance(value, torch.dtype):
+                others = [torch.float16 if value is torch.bfloat16 else torch.bfloat16]
+            else:
+                others = [value * 2 if value else 4, *([None] if field.default is None else [])]
+            for other in others:
+                if other != value:
+                    yield pytest.param(name, {field.name: other}, id=f"{name}-{field.name}-{other}")
+
+
+@pytest.mark.parametrize(("name", "change"), list(changed_specs()))
+def test_every_field_of_a_spec_is_a_fact(name, change):
+    spec = dataclasses.replace(SPECS[name], page_size_padded=None, **change)
+    assert digest(a_config(**{name: spec})) != digest()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_block_sizes_are_facts_where_blocks_hold_tokens(name):
+    config = a_config(**{name: dataclasses.replace(SPECS[name], block_size=32)})
+    assert (digest(config) == digest()) == (name == "state")
+
+
+def test_how_many_tokens_a_state_may_cover_is_no_fact():
+    def table(tokens):
+        group = KVCacheGroup(("state",), StateSpec(tokens, ((4, 4),), (torch.float32,)))
+        tensor = torch.zeros((10, 16), dtype=torch.float32)
+        return RegionTable.build(
+            KVCacheConfig(10, (group,)), {0: tokens}, {"state": CacheTensor(tensor, "block content")}
+        )
+
+    assert row_facts(table(4096)) == row_facts(table(8192))
+
+
+def test_kinds_of_specs_are_facts():
+    assert digest(a_config(full=SPECS["window"])) != digest(a_config(full=SPECS["latent"]))
+
+
+def test_padding_and_the_number_of_blocks_are_none():
+    padded = dataclasses.replace(SPECS["state"], page_size_padded=1 << 16)
+    config = KVCacheConfig(777, a_config(state=padded).groups)
+    assert digest(config, a_table(num_blocks=33)) == digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 1},
+        {"world_size": 4},
+        {"salt": "tenant"},
+        {"stack": {**FACTS["stack"], "model": "b"}},
+        {"stack": {**FACTS["stack"], "revision": None}},
+        {"stack": {**FACTS["stack"], "hash": ["sha256", 1]}},
+        {"stack": {**FACTS["stack"], "hash": [["sha256", 0]]}},
+        {"table": a_table(kernel=8)},
+        {"table": a_table(order="block head token content")},
+        {"table": a_table(order="head block token content")},
+        {"table": a_table(heads=HeadInterval(2, 4))},
+    ],
+)
+def test_every_fact_of_a_worker_counts(change):
+    assert digest(**change) != digest()
+
+
+def test_scales_of_a_quantised_cache_count():
+    spec = FullAttentionSpec(16, 2, 8, torch.float8_e4m3fn)
+    config = KVCacheConfig(10, (KVCacheGroup(("layer",), spec),))
+
+    def table(*scales):
+        tensor = torch.zeros((10, 16, 2, 16), dtype=torch.float8_e4m3fn)
+        tensors = {"layer": CacheTensor(tensor, "block token head content")}
+        return RegionTable.build(config, {0: 16}, tensors, scales={"layer": scales})
+
+    digests = {digest(config, table(*scales)) for scales in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5))}
+    assert len(digests) == 3
+    assert digest(config, table(1.0, 1.0)) in digests
+
+
+NO_FACTS = {"address", "num_blocks", "block_stride"}
+REGION_CHANGES = {
+    "layer": "other",
+    "group": 1,
+    "first_plane": 1,
+    "heads": None,
+    "dtype": "torch.float16",
+    "address": 4096,
+    "num_blocks": 11,
+    "block_stride": 1 << 20,
+    "page_bytes": 77,
+    "axes": PageAxes(1, 1, 1, 1, 1, 1, 1),
+    "scales": (2.0, 1.0),
+    "key_bytes": 3,
+}
+
+
+@pytest.mark.parametrize("field", Region.__struct_fields__)
+def test_a_region_is_all_facts_but_where_it_is(field):
+    table = a_table()
+    region = msgspec.structs.replace(table.regions[0], **{field: REGION_CHANGES[field]})
+    other = dataclasses.replace(table, regions=(region, *table.regions[1:]))
+    assert (Namespace.of(row_facts(other)) == Namespace.of(row_facts(table))) == (field in NO_FACTS)
+
+
+@pytest.mark.parametrize("field", PageAxes.__struct_fields__)
+def test_the_inner_order_of_a_page_is_a_fact(field):
+    table = a_table()
+    region = table.regions[0]
+    axes = msgspec.structs.replace(region.axes, **{field: getattr(region.axes, field) + 1})
+    other = dataclasses.replace(table, regions=(msgspec.structs.replace(region, axes=axes),))
+    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
+
+
+@pytest.mark.parametrize(
+    "field", ["group", "block_tokens", "blocks_per_kv_block", "is_state", "sliding_window"]
+)
+def test_the_geometry_of_a_group_is_a_fact(field):
+    table = a_table()
+    group = table.groups[0]
+    value = getattr(group, field)
+    changed = msgspec.structs.replace(group, **{field: 7 if value is None else value + 1})
+    other = dataclasses.replace(table, groups=(changed,))
+    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
+
+
+def test_the_order_of_regions_is_a_fact():
+    table = a_table(order="head block token content")
+    other = dataclasses.replace(table, regions=table.regions[::-1])
+    assert len(table.regions) == 2
+    assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
+
+
+def test_the_format_is_a_fact(monkeypatch):
+    before = digest()
+    monkeypatch.setattr(namespace_module, "FORMAT_VERSION", namespace_module.FORMAT_VERSION + 1)
+    assert digest() != before
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def typed(value):
+    """A value that is equal to another only where type and content are: 1, 1.0 and true differ."""
+    if isinstance(value, dict):
+        return {key: typed(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [typed(item) for item in value]
+    return type(value).__name__, repr(value)
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=3), st.dictionaries(st.text(max_size=3), values))
+def test_namespaces_are_equal_where_facts_are(first, second):
+    assert (Namespace.of(first) == Namespace.of(second)) == (typed(first) == typed(second))
+    assert (Namespace.of(first).digest == Namespace.of(second).digest) == (typed(first) == typed(second))
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=5))
+def test_neither_order_nor_process_matters(given_facts):
+    shuffled = dict(reversed(given_facts.items()))
+    space = Namespace.of(given_facts)
+    assert Namespace.of(shuffled) == space
+    assert Namespace.of(json.loads(space.text)["facts"]) == space
+
+
+def test_the_digest_of_known_facts_stays():
+    """What is on disk is found by later versions, or their FORMAT_VERSION is another."""
+    space = Namespace.of({"model": "a", "layers": [1, 2.5, None, True]})
+    assert space.text == '{"facts":{"layers":[1,2.5,null,true],"model":"a"},"format":1}'
+    assert space.name == space.digest.hex()[:32] == "182667ed75db365939f708d096146447"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"a": {"b": b"x"}}, r"facts.a.b is b'x'; accepted: text, finite numbers"),
+        ({"a": [1, float("nan")]}, r"facts.a\[1\] is nan"),
+        ({"a": {1: 2}}, r"facts.a has the key 1; accepted: text"),
+        ({"a": "\ud800"}, r"facts.a is '\\ud800', which is not text"),
+        ({"a": torch.float16}, r"facts.a is torch.float16"),
+    ],
+)
+def test_what_is_no_fact_is_named(wrong, match):
+    with pytest.raises(LocalError, match=match):
+        Namespace.of(wrong)
+
+
+def test_facts_can_be_shown():
+    shown = json.loads(Namespace.of(facts()).text)["facts"]
+    assert shown["cache"] == json.loads(json.dumps(cache_facts(a_config())))
+    assert shown["cache"][3]["state"]["shapes"] == [[3, 4], [2, 2]]
