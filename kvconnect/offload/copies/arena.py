@@ -1,0 +1,144 @@
+"""The host memory of rows: one mapping that a worker makes once and, beside a GPU, pins.
+
+Memory is taken from the machine as rows are first written; pinning takes all of it at once. Child processes
+do not get the mapping: a fork would make copies of pages that a device writes to.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvconnect.errors import ConfigError, KVConnectError, LocalError
+from kvconnect.offload.index.budgets import ArenaPlan
+
+logger = logging.getLogger(__name__)
+
+# One call for hundreds of GiB fails with some drivers; pieces also let the log say how far it got.
+PIN_PIECE_BYTES = 4 << 30
+
+
+class Pinner(Protocol):
+    """Fixes host memory in place, so that a device can read and write it by itself."""
+
+    def pin(self, address: int, length_bytes: int) -> None:
+        """Raises ``EngineError`` where the system refuses."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``. No device may still use the memory. Raises ``EngineError``."""
+        ...
+
+
+class RowArena:
+    """All rows of a plan.
+
+    Args:
+        plan: which rows there are.
+        pinner: pins the memory; None where no device reads it by itself. If it cannot, that is logged once
+            and ``pinned`` is False: copies work then too, but are slow and keep their caller waiting.
+        piece_bytes: most bytes that are pinned by one call, a multiple of 4096.
+
+    Raises:
+        ConfigError: the machine does not give that much memory.
+    """
+
+    def __init__(
+        self, plan: ArenaPlan, pinner: Pinner | None = None, piece_bytes: int = PIN_PIECE_BYTES
+    ) -> None:
+        self.plan = plan
+        self.length_bytes = -(-plan.length_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            memory = mmap.mmap(-1, self.length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"kv_connector_extra_config.offload.cpu_bytes: the machine does not give {self.length_bytes} "
+                f"bytes of memory ({error}); accepted: less"
+            ) from error
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            _advise(memory, advice)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        self._pinner = pinner
+        self._pieces: list[int] = []
+        self.pinned = False
+        self.pin_s = 0.0
+        if pinner is not None:
+            self._pin(pinner, piece_bytes)
+
+    @property
+    def borders(self) -> Sequence[int]:
+        """Addresses, in order, that no single copy by a device may reach across."""
+        return self._pieces[1:]
+
+    def rows_of(self, group: int) -> NDArray[np.uint8]:
+        """All rows of a group's class, shape ``(rows, row_bytes)``; a view. Raises ``LocalError``."""
+        rows = self.plan.row_class(group)
+        return self._bytes[rows.offset_bytes : rows.end_bytes].reshape(rows.num_rows, rows.row_bytes)
+
+    def row(self, group: int, row: int) -> memoryview:
+        """The bytes of one row, which can be written to. Raises ``LocalError``: there is no such row."""
+        start = self.plan.offset_bytes(group, row)
+        return self._bytes[start : start + self.plan.row_class(group).row_bytes].data
+
+    def addresses(self, group: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where rows of a group begin.
+
+        Raises:
+            LocalError: one of them does not exist.
+        """
+        found = self.plan.row_class(group)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < found.num_rows:
+            raise LocalError(
+                f"cache group {group} has rows 0 to {found.num_rows - 1}; asked for are {int(rows.min())} to "
+                f"{int(rows.max())}"
+            )
+        return self.address + found.offset_bytes + rows * found.row_bytes
+
+    def close(self) -> None:
+        """Unpin the memory. No copy may be under way; the memory itself goes with its last view."""
+        pieces, self._pieces, self.pinned = self._pieces, [], False
+        if self._pinner is None:
+            return
+        for address in pieces:
+            try:
+                self._pinner.unpin(address)
+            except KVConnectError as error:
+                logger.warning("host memory at %#x stays pinned: %s", address, error)
+
+    def _pin(self, pinner: Pinner, piece_bytes: int) -> None:
+        began = time.monotonic()
+        for start in range(0, self.length_bytes, piece_bytes):
+            address = self.address + start
+            try:
+                pinner.pin(address, min(piece_bytes, self.length_bytes - start))
+            except KVConnectError as error:
+                logger.warning(
+                    "host memory for blocks is not pinned: %s, after %d of %d bytes. Copies are slow and "
+                    "steps wait for them; set cpu_bytes lower, or allow the process to lock memory",
+                    error,
+                    start,
+                    self.length_bytes,
+                )
+                self.close()
+                return
+            self._pieces.append(address)
+        self.pinned, self.pin_s = True, time.monotonic() - began
+        logger.info("pinned %d bytes of host memory for blocks in %.1f s", self.length_bytes, self.pin_s)
+
+
+def _advise(memory: mmap.mmap, name: str) -> None:
+    """Tell the kernel how the memory is used, where it knows that."""
+    advice = getattr(mmap, name, None)
+    if advice is None:
+        return
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        logger.debug("%s is not accepted for host memory: %s", name, error)

@@ -1,0 +1,58 @@
+"""The copier of a GPU: which memory, queues and kernels it has."""
+
+from __future__ import annotations
+
+import torch
+
+from kvconnect.errors import ConfigError, EngineError
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.cuda_queues import CudaDevice
+from kvconnect.offload.copies.host_memory import CudaHostMemory
+from kvconnect.offload.copies.row_parts import RowParts
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.rows_triton import RowKernel
+from kvconnect.offload.copies.staged import StagedCopier
+from kvconnect.offload.copies.staging import Staging
+from kvconnect.offload.copies.tiles import TileTable
+from kvconnect.offload.copies.trial import Trial
+
+LEAST_STAGING_BYTES = 1 << 20
+_MOST_STAGING_BYTES = 512 << 20
+_PART_OF_MEMORY = 256
+
+
+def make_cuda_copier(
+    layout: RowLayout, arena: RowArena, device: torch.device, *, staging_bytes: int, mode: str, programs: int
+) -> StagedCopier:
+    """See ``make_copier``.
+
+    Raises:
+        ConfigError: the GPU has no room for staging memory, or there is no driver.
+    """
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.cuda.get_device_properties(device).total_memory
+    staging_bytes = staging_bytes or min(_MOST_STAGING_BYTES, total // _PART_OF_MEMORY)
+    if staging_bytes < LEAST_STAGING_BYTES:
+        raise ConfigError(
+            f"kv_connector_extra_config.offload.staging_bytes is {staging_bytes}; accepted: at least "
+            f"{LEAST_STAGING_BYTES}, or 0 for what suits the device"
+        )
+    try:
+        memory = CudaHostMemory(device)
+        storage = torch.zeros(staging_bytes, dtype=torch.uint8, device=device)
+    except (EngineError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"kv_connector_extra_config.offload.staging_bytes: {device} has no room for {staging_bytes} "
+            f"bytes of staging memory; accepted: less ({error})"
+        ) from error
+    staging = Staging.divide(storage.data_ptr(), staging_bytes)
+    parts = RowParts(layout, arena, staging.part_bytes)
+    kernel = RowKernel(TileTable(parts.kinds), device)
+    if not arena.pinned:
+        memory.use_single_copies("the host's memory is not pinned")
+        mode = "dma"
+    on_device = CudaDevice(device, memory)
+    ways = Trial(parts, arena, staging, kernel, on_device.make_queue()).choose(mode, programs)
+    torch.cuda.synchronize(device)
+    return StagedCopier(parts, on_device, staging, kernel, ways, storage)

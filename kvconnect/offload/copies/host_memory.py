@@ -1,0 +1,148 @@
+"""Host memory beside a GPU: pinning it, and copies between the two by the GPU's copy engines.
+
+Owns the calls of the CUDA driver that torch does not offer. It must not know rows or blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvconnect.engine.ipc import load_driver
+from kvconnect.errors import EngineError
+from kvconnect.offload.copies.rows import Column
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_PORTABLE = 1
+_REGISTER_DEVICE_MAP = 2
+_ACCESS_IN_STREAM_ORDER = 1
+# Fewer copies than this are begun one by one: the call for many has a cost of its own.
+_FEW = 4
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """How the copies of one call may be done, as the driver's header has it."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_hint", _Location),
+        ("target_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CudaHostMemory:
+    """``Pinner`` and copies over the CUDA driver, for one GPU.
+
+    Raises:
+        EngineError: there is no driver, or it does not start.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = load_driver()
+        self._context = ctypes.c_void_p()
+        number = ctypes.c_int()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        self._many = self._find_many()
+
+    def pin(self, address: int, length_bytes: int) -> None:
+        """See ``Pinner``. Kernels can use the memory too, at the address that it has."""
+        flags = ctypes.c_uint(_REGISTER_PORTABLE | _REGISTER_DEVICE_MAP)
+        seen = ctypes.c_uint64()
+        with self._current():
+            self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), flags)
+            self._call(
+                "cuMemHostGetDevicePointer_v2",
+                ctypes.byref(seen),
+                ctypes.c_void_p(address),
+                ctypes.c_uint(0),
+            )
+        if seen.value != address:
+            self.unpin(address)
+            raise EngineError(f"the GPU sees the host's {address:#x} at {seen.value:#x}; accepted: there")
+
+    def unpin(self, address: int) -> None:
+        """See ``Pinner``."""
+        with self._current():
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def copy(self, source: Column, target: Column, length: Column, stream: int) -> None:
+        """Begin copies between addresses of host and GPU on a stream. Raises ``EngineError``."""
+        with self._current():
+            if self._many is not None and len(length) > _FEW:
+                self._many(source, target, length, stream)
+                return
+            columns = (column.tolist() for column in (target, source, length))
+            for there, here, size in zip(*columns, strict=True):
+                self._call(
+                    "cuMemcpyAsync",
+                    ctypes.c_uint64(there),
+                    ctypes.c_uint64(here),
+                    ctypes.c_size_t(size),
+                    ctypes.c_void_p(stream),
+                )
+
+    def use_single_copies(self, why: str) -> None:
+        """Begin copies one by one from now on."""
+        logger.info("copies between host and GPU are begun one by one: %s", why)
+        self._many = None
+
+    def _find_many(self) -> Any:
+        """The driver's call for many copies, of which there are two forms; None where there is none."""
+        for name, reports_failed in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
+            if hasattr(self._library, name):
+                return _ManyCopies(self._call, name, reports_failed)
+        logger.info("this CUDA driver begins copies between host and GPU one by one only: it is before 12.8")
+        return None
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the GPU's primary context current, which is the one that torch uses."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(name))
+            text = name.value.decode() if name.value else "error"
+            raise EngineError(f"{function}: the CUDA driver says {text} ({code})")
+
+
+class _ManyCopies:
+    """One call that begins many copies."""
+
+    def __init__(self, call: Any, function: str, reports_failed: bool) -> None:
+        self._call, self._function, self._reports_failed = call, function, reports_failed
+        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
+
+    def __call__(self, source: Column, target: Column, length: Column, stream: int) -> None:
+        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (target, source, length)]
+        from_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._call(
+            self._function,
+            *(ctypes.c_void_p(column.ctypes.data) for column in columns),
+            ctypes.c_size_t(len(length)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(from_first),
+            ctypes.c_size_t(1),
+            *((ctypes.byref(failed),) if self._reports_failed else ()),
+            ctypes.c_void_p(stream),
+        )

@@ -1,0 +1,273 @@
+"""Copies between a GPU's blocks and rows of pinned host memory, against plain slices of copies."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.errors import ConfigError
+from kvconnect.offload.copies.copier import make_arena, make_copier
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.index.budgets import ArenaPlan, RowClass
+from kvconnect.orders import RowCopies
+from tests.offload.rows_by_hand import Image
+from tests.pack.sides import Layer, Model, Shape, Side, models, shapes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NUM_BLOCKS = 40
+NUM_ROWS = 30
+
+
+class Rig:
+    """A cache on the GPU, rows, and a copier between them."""
+
+    def __init__(self, side: Side, mode: str, staging_bytes: int = 1 << 20, num_rows: int = NUM_ROWS) -> None:
+        self.side, self.table = side, side.table
+        self.layout = RowLayout.build(side.table)
+        classes, at = [], 0
+        for length in self.layout.row_bytes.values():
+            classes.append(RowClass(length, num_rows, at))
+            at = classes[-1].end_bytes
+        index = {group: number for number, group in enumerate(self.layout.groups)}
+        plan = ArenaPlan(tuple(classes), index, dict.fromkeys(index, num_rows), at)
+        self.arena = make_arena(plan, "cuda")
+        try:
+            self.copier = make_copier(
+                side.table, self.layout, self.arena, "cuda", staging_bytes=staging_bytes, mode=mode
+            )
+        except ConfigError:
+            self.arena.close()
+            raise
+        for group in index:
+            self.arena.rows_of(group)[:] = 0xA5
+        torch.cuda.synchronize()
+
+    def image(self) -> Image:
+        torch.cuda.synchronize()
+        return Image(self.table, self.side.tensors)
+
+    def rows(self):
+        return {group: self.arena.rows_of(group).copy() for group in self.layout.groups}
+
+    def check(self, image, rows) -> None:
+        assert self.image().same_as(image)
+        for group, wanted in rows.items():
+            content = self.layout.of(group).content_bytes
+            assert np.array_equal(self.arena.rows_of(group)[:, :content], wanted[:, :content])
+
+    def close(self) -> None:
+        self.copier.close()
+        self.arena.close()
+
+
+def wide_side(tokens: int = 16) -> Side:
+    """Pages of some KiB, in two groups of unlike layouts."""
+    layers = (
+        Layer("a", 0, "gqa", 128, torch.float16),
+        Layer("b", 0, "gqa", 64, torch.float16),
+        Layer("c", 1, "window", 64, torch.float16),
+        Layer("d", 2, "state", 5001, torch.float16),
+    )
+    model = Model(layers, 4, 64, 64)
+    layouts = {
+        "a": "block token head",
+        "b": "plane head block token",
+        "c": "head block token",
+        "d": "block",
+    }
+    shape = Shape(layouts, dict.fromkeys(layouts, 3), {0: tokens, 1: tokens, 2: 1}, {0: 1, 1: 2, 2: 1})
+    return Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 7)
+
+
+def random_copies(rng: random.Random, group: int) -> RowCopies:
+    count = rng.randint(1, NUM_ROWS)
+    return RowCopies(
+        group,
+        tuple(rng.sample(range(1, NUM_BLOCKS), count)),
+        tuple(rng.sample(range(NUM_ROWS), count)),
+    )
+
+
+@pytest.mark.parametrize("mode", ["dma", "kernel"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_any_cache_goes_out_and_comes_back(mode, data):
+    model = data.draw(models())
+    side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
+    there_and_back(Rig(side, mode), random.Random(data.draw(st.integers(0, 999))))
+
+
+@pytest.mark.parametrize("mode", ["auto", "dma", "kernel"])
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 0])
+def test_wide_pages_go_out_and_come_back(mode, staging_bytes):
+    rig = Rig(wide_side(), mode, staging_bytes)
+    assert rig.arena.pinned
+    there_and_back(rig, random.Random(5))
+
+
+def there_and_back(rig: Rig, rng: random.Random) -> None:
+    assert set(rig.copier.modes) <= {"dma", "kernel"}
+    assert min(rig.copier.rates) > 0
+    for _ in range(2):
+        image, rows = rig.image(), rig.rows()
+        out = [random_copies(rng, group) for group in rig.layout.groups]
+        ticket = rig.copier.snapshot(out)
+        ticket.wait()
+        assert ticket.error is None
+        for one in out:
+            for block, row in zip(one.block_ids, one.rows, strict=True):
+                found = image.row(one.group, block)
+                rows[one.group][row, : len(found)] = found
+        rig.check(image, rows)
+        back = [random_copies(rng, group) for group in rig.layout.groups]
+        ticket = rig.copier.restore(back, rig.copier.mark())
+        ticket.wait()
+        assert ticket.error is None
+        for one in back:
+            for block, row in zip(one.block_ids, one.rows, strict=True):
+                image.write(one.group, block, rows[one.group][row])
+        rig.check(image, rows)
+    rig.close()
+
+
+@pytest.mark.parametrize("mode", ["dma", "kernel"])
+def test_a_step_that_overwrites_blocks_at_once_changes_no_row(mode):
+    """Staging memory is far too small, and the model writes to every block right after each order."""
+    rig = Rig(wide_side(), mode)
+    rng, stream = random.Random(3), torch.cuda.Stream()
+    image, rows = rig.image(), rig.rows()
+    tickets = []
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for turn in range(6):
+            for group in rig.layout.groups:
+                blocks = rng.sample(range(1, NUM_BLOCKS), 5)
+                numbers = tuple(range(turn * 5, turn * 5 + 5))
+                tickets.append(rig.copier.snapshot([RowCopies(group, tuple(blocks), numbers)]))
+                for block, row in zip(blocks, numbers, strict=True):
+                    found = image.row(group, block)
+                    rows[group][row, : len(found)] = found
+            for cache in rig.side.tensors.values():
+                raw = cache.tensor.view(torch.uint8)
+                raw.add_(turn + 1)
+            image = shifted(rig, image, turn + 1)
+        # Two requests get blocks that the model wrote to just now.
+        rows_ready = [ticket for ticket in tickets if not (ticket.wait() or ticket.error)]
+        assert len(rows_ready) == len(tickets)
+        torch.cuda._sleep(20_000_000)
+        for cache in rig.side.tensors.values():
+            cache.tensor.view(torch.uint8).add_(9)
+        image = shifted(rig, image, 9)
+        mark = rig.copier.mark()
+    back = [RowCopies(group, (7, 3), (0, 29)) for group in rig.layout.groups]
+    ticket = rig.copier.restore(back, mark)
+    assert not ticket.done
+    ticket.wait()
+    assert ticket.error is None
+    for one in back:
+        for block, row in zip(one.block_ids, one.rows, strict=True):
+            image.write(one.group, block, rows[one.group][row])
+    rig.check(image, rows)
+    rig.close()
+
+
+def shifted(rig: Rig, image: Image, by: int) -> Image:
+    """The image after ``by`` was added to every byte of every tensor, padding left out."""
+    for cache in rig.side.tensors.values():
+        storage = cache.tensor.untyped_storage()
+        raw = torch.from_numpy(image.storages[storage.data_ptr()])
+        view = raw.view(cache.tensor.dtype).as_strided(
+            cache.tensor.shape, cache.tensor.stride(), cache.tensor.storage_offset()
+        )
+        view.view(torch.uint8).add_(by)
+    return image
+
+
+def test_waiting_for_staging_memory_is_counted_and_timed():
+    rig = Rig(wide_side(), "dma")
+    everything = RowCopies(0, tuple(range(1, 31)), tuple(range(30)))
+    # The model keeps the device busy, so that nothing has left when the next order comes.
+    torch.cuda._sleep(50_000_000)
+    tickets = [rig.copier.snapshot([everything]) for _ in range(20)]
+    for ticket in tickets:
+        ticket.wait()
+        assert ticket.error is None
+    assert rig.copier.staging_waits > 0
+    assert max(ticket.waited_s for ticket in tickets) > 0
+    rig.close()
+
+
+def test_orders_of_what_does_not_exist_end_and_the_rest_goes_on():
+    rig = Rig(wide_side(), "auto")
+    for call in (rig.copier.snapshot, rig.copier.restore):
+        for wrong in (
+            RowCopies(0, (NUM_BLOCKS,), (0,)),
+            RowCopies(0, (1,), (NUM_ROWS,)),
+            RowCopies(9, (1,), (1,)),
+        ):
+            ticket = call([wrong])
+            assert ticket.done
+            assert ticket.error
+    there_and_back(rig, random.Random(1))
+
+
+def test_memory_that_is_not_pinned_works_too(monkeypatch, caplog):
+    from kvconnect.errors import EngineError
+    from kvconnect.offload.copies.host_memory import CudaHostMemory
+
+    def refuse(self, address, length_bytes):
+        raise EngineError("no memory may be locked")
+
+    monkeypatch.setattr(CudaHostMemory, "pin", refuse)
+    caplog.set_level(logging.WARNING)
+    rig = Rig(wide_side(), "kernel")
+    assert not rig.arena.pinned
+    assert rig.copier.modes == ("dma", "dma")
+    assert "not pinned: no memory may be locked" in caplog.text
+    there_and_back(rig, random.Random(2))
+
+
+def test_copies_across_pinned_pieces_are_right(monkeypatch):
+    import kvconnect.offload.copies.arena as arenas
+
+    init = arenas.RowArena.__init__
+    monkeypatch.setattr(
+        arenas.RowArena, "__init__", lambda self, plan, pinner: init(self, plan, pinner, 8192)
+    )
+    rig = Rig(wide_side(), "dma")
+    assert len(rig.arena.borders) > 10
+    there_and_back(rig, random.Random(4))
+
+
+def test_a_row_longer_than_staging_memory_travels_in_parts():
+    layers = (Layer("a", 0, "state", 700_001, torch.float16),)
+    shape = Shape({"a": "block"}, {"a": 3}, {0: 1}, {0: 1})
+    side = Side(Model(layers, 1, 8, 8), shape, HeadInterval(0, 1), NUM_BLOCKS, 3)
+    for mode in ("dma", "kernel"):
+        there_and_back(Rig(side, mode), random.Random(6))
+
+
+def test_staging_memory_has_a_least_size():
+    with pytest.raises(ConfigError, match="staging_bytes is 4096; accepted: at least 1048576, or 0"):
+        Rig(wide_side(), "dma", staging_bytes=4096)
+
+
+def test_rates_and_modes_are_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    rig = Rig(wide_side(), "auto")
+    said = [record.getMessage() for record in caplog.records if "blocks leave" in record.getMessage()]
+    assert len(said) == 1
+    assert "kernel" in said[0]
+    assert "dma" in said[0]
+    rig.close()

@@ -1,0 +1,40 @@
+"""Rows as plain slices of copies of the cache's storages: no columns, no kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class Image:
+    """A copy of every byte behind a cache's tensors, wherever they are."""
+
+    def __init__(self, table, tensors):
+        self.table = table
+        self.storages = {}
+        for cache in tensors.values():
+            storage = cache.tensor.untyped_storage()
+            raw = torch.empty(0, dtype=torch.uint8, device=cache.tensor.device).set_(storage)
+            self.storages[storage.data_ptr()] = raw.cpu().numpy().copy()
+
+    def pages(self, group, block):
+        """Views of the pages of a logical block, in the order of a row."""
+        ratio = self.table.geometry_of(group).blocks_per_kv_block
+        for region in self.table.regions:
+            if region.group != group:
+                continue
+            base = max(base for base in self.storages if base <= region.address)
+            for page in range(block * ratio, block * ratio + ratio):
+                at = region.address - base + page * region.block_stride
+                yield self.storages[base][at : at + region.page_bytes]
+
+    def row(self, group, block):
+        found = list(self.pages(group, block))
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
+
+    def write(self, group, block, row):
+        for page in self.pages(group, block):
+            page[:], row = row[: len(page)], row[len(page) :]
+
+    def same_as(self, other):
+        return all(np.array_equal(data, other.storages[base]) for base, data in self.storages.items())

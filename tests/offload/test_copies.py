@@ -1,0 +1,342 @@
+"""Copies between blocks and rows against plain slices: one contract for every copier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.errors import ConfigError
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import make_arena, make_copier
+from kvconnect.offload.copies.row_parts import RowParts
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.staged import StagedCopier
+from kvconnect.offload.copies.staging import Staging
+from kvconnect.offload.copies.tiles import TileTable
+from kvconnect.offload.copies.trial import Way
+from kvconnect.offload.index.budgets import ArenaPlan, RowClass
+from kvconnect.orders import RowCopies
+from tests.offload.rows_by_hand import Image
+from tests.offload.slow_device import PlainMover, SlowDevice
+from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
+
+NUM_BLOCKS = 12
+NUM_ROWS = 9
+COPIERS = ["cpu", "dma", "kernel"] if "triton" in KERNELS else ["cpu"]
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="memory of a GPU: see tests/gpu")
+
+
+def plan_rows(layout: RowLayout, num_rows: int = NUM_ROWS) -> ArenaPlan:
+    """A class for each group, so many rows in each."""
+    classes, at = [], 0
+    for length in layout.row_bytes.values():
+        classes.append(RowClass(length, num_rows, at))
+        at = classes[-1].end_bytes
+    groups = list(layout.row_bytes)
+    return ArenaPlan(
+        tuple(classes), {group: i for i, group in enumerate(groups)}, dict.fromkeys(groups, 9), at
+    )
+
+
+class Bench:
+    """A cache, rows, and a copier between them."""
+
+    def __init__(self, table, tensors, kind, *, half_bytes=4096, seed=0, mover=None):
+        self.table, self.tensors = table, tensors
+        self.layout = RowLayout.build(table)
+        self.arena = make_arena(plan_rows(self.layout), "cpu")
+        for group in self.layout.groups:
+            self.arena.rows_of(group)[:] = 0xA5
+        self.device = SlowDevice(seed)
+        if kind == "cpu":
+            self.copier = make_copier(table, self.layout, self.arena, "cpu")
+            return
+        self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
+        staging = Staging(-(-self.staging.data_ptr() // 64) * 64, half_bytes, half_bytes)
+        parts = RowParts(self.layout, self.arena, staging.part_bytes)
+        tiles = TileTable(parts.kinds)
+        if mover is None:
+            from kvconnect.offload.copies.rows_triton import RowKernel
+
+            mover = RowKernel(tiles, torch.device("cpu"))
+        else:
+            mover = mover(tiles)
+        way = Way(kind, 2 if kind == "kernel" else 0, 0.0)
+        self.copier = StagedCopier(parts, self.device, staging, mover, (way, way))
+
+    def image(self):
+        return Image(self.table, self.tensors)
+
+    def rows(self):
+        return {group: self.arena.rows_of(group).copy() for group in self.layout.groups}
+
+    def check(self, image, rows):
+        """The cache and the rows hold this; of rows only what has a meaning."""
+        assert self.image().same_as(image)
+        for group, wanted in rows.items():
+            content = self.layout.of(group).content_bytes
+            assert np.array_equal(self.arena.rows_of(group)[:, :content], wanted[:, :content])
+
+
+@st.composite
+def some_copies(draw, groups):
+    """Orders for some of the groups: distinct blocks and distinct rows, in any order."""
+    made = []
+    for group in draw(st.lists(st.sampled_from(groups), max_size=3, unique=True)):
+        count = draw(st.integers(0, 5))
+        blocks = draw(st.permutations(range(1, NUM_BLOCKS)))[:count]
+        rows = draw(st.permutations(range(NUM_ROWS)))[:count]
+        made.append(RowCopies(group, tuple(blocks), tuple(rows)))
+    return made
+
+
+@st.composite
+def caches(draw):
+    model = draw(models())
+    shape = draw(shapes(model))
+    return Side(model, shape, HeadInterval(0, model.total_heads), NUM_BLOCKS, draw(st.integers(0, 99)))
+
+
+@pytest.mark.parametrize("kind", COPIERS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_rows_hold_what_blocks_held_and_blocks_what_rows_held(kind, data):
+    side = data.draw(caches())
+    half_bytes = data.draw(st.sampled_from([256, 512, 1536, 8192]))
+    bench = Bench(side.table, side.tensors, kind, half_bytes=half_bytes, seed=data.draw(st.integers(0, 99)))
+    image, rows = bench.image(), bench.rows()
+    snapshot = data.draw(some_copies(list(bench.layout.groups)))
+    ticket = bench.copier.snapshot(snapshot)
+    ticket.wait()
+    assert ticket.done
+    assert ticket.error is None
+    for one in snapshot:
+        for block, row in zip(one.block_ids, one.rows, strict=True):
+            found = image.row(one.group, block)
+            rows[one.group][row, : len(found)] = found
+    bench.check(image, rows)
+
+    restore = data.draw(some_copies(list(bench.layout.groups)))
+    ticket = bench.copier.restore(restore, bench.copier.mark())
+    ticket.wait()
+    assert ticket.done
+    assert ticket.error is None
+    for one in restore:
+        for block, row in zip(one.block_ids, one.rows, strict=True):
+            image.write(one.group, block, rows[one.group][row])
+    bench.check(image, rows)
+    bench.copier.close()
+
+
+@pytest.mark.parametrize("kind", COPIERS)
+def test_a_prompt_comes_back_in_other_blocks(kind):
+    """Read token by token and head by head, not page by page."""
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, kind)
+    layers = side.model.layers
+    before = {layer.name: side.reader(layer) for layer in layers}
+    groups = side.model.groups
+    bench.copier.snapshot([RowCopies(group, (3, 7, 5), (8, 0, 1)) for group in groups]).wait()
+    for cache in side.tensors.values():
+        cache.tensor.zero_()
+    bench.copier.restore([RowCopies(group, (9, 2), (8, 1)) for group in groups]).wait()
+    for layer in layers:
+        ratio, after = side.shape.ratio[layer.group], side.reader(layer)
+        for old, new in ((3, 9), (5, 2)):
+            for page in range(ratio):
+                for token in range(side.shape.kernel[layer.group]):
+                    for head in range(len(side.heads)):
+                        assert after.row(new * ratio + page, token, head) == before[layer.name].row(
+                            old * ratio + page, token, head
+                        )
+
+
+def two_groups():
+    from tests.pack.sides import Layer, Model, Shape
+
+    layers = (
+        Layer("a", 0, "gqa", 8, torch.float16),
+        Layer("b", 0, "gqa", 8, torch.float16),
+        Layer("c", 1, "window", 4, torch.float16),
+    )
+    model = Model(layers, 3, 8, 12)
+    layouts = {"a": "block token head", "b": "plane head block token", "c": "head block token"}
+    shape = Shape(layouts, {"a": 2, "b": 0, "c": 0}, {0: 4, 1: 2}, {0: 1, 1: 3})
+    return Side(model, shape, HeadInterval(0, 3), NUM_BLOCKS, 5)
+
+
+@settings(max_examples=200)
+@given(
+    kind=st.sampled_from(["dma", "kernel"]),
+    half_bytes=st.sampled_from([512, 1024, 4096]),
+    seed=st.integers(0, 10_000),
+    rounds=st.integers(1, 8),
+)
+def test_nothing_overtakes_what_it_depends_on(kind, half_bytes, seed, rounds):
+    """The model writes to blocks right after they were asked for, before restores and after them."""
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, kind, half_bytes=half_bytes, seed=seed, mover=PlainMover)
+    random, device, copier = bench.device.random, bench.device, bench.copier
+    image, rows = bench.image(), bench.rows()
+    filling, restoring = {}, {}
+    for _ in range(rounds):
+        for group in (0, 1):
+            free = [row for row in range(NUM_ROWS) if (group, row) not in filling]
+            blocks = [block for block in range(1, NUM_BLOCKS) if (group, block) not in restoring]
+            count = random.randrange(min(len(free), len(blocks), 6) + 1)
+            blocks, free = random.sample(blocks, count), random.sample(free, count)
+            ticket = copier.snapshot([RowCopies(group, tuple(blocks), tuple(free))])
+            for block, row in zip(blocks, free, strict=True):
+                found = image.row(group, block)
+                rows[group][row, : len(found)] = found
+                filling[group, row] = ticket
+            for block in blocks:
+                values = np.frombuffer(random.randbytes(len(image.row(group, block))), dtype=np.uint8)
+                image.write(group, block, values)
+                device.of_model.run(lambda g=group, b=block, v=values: write_now(bench, g, b, v))
+        for known in (filling, restoring):
+            for key in [key for key, ticket in known.items() if ticket.done]:
+                assert known.pop(key).error is None
+        group = random.randrange(2)
+        ready = [row for row in range(NUM_ROWS) if (group, row) not in filling]
+        blocks = [block for block in range(1, NUM_BLOCKS) if (group, block) not in restoring]
+        count = random.randrange(min(len(ready), len(blocks), 5) + 1)
+        ready, blocks = random.sample(ready, count), random.sample(blocks, count)
+        ticket = copier.restore([RowCopies(group, tuple(blocks), tuple(ready))], copier.mark())
+        for block, row in zip(blocks, ready, strict=True):
+            image.write(group, block, rows[group][row])
+            restoring[group, block] = ticket
+            # Nobody writes to a row that is being read.
+            filling[group, row] = ticket
+        device.work(random.randrange(30))
+    device.finish()
+    for ticket in (*filling.values(), *restoring.values()):
+        assert ticket.done
+        assert ticket.error is None
+    bench.check(image, rows)
+
+
+def write_now(bench, group, block, values):
+    """What a kernel of the model does."""
+    now = bench.image()
+    now.write(group, block, values)
+    for cache in bench.tensors.values():
+        storage = cache.tensor.untyped_storage()
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+        raw.copy_(torch.from_numpy(now.storages[storage.data_ptr()]))
+
+
+def test_a_full_staging_memory_is_counted_and_timed():
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, mover=PlainMover)
+    everything = RowCopies(0, tuple(range(1, 10)), tuple(range(9)))
+    ticket = bench.copier.snapshot([everything])
+    ticket.wait()
+    assert bench.copier.staging_waits > 0
+    assert ticket.waited_s == 0.5 * bench.copier.staging_waits
+    waits = bench.copier.staging_waits
+    small = bench.copier.snapshot([RowCopies(1, (1,), (0,))])
+    small.wait()
+    assert small.waited_s == 0
+    assert bench.copier.staging_waits == waits
+
+
+@pytest.mark.parametrize("kind", COPIERS)
+@pytest.mark.parametrize(
+    ("copies", "text"),
+    [
+        (RowCopies(0, (1, 0), (1, 2)), "blocks 1 to 11; asked for are 0 to 1"),
+        (RowCopies(0, (1, 12), (1, 2)), "asked for are 1 to 12"),
+        (RowCopies(0, (1, 2), (1, 9)), "rows 0 to 8; asked for are 1 to 9"),
+        (RowCopies(0, (1, 2), (-1, 2)), "asked for are -1 to 2"),
+        (RowCopies(0, (1, 2), (1,)), "2 blocks of cache group 0 came with 1 rows"),
+        (RowCopies(7, (1,), (1,)), "there is no cache group 7; accepted: [0, 1]"),
+    ],
+)
+def test_what_does_not_exist_is_not_copied_and_the_ticket_says_so(kind, copies, text):
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, kind)
+    image, rows = bench.image(), bench.rows()
+    good = RowCopies(1, (4,), (4,))
+    for ticket in (bench.copier.snapshot([good, copies]), bench.copier.restore([good, copies])):
+        assert ticket.done
+        assert text in ticket.error
+    bench.device.finish()
+    bench.check(image, rows)
+
+
+@pytest.mark.parametrize("kind", COPIERS)
+def test_nothing_to_copy_is_done(kind):
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, kind)
+    image, rows = bench.image(), bench.rows()
+    for copies in ([], [RowCopies(0, (), ())]):
+        for ticket in (bench.copier.snapshot(copies), bench.copier.restore(copies, bench.copier.mark())):
+            ticket.wait()
+            assert ticket.done
+            assert ticket.error is None
+            assert ticket.waited_s == 0
+    bench.check(image, rows)
+
+
+def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_are_right():
+    side = two_groups()
+    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, seed=3, mover=PlainMover)
+    everything = RowCopies(0, tuple(range(1, 10)), tuple(range(9)))
+    for call in (bench.copier.snapshot, bench.copier.restore):
+        bench.device.copies_left = 2
+        ticket = call([everything])
+        ticket.wait()
+        assert ticket.done
+        assert "no more copies" in ticket.error
+        assert not any(what == "do" for queue in bench.device.queues for what, _ in queue.work)
+    image, rows = bench.image(), bench.rows()
+    bench.copier.snapshot([everything]).wait()
+    for block in range(1, 10):
+        found = image.row(0, block)
+        rows[0][block - 1, : len(found)] = found
+    bench.check(image, rows)
+
+
+def test_groups_that_lie_over_each_other_have_rows_of_their_own():
+    from kvconnect.cache.region_table import CacheTensor, RegionTable
+    from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+
+    raw = torch.randint(0, 256, (NUM_BLOCKS * 512,), dtype=torch.uint8)
+    tensors = {
+        "attention": CacheTensor(
+            raw.view(torch.float16).view(NUM_BLOCKS, 4, 4, 16), "block token head content"
+        ),
+        # A state is shorter than the page that it lies in.
+        "state": CacheTensor(raw.view(torch.float16).view(NUM_BLOCKS, 256)[:, :100], "block content"),
+    }
+    groups = (
+        KVCacheGroup(("attention",), FullAttentionSpec(4, 4, 8, torch.float16)),
+        KVCacheGroup(("state",), StateSpec(64, ((100,),), (torch.float16,))),
+    )
+    table = RegionTable.build(KVCacheConfig(NUM_BLOCKS, groups), {0: 4, 1: 64}, tensors)
+    assert table.overlaid_groups
+    for kind in COPIERS:
+        bench = Bench(table, tensors, kind)
+        assert bench.layout.row_bytes == {0: 512, 1: 256}
+        image, rows = bench.image(), bench.rows()
+        bench.copier.snapshot([RowCopies(0, (1, 2), (3, 4)), RowCopies(1, (3, 4), (3, 4))]).wait()
+        for group, block, row in ((0, 1, 3), (0, 2, 4), (1, 3, 3), (1, 4, 4)):
+            rows[group][row, : len(image.row(group, block))] = image.row(group, block)
+        bench.check(image, rows)
+
+
+def test_settings_that_are_not_accepted():
+    side = two_groups()
+    layout = RowLayout.build(side.table)
+    arena = RowArena(plan_rows(layout))
+    with pytest.raises(ConfigError, match="copy is 'pigeon'; accepted: auto, dma, kernel"):
+        make_copier(side.table, layout, arena, "cpu", mode="pigeon")
+    with pytest.raises(ConfigError, match="staging_bytes is -1"):
+        make_copier(side.table, layout, arena, "cpu", staging_bytes=-1)
+    with pytest.raises(ConfigError, match="programs is -2"):
+        make_copier(side.table, layout, arena, "cpu", programs=-2)
