@@ -17,6 +17,7 @@ import typer
 
 from kvconnect import __version__
 from kvconnect.cli_bench import bench_app
+from kvconnect.cli_cache import cache_app
 from kvconnect.cli_faults import faults_app
 from kvconnect.cli_keys import keys_app
 from kvconnect.cli_options import JsonObject
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(cache_app, name="cache")
 app.add_typer(faults_app, name="faults")
 app.add_typer(keys_app, name="keys")
 app.command()(sim)
@@ -60,8 +62,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="JSON",
-            help="What makes this node transfer KV caches: a JSON object, spelled as vLLM does. "
-            "Left out, the node serves alone.",
+            help="What makes this node transfer KV caches, or keep them in host memory and on disk: a JSON "
+            "object, spelled as vLLM does. Left out, the node serves alone and keeps nothing.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
@@ -188,10 +190,22 @@ def demo(
     decode_block_size: Annotated[
         int, typer.Option(min=0, help="Tokens of the decode node's blocks; 0 for the model's own.")
     ] = 0,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            help="Show one node instead, whose blocks come back from host memory, and from disk after a "
+            "restart."
+        ),
+    ] = False,
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
     from kvconnect.demo.runner import run_demo
 
+    if offload:
+        from kvconnect.demo.offload import run_offload
+
+        options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
+        raise typer.Exit(run_offload(models=model or [], json_output=json_output, node_options=options))
     code = run_demo(
         engines=engine or [],
         models=model or [],

@@ -198,3 +198,37 @@ def soak(
 
     lengths = [1024, 777, 600, 300, 40, 17]
     _run(soak_stage(engine, policy), lengths, run, max_tokens=8, deadline_s=60.0, seed=seed)
+
+
+@faults_app.command()
+def disk(
+    count: Annotated[int, typer.Option(min=0, help="SIGKILLs of a process that writes.")] = 100,
+    records: Annotated[int, typer.Option(min=0, help="Records that are damaged in every way.")] = 10_000,
+    path: Annotated[
+        str, typer.Option(help="A folder on the disk that is meant; left out, one for temporary files.")
+    ] = "",
+    seed: Seed = 0,
+) -> None:
+    """SIGKILL of a process that writes to the disk tier, and damage to its files: nothing wrong is served."""
+    import logging
+    import tempfile
+    from dataclasses import asdict
+    from pathlib import Path
+
+    from kvconnect.demo.faults.damage import run_damage
+    from kvconnect.demo.faults.disk import run_disk_kills
+    from kvconnect.errors import ConfigError
+
+    if path and not Path(path).is_dir():
+        raise ConfigError(f"--path is {path!r}; accepted: a folder that is there")
+    # What a tier says of every piece of damage is what was asked for here.
+    logging.getLogger("kvconnect").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="kvconnect-faults-", dir=path or None) as folder:
+        # Kills first: they fork, and damage leaves threads behind for a moment.
+        reports: list[Any] = [run_disk_kills(Path(folder, "kills"), count, seed=seed, say=_say)]
+        if records:
+            reports += run_damage(Path(folder, "damage"), records, seed=seed, say=_say)
+    for report in reports:
+        typer.echo(json.dumps(asdict(report)))
+    if any(report.problems for report in reports):
+        raise typer.Exit(1)

@@ -1,0 +1,300 @@
+"""A benchmark of the disk tier: how near it comes to plain sequential I/O of as many bytes, measured beside.
+
+Before each read of either kind the kernel is asked to forget the files, so that they come from the disk; how
+far that goes is up to the disk, which may have a memory of its own. Writes of either kind begin when nothing
+else waits to be written, and end when their bytes are synced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.offload.disk.options import DiskOptions
+from kvconnect.offload.disk.tier import DiskTier
+from kvconnect.offload.tier import TierRow
+
+_NAMESPACE = "be" * 32
+_PLAIN_BYTES = 8 << 20
+_SEGMENT_BYTES = 256 << 20
+_JOB_ROWS = 64
+_HANG_S = 600.0
+_SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class DiskTiming:
+    """Writes and reads of records of one length, medians, in MB (10^6 bytes) a second.
+
+    ``written`` is until all rows were reported written, ``synced`` until they are on the disk; ``cached`` is
+    a read from the kernel's memory.
+    """
+
+    record_bytes: int
+    total_bytes: int
+    threads: int
+    plain_write_mb_per_s: float
+    written_mb_per_s: float
+    synced_mb_per_s: float
+    synced_of_plain: float
+    plain_read_mb_per_s: float
+    read_mb_per_s: float
+    read_of_plain: float
+    plain_cached_mb_per_s: float
+    cached_mb_per_s: float
+
+
+@dataclass(frozen=True)
+class RecoveryTiming:
+    """How long it takes to find what was kept, after the kernel forgot the files and when it has them."""
+
+    records: int
+    record_bytes: int
+    segments: int
+    forgotten_s: float
+    cached_s: float
+
+
+def bench_disk(
+    *,
+    path: str,
+    record_bytes: Sequence[int],
+    total_bytes: int,
+    threads: int,
+    recovery_records: int,
+    repeat: int,
+    json_output: bool = False,
+) -> None:
+    """Time writes, reads and recovery in a folder below ``path``.
+
+    Raises:
+        ConfigError: the path is no folder, or there is too little room.
+    """
+    if path and not Path(path).is_dir():
+        raise ConfigError(f"--path is {path!r}; accepted: a folder that is there")
+    with tempfile.TemporaryDirectory(prefix="kvconnect-bench-", dir=path or None) as name:
+        folder = Path(name)
+        room = os.statvfs(folder)
+        free_bytes = room.f_bavail * room.f_frsize
+        wanted_bytes = max(3 * total_bytes, 2 * recovery_records * _SMALL_BYTES)
+        if free_bytes < wanted_bytes:
+            raise ConfigError(f"{folder} has {free_bytes} bytes free; this takes {wanted_bytes}")
+        timings = [_time_records(folder, one, total_bytes, threads, repeat) for one in record_bytes]
+        recovery = _time_recovery(folder, recovery_records, threads) if recovery_records else None
+    if json_output:
+        for found in (*timings, *([recovery] if recovery else ())):
+            print(json.dumps(asdict(found)))
+        return
+    _show(timings, recovery)
+
+
+def _show(timings: Sequence[DiskTiming], recovery: RecoveryTiming | None) -> None:
+    table = Table(title="the disk tier beside plain sequential I/O, MB/s")
+    for heading in (
+        "record",
+        "plain write",
+        "written",
+        "synced",
+        "plain read",
+        "read",
+        "plain cached",
+        "cached",
+    ):
+        table.add_column(heading, justify="right")
+    for one in timings:
+        table.add_row(
+            f"{one.record_bytes >> 10} KiB",
+            f"{one.plain_write_mb_per_s:.0f}",
+            f"{one.written_mb_per_s:.0f}",
+            f"{one.synced_mb_per_s:.0f} ({one.synced_of_plain:.2f})",
+            f"{one.plain_read_mb_per_s:.0f}",
+            f"{one.read_mb_per_s:.0f} ({one.read_of_plain:.2f})",
+            f"{one.plain_cached_mb_per_s:.0f}",
+            f"{one.cached_mb_per_s:.0f}",
+        )
+    console = Console()
+    console.print(table)
+    if recovery:
+        console.print(
+            f"{recovery.records} records of {recovery.record_bytes} bytes in {recovery.segments} segments "
+            f"are found in {recovery.forgotten_s:.2f} s, {recovery.cached_s:.2f} s if the kernel has them"
+        )
+
+
+def _time_records(folder: Path, record_bytes: int, total_bytes: int, threads: int, repeat: int) -> DiskTiming:
+    count = max(1, total_bytes // record_bytes)
+    total_bytes = count * record_bytes
+    memory = np.frombuffer(np.random.default_rng(0).bytes(total_bytes), dtype=np.uint8).copy()
+    taken: dict[str, list[float]] = defaultdict(list)
+    for _ in range(repeat):
+        taken["plain write"].append(_plain_write(folder, memory))
+        taken["plain read"].append(_plain_read(folder, memory, True))
+        taken["plain read cached"].append(_plain_read(folder, memory, False))
+        _remove_all(folder)
+        written_s, synced_s = _tier_write(folder, memory, record_bytes, threads)
+        taken["written"].append(written_s)
+        taken["synced"].append(synced_s)
+        taken["read"].append(_tier_read(folder, memory, record_bytes, threads, True))
+        taken["read cached"].append(_tier_read(folder, memory, record_bytes, threads, False))
+        _remove_all(folder)
+    rate = {what: total_bytes / 1e6 / statistics.median(times) for what, times in taken.items()}
+    return DiskTiming(
+        record_bytes=record_bytes,
+        total_bytes=total_bytes,
+        threads=threads,
+        plain_write_mb_per_s=round(rate["plain write"], 1),
+        written_mb_per_s=round(rate["written"], 1),
+        synced_mb_per_s=round(rate["synced"], 1),
+        synced_of_plain=round(rate["synced"] / rate["plain write"], 3),
+        plain_read_mb_per_s=round(rate["plain read"], 1),
+        read_mb_per_s=round(rate["read"], 1),
+        read_of_plain=round(rate["read"] / rate["plain read"], 3),
+        plain_cached_mb_per_s=round(rate["plain read cached"], 1),
+        cached_mb_per_s=round(rate["read cached"], 1),
+    )
+
+
+# ---- plain
+
+
+def _plain_write(folder: Path, memory: np.ndarray) -> float:
+    os.sync()
+    start = time.perf_counter()
+    file = os.open(folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    view = memory.data
+    offset = 0
+    while offset < len(view):
+        offset += os.pwrite(file, view[offset : offset + _PLAIN_BYTES], offset)
+    os.fsync(file)
+    os.close(file)
+    return time.perf_counter() - start
+
+
+def _plain_read(folder: Path, memory: np.ndarray, is_forgotten: bool) -> float:
+    into = np.zeros_like(memory).data
+    if is_forgotten:
+        _forget([folder / "plain"])
+    start = time.perf_counter()
+    file = os.open(folder / "plain", os.O_RDONLY)
+    offset = 0
+    while offset < len(into):
+        offset += os.preadv(file, [into[offset : offset + _PLAIN_BYTES]], offset)
+    os.close(file)
+    return time.perf_counter() - start
+
+
+# ---- the tier
+
+
+def _open(folder: Path, limit_bytes: int, threads: int) -> DiskTier:
+    options = DiskOptions(
+        limit_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, threads=threads, max_queued_bytes=limit_bytes
+    )
+    tier = DiskTier(folder / "tier", _NAMESPACE, options)
+    if not tier.wait_recovered(_HANG_S):
+        raise KVConnectError("the disk tier is not recovered after ten minutes")
+    return tier
+
+
+def _rows(memory: np.ndarray, record_bytes: int) -> list[TierRow]:
+    view = memory.data
+    return [
+        TierRow(0, start.to_bytes(32, "little"), view[start : start + record_bytes])
+        for start in range(0, len(view), record_bytes)
+    ]
+
+
+def _run(tier: DiskTier, kind: str, rows: Sequence[TierRow]) -> None:
+    """All rows in jobs, as a worker gives them."""
+    call = tier.write if kind == "written" else tier.read
+    jobs = set()
+    for start in range(0, len(rows), _JOB_ROWS):
+        jobs.add(start)
+        call(start, rows[start : start + _JOB_ROWS])
+    deadline = time.monotonic() + _HANG_S
+    while jobs:
+        told = getattr(tier.poll(), kind)
+        if any(told.values()) or time.monotonic() > deadline:
+            raise KVConnectError(f"rows are missing: {tier.state()}")
+        jobs -= told.keys()
+        time.sleep(0.0005)
+
+
+def _tier_write(folder: Path, memory: np.ndarray, record_bytes: int, threads: int) -> tuple[float, float]:
+    rows = _rows(memory, record_bytes)
+    tier = _open(folder, 2 * len(memory) + (64 << 20) + 1024 * len(rows), threads)
+    os.sync()
+    start = time.perf_counter()
+    _run(tier, "written", rows)
+    written_s = time.perf_counter() - start
+    while not tier.close():
+        pass
+    return written_s, time.perf_counter() - start
+
+
+def _tier_read(
+    folder: Path, memory: np.ndarray, record_bytes: int, threads: int, is_forgotten: bool
+) -> float:
+    into = np.zeros_like(memory)
+    rows = _rows(into, record_bytes)
+    tier = _open(folder, 2 * len(memory) + (64 << 20) + 1024 * len(rows), threads)
+    tier.poll()
+    if is_forgotten:
+        _forget(list(tier.path.glob("*.kv")))
+    start = time.perf_counter()
+    _run(tier, "read", rows)
+    taken_s = time.perf_counter() - start
+    tier.close()
+    if not np.array_equal(into, memory):
+        raise KVConnectError("what was read is not what was written")
+    return taken_s
+
+
+def _time_recovery(folder: Path, records: int, threads: int) -> RecoveryTiming:
+    limit_bytes = 2 * records * _SMALL_BYTES + (64 << 20)
+    memory = np.zeros(_SMALL_BYTES, dtype=np.uint8)
+    rows = [TierRow(0, index.to_bytes(32, "little"), memory.data) for index in range(records)]
+    tier = _open(folder, limit_bytes, threads)
+    _run(tier, "written", rows)
+    tier.close()
+    segments = list(tier.path.glob("*.kv"))
+    times = []
+    for is_forgotten in (True, False):
+        if is_forgotten:
+            _forget(segments)
+        start = time.perf_counter()
+        tier = _open(folder, limit_bytes, threads)
+        times.append(time.perf_counter() - start)
+        found = len(tier.poll().added)
+        tier.close()
+        if found != records:
+            raise KVConnectError(f"{found} of {records} records were found")
+    return RecoveryTiming(records, _SMALL_BYTES, len(segments), round(times[0], 3), round(times[1], 3))
+
+
+def _forget(files: Sequence[Path]) -> None:
+    for path in files:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def _remove_all(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()

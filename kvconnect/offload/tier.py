@@ -1,0 +1,142 @@
+"""What a tier below host memory is: it keeps rows by content, and gives them back or says that it cannot.
+
+A tier is a cache. Whatever goes wrong in it is a miss and a counted reason; it never raises for that, never
+gives back bytes that are not those which were written, and never keeps its caller waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Content = tuple[int, bytes]
+"""What a row holds: the cache group, and the hash of the tokens up to the end of the block."""
+
+MAX_HASH_BYTES = 64
+"""The longest hash that a tier takes."""
+
+
+class TierRow(NamedTuple):
+    """A row in host memory and what it holds, or shall hold.
+
+    ``memory`` is contiguous bytes, as long as the row, and writable where it is read into. It must stay until
+    the job it belongs to was reported.
+    """
+
+    group: int
+    hash: bytes
+    memory: memoryview
+
+    @property
+    def content(self) -> Content:
+        """Its key in a tier."""
+        return (self.group, self.hash)
+
+    @property
+    def address(self) -> int:
+        """Where it is in memory."""
+        return int(np.frombuffer(self.memory, dtype=np.uint8).__array_interface__["data"][0])
+
+
+@dataclass(frozen=True)
+class TierNews:
+    """What became of a tier's jobs since it was last asked, and what changed. Every job comes once.
+
+    Attributes:
+        written: by job, the contents that are not kept, none as a rule. The rows' memory is not read any
+            more.
+        read: by job, the contents that are not there, or not right; their rows hold nothing of use. The rows'
+            memory is not written any more.
+        found: by job, the contents that the tier has.
+        added: contents that an indexed tier has got. No content is in ``added`` and ``removed`` at once.
+        removed: contents that it has no more.
+        failures: what went wrong, by reason: how often.
+        written_bytes: bytes of rows that were written.
+        read_bytes: bytes of rows that were read and were right.
+    """
+
+    written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
+    read: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
+    found: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
+    added: tuple[Content, ...] = ()
+    removed: tuple[Content, ...] = ()
+    failures: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: int = 0
+    read_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.read or self.found or self.added or self.removed or self.failures)
+
+
+class LowerTier(Protocol):
+    """A tier of one worker rank. One thread calls it; all its work is done on threads of its own.
+
+    Jobs are numbers of the caller's choice; one of each kind may be used again once it was reported.
+    """
+
+    @property
+    def name(self) -> str:
+        """What orders and metrics call it."""
+        ...
+
+    @property
+    def indexed(self) -> bool:
+        """Whether it tells what it has by ``added`` and ``removed``; if not, it must be asked by ``seek``."""
+        ...
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on a thread of the tier, whenever ``poll`` has something to tell."""
+        ...
+
+    def write(self, job: int, rows: Sequence[TierRow]) -> None:
+        """Begin to keep these rows. What it has already it does not write again.
+
+        Rows that would wait beyond the bound of its queue fail at once. A row that can never be kept, without
+        bytes or with a hash of none or more than ``MAX_HASH_BYTES``, fails.
+
+        Raises:
+            LocalError: the job is under way.
+        """
+        ...
+
+    def read(self, job: int, rows: Sequence[TierRow]) -> None:
+        """Begin to read these contents into memory. What has another length than its row is a miss.
+
+        Raises:
+            LocalError: the job is under way.
+        """
+        ...
+
+    def seek(self, job: int, contents: Sequence[Content]) -> None:
+        """Begin to find out which of these contents it has.
+
+        Raises:
+            LocalError: the job is under way.
+        """
+        ...
+
+    def poll(self) -> TierNews:
+        """What is new. Never waits."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything. Nothing that was written or ordered before is found or read by later jobs.
+
+        It is not told as removed: whoever orders this knows. Jobs under way are reported as ever.
+        """
+        ...
+
+    def close(self) -> bool:
+        """Stop, within seconds. Jobs that have not begun fail. Returns whether no row's memory is touched any
+        more; only a disk or a network that hangs is a reason why it might be.
+
+        May be called several times. ``poll`` still tells what is left to tell.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What there is to see, for a person who looks: numbers and short texts."""
+        ...

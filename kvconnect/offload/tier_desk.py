@@ -1,0 +1,128 @@
+"""Where the threads of a tier leave what they have to tell, until its owner asks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from kvconnect.errors import LocalError
+from kvconnect.offload.tier import Content, TierNews
+
+Kind = Literal["written", "read", "found"]
+
+
+class _Job:
+    __slots__ = ("contents", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.contents: list[Content] = []
+
+
+class TierDesk:
+    """Jobs under way in parts, changes, failures. Any thread may call it; nothing in it waits for long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake: Callable[[], None] = lambda: None
+        self._jobs: dict[tuple[Kind, int], _Job] = {}
+        self._changes: dict[Content, bool] = {}
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
+        self._failures: Counter[str] = Counter()
+        self._bytes: Counter[Kind] = Counter()
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called whenever there is something to take."""
+        self._wake = wake
+
+    def wake(self) -> None:
+        """Have the owner ask."""
+        self._wake()
+
+    def open(self, kind: Kind, job: int, count: int) -> None:
+        """A job of ``count`` contents begins; with none it is done at once.
+
+        Raises:
+            LocalError: it is under way, or was not reported yet.
+        """
+        with self._lock:
+            if (kind, job) in self._jobs or job in self._done[kind]:
+                raise LocalError(
+                    f"job {job} ({kind}) is under way; accepted: a job that was reported, or new"
+                )
+            if count:
+                self._jobs[kind, job] = _Job(count)
+            else:
+                self._done[kind][job] = ()
+        if not count:
+            self._wake()
+
+    def settle(
+        self, kind: Kind, job: int, count: int, told: Iterable[Content] = (), length_bytes: int = 0
+    ) -> None:
+        """``count`` contents of a job are dealt with; ``told`` are those of them that its report names."""
+        with self._lock:
+            part = self._jobs[kind, job]
+            part.contents += told
+            part.left -= count
+            self._bytes[kind] += length_bytes
+            is_done = not part.left
+            if is_done:
+                del self._jobs[kind, job]
+                self._done[kind][job] = tuple(part.contents)
+        if is_done:
+            self._wake()
+
+    def add(self, contents: Sequence[Content]) -> None:
+        """The tier has got these."""
+        self._change(contents, True)
+
+    def remove(self, contents: Sequence[Content]) -> None:
+        """The tier has these no more."""
+        self._change(contents, False)
+
+    def _change(self, contents: Sequence[Content], is_there: bool) -> None:
+        if contents:
+            with self._lock:
+                for content in contents:
+                    self._changes[content] = is_there
+            self._wake()
+
+    def forget_changes(self) -> None:
+        """What was added or removed so far is of no interest any more."""
+        with self._lock:
+            self._changes = {}
+
+    def fail(self, reason: str, times: int = 1) -> None:
+        """Count something that went wrong."""
+        if times:
+            with self._lock:
+                self._failures[reason] += times
+            self._wake()
+
+    def open_jobs(self) -> int:
+        """How many jobs are under way."""
+        with self._lock:
+            return len(self._jobs)
+
+    def take(self) -> TierNews:
+        """Everything that there is to tell, once."""
+        with self._lock:
+            done, failures, moved, changes = self._done, self._failures, self._bytes, self._changes
+            self._start_anew()
+            self._changes = {}
+        return TierNews(
+            written=done["written"],
+            read=done["read"],
+            found=done["found"],
+            added=tuple(content for content, is_there in changes.items() if is_there),
+            removed=tuple(content for content, is_there in changes.items() if not is_there),
+            failures=dict(failures),
+            written_bytes=moved["written"],
+            read_bytes=moved["read"],
+        )

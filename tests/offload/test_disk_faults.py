@@ -1,0 +1,391 @@
+"""Disks that are full, read-only, broken or gone: misses and counted reasons, and service afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvconnect.testing.tier_suite import lengths_of, rows_of, some_rows
+from tests.offload.disk_kit import (
+    FaultyFiles,
+    open_driver,
+    segment_files,
+    taken_bytes,
+    wait_until,
+)
+
+SOON = {"retry_s": (0.01, 0.05)}
+
+
+@pytest.fixture
+def files():
+    return FaultyFiles()
+
+
+def is_off(driver):
+    return driver.tier.state()["paused_by"]
+
+
+def writes_again(driver, seed=999):
+    """Whether what is written now is kept and served, before long."""
+
+    def is_kept() -> bool:
+        nonlocal seed
+        seed += 1
+        rows = some_rows(3, seed)
+        return driver.write(rows) == () and driver.read(lengths_of(rows)) == rows
+
+    wait_until(is_kept, f"nothing is kept: {driver.tier.state()} {driver.failures}")
+    assert not is_off(driver)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        ("write", errno.EIO, "disk_io"),
+        ("write", errno.ENOSPC, "disk_full"),
+        ("write", errno.EDQUOT, "disk_full"),
+        ("write", errno.EROFS, "disk_read_only"),
+        ("create", errno.EROFS, "disk_read_only"),
+        ("create", errno.ENOSPC, "disk_full"),
+        ("create", errno.EMFILE, "disk_io"),
+        ("create", errno.EACCES, "disk_read_only"),
+    ],
+)
+def test_a_disk_that_refuses_is_tried_again(tmp_path, files, call, error, reason):
+    driver = open_driver(tmp_path, files=files, **SOON)
+    before, rows = some_rows(10, 1), some_rows(10, 2)
+    if call == "write":
+        assert driver.write(before) == ()
+    files.faults[call] = error
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.failures[reason] >= 1
+    assert is_off(driver) == reason
+    assert driver.read(lengths_of(rows)) == {}
+    if call == "write" and reason != "disk_full":
+        assert driver.read(lengths_of(before)) == before
+    # While it is left alone rows fail at once.
+    driver.write(rows)
+    assert driver.failures.keys() <= {reason, "disk_paused"}
+    del files.faults[call]
+    writes_again(driver)
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.tier.close()
+
+
+def test_a_full_disk_makes_room_with_the_oldest_and_goes_on(tmp_path, files):
+    driver = open_driver(tmp_path, 8 << 20, 128 << 10, files=files, **SOON)
+    files.room_bytes = 1 << 20
+    kept = {}
+    for seed in range(30):
+        rows = some_rows(100, seed, length=1000)
+        failed = driver.write(rows)
+        kept = {content: row for content, row in rows.items() if content not in failed} or kept
+        assert driver.read(lengths_of(rows)).items() <= rows.items()
+    assert driver.failures["disk_full"]
+    assert len(kept) == 100
+    assert driver.read(lengths_of(kept)) == kept
+    assert taken_bytes(tmp_path) < 1.3 * (1 << 20)
+    assert not is_off(driver)
+    # Nothing of a record that did not fit is left behind.
+    driver.tier.close()
+    again = open_driver(tmp_path, 8 << 20, 128 << 10)
+    assert again.index == driver.index
+    assert not again.failures
+    again.tier.close()
+
+
+def test_a_full_disk_with_nothing_of_ours_to_give(tmp_path, files):
+    driver = open_driver(tmp_path, files=files, **SOON)
+    files.room_bytes = 0
+    rows = some_rows(20, 1)
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.failures["disk_full"]
+    files.room_bytes = None
+    writes_again(driver)
+    assert driver.tier.close()
+
+
+def test_a_record_that_was_written_in_part_is_cut_off(tmp_path, files):
+    driver = open_driver(tmp_path, files=files, **SOON)
+    whole = some_rows(5, 1, length=1000)
+    assert driver.write(whole) == ()
+    files.room_bytes, files.no_room = 500, errno.EIO
+    assert driver.write(some_rows(1, 2, length=1000))
+    assert sum(file.stat().st_size for file in segment_files(driver.tier)) == 5 * 1132
+    files.room_bytes = None
+    # Where it cannot be cut off, a restart does.
+    files.faults["cut"] = errno.EIO
+    writes_again(driver)
+    files.room_bytes = 60_000
+    assert driver.write(some_rows(1, 3, length=100_000))
+    lengths = [file.stat().st_size for file in segment_files(driver.tier)]
+    assert max(lengths) > 60_000
+    assert sum(lengths) <= driver.tier.state()["reserved_bytes"]
+    assert driver.tier.close()
+    again = open_driver(tmp_path)
+    assert again.index == driver.index
+    assert again.failures == {"disk_torn": 1}
+    assert max(file.stat().st_size for file in segment_files(again.tier)) < 60_000
+    assert again.read(lengths_of(whole)) == whole
+    again.tier.close()
+
+
+def test_bad_sectors_are_misses(tmp_path, files):
+    driver = open_driver(tmp_path, files=files)
+    rows = some_rows(50, 1)
+    driver.write(rows)
+    files.faults["read"] = errno.EIO
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {"disk_io": 50}
+    assert not driver.index
+    del files.faults["read"]
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.tier.close()
+
+
+def test_too_many_open_files_lose_nothing(tmp_path, files):
+    driver = open_driver(tmp_path, files=files)
+    rows = some_rows(50, 1)
+    driver.write(rows)
+    files.faults["open"] = errno.EMFILE
+    assert driver.read(lengths_of(rows)) == {}
+    del files.faults["open"]
+    assert driver.index == set(rows)
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.tier.close()
+
+
+def test_a_sync_that_fails_is_counted(tmp_path, files):
+    driver = open_driver(tmp_path, 8 << 20, 128 << 10, files=files)
+    files.faults["sync"] = errno.EIO
+    rows = some_rows(300, 1, length=1000)
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    wait_until(lambda: driver.poll() is not None and driver.failures.get("disk_io"), "not counted")
+    assert driver.tier.close()
+
+
+def test_old_segments_that_cannot_be_removed_stop_writing(tmp_path, files):
+    limit_bytes = 1 << 20
+    driver = open_driver(tmp_path, limit_bytes, 128 << 10, files=files, **SOON)
+    files.faults["remove"] = errno.EPERM
+    for seed in range(20):
+        driver.write(some_rows(100, seed, length=1000))
+        assert taken_bytes(tmp_path) <= limit_bytes
+    assert driver.failures["disk_read_only"]
+    del files.faults["remove"]
+    writes_again(driver)
+    assert taken_bytes(tmp_path) <= limit_bytes
+    assert driver.tier.close()
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path):
+    driver = open_driver(tmp_path / "cache", 8 << 20, 128 << 10, **SOON)
+    rows = some_rows(300, 1, length=1000)
+    driver.write(rows)
+    shutil.rmtree(tmp_path / "cache")
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures["disk_gone"]
+    assert not driver.index
+    writes_again(driver)
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    assert taken_bytes(tmp_path) < 1 << 20
+    assert driver.tier.close()
+
+
+def test_a_folder_that_vanishes_between_two_writes(tmp_path):
+    driver = open_driver(tmp_path / "cache", 8 << 20, 128 << 10, **SOON)
+    for seed in range(6):
+        rows = some_rows(200, seed, length=1000)
+        wait_until(lambda rows=rows: driver.write(rows) == (), f"never kept: {driver.failures}")
+        assert driver.read(lengths_of(rows)) == rows
+        shutil.rmtree(tmp_path / "cache")
+    assert driver.tier.close()
+
+
+def test_a_folder_that_somebody_else_took_meanwhile_is_left_to_them(tmp_path):
+    driver = open_driver(tmp_path / "cache", 8 << 20, 128 << 10, **SOON)
+    assert driver.write(some_rows(200, 1, length=1000)) == ()
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    other = open_driver(tmp_path / "cache", 8 << 20, 128 << 10)
+    rows = some_rows(300, 2, length=1000)
+    # The segment that is open takes some still.
+    driver.write(rows)
+    wait_until(lambda: driver.write(some_rows(3, 3)) and "disk_held" in driver.failures, "never refused")
+    assert other.write(rows) == ()
+    assert len(segment_files(other.tier)) == 3
+    other.tier.close()
+    writes_again(driver)
+    assert driver.tier.close()
+
+
+def test_segments_that_somebody_removes_are_misses(tmp_path):
+    driver = open_driver(tmp_path, 8 << 20, 128 << 10, **SOON)
+    rows = some_rows(300, 1, length=1000)
+    driver.write(rows)
+    for file in segment_files(driver.tier)[1:]:
+        file.unlink()
+    found = driver.read(lengths_of(rows))
+    assert 0 < len(found) < 300
+    assert found.items() <= rows.items()
+    assert driver.index == set(found)
+    assert driver.failures == {"disk_gone": 2}
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.tier.close()
+
+
+def test_a_segment_that_somebody_removes_while_it_is_written(tmp_path):
+    driver = open_driver(tmp_path, 8 << 20, 1 << 20)
+    driver.write(some_rows(10, 1))
+    for seed in range(2, 5):
+        segment_files(driver.tier)[-1].unlink()
+        rows = some_rows(10, seed)
+        assert driver.write(rows) == ()
+        assert driver.read(lengths_of(rows)) == rows
+        assert driver.index == set(rows)
+    assert driver.tier.close()
+
+
+def test_a_folder_that_cannot_be_used_at_the_start_is_tried_again(tmp_path, files):
+    files.faults["open"] = errno.EACCES
+    driver = open_driver(tmp_path, files=files, **SOON)
+    rows = some_rows(10, 1)
+    assert driver.read(lengths_of(rows)) == {}
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.failures["disk_read_only"]
+    del files.faults["open"]
+    writes_again(driver)
+    assert driver.tier.close()
+
+
+def test_what_was_cleared_while_it_could_not_be_reached_does_not_come_back(tmp_path, files):
+    rows = some_rows(10, 1)
+    first = open_driver(tmp_path)
+    first.write(rows)
+    first.tier.close()
+    files.faults["open"] = errno.EACCES
+    driver = open_driver(tmp_path, files=files, **SOON)
+    driver.tier.clear()
+    del files.faults["open"]
+    writes_again(driver)
+    assert driver.read(lengths_of(rows)) == {}
+    fresh = some_rows(5, 2)
+    assert driver.write(fresh) == ()
+    assert driver.tier.close()
+    again = open_driver(tmp_path)
+    assert fresh.keys() <= again.index
+    assert again.read(lengths_of(rows)) == {}
+    again.tier.close()
+
+
+def test_a_read_only_folder_still_gives_back(tmp_path, files, monkeypatch):
+    rows = some_rows(50, 1)
+    first = open_driver(tmp_path)
+    first.write(rows)
+    first.tier.close()
+    usual_open = FaultyFiles.open
+
+    def open_read_only(self, folder, name, flags):
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return usual_open(self, folder, name, flags)
+
+    monkeypatch.setattr(FaultyFiles, "open", open_read_only)
+    driver = open_driver(tmp_path, files=files, **SOON)
+    assert driver.read(lengths_of(rows)) == rows
+    assert driver.write(some_rows(5, 2))
+    assert driver.failures == {"disk_read_only": 1}
+    assert driver.tier.close()
+
+
+def test_a_limit_on_the_length_of_files_is_kept_below(tmp_path):
+    code = """
+import resource, sys
+from pathlib import Path
+from kvconnect.testing.tier_suite import lengths_of, some_rows
+from tests.offload.disk_kit import open_driver
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+driver = open_driver(Path(sys.argv[1]), 8 << 20, 1 << 20, retry_s=(0.01, 0.05))
+rows = some_rows(500, 1, length=1000)
+for at in range(0, 500, 50):
+    some = dict(list(rows.items())[at : at + 50])
+    assert driver.write(some) == ()
+assert driver.read(lengths_of(rows)) == rows
+assert driver.failures == {"disk_full": 3}
+assert driver.tier.close()
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 200_000
+
+
+def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
+    driver = open_driver(tmp_path, files=files)
+    rows = some_rows(20, 1)
+    driver.write(rows)
+
+    def fail(*_args):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(FaultyFiles, "read", fail)
+    assert driver.read(lengths_of(rows)) == {}
+    monkeypatch.setattr(FaultyFiles, "write", fail)
+    assert driver.write(some_rows(5, 2))
+    assert driver.failures["disk_internal"] >= 2
+    monkeypatch.undo()
+    assert driver.read(lengths_of(rows)) == rows
+    more = some_rows(5, 3)
+    assert driver.write(more) == ()
+    assert driver.read(lengths_of(more)) == more
+    assert driver.tier.close()
+
+
+def test_a_disk_that_hangs_is_left_behind(tmp_path, files, monkeypatch):
+    driver = open_driver(tmp_path, files=files)
+    monkeypatch.setattr("kvconnect.offload.disk.tier._CLOSE_TIMEOUT_S", 0.2)
+    is_free = threading.Event()
+    monkeypatch.setattr(FaultyFiles, "write", lambda *_args: is_free.wait() and 0)
+    driver.tier.write(100, rows_of(some_rows(3, 1)))
+    wait_until(lambda: not driver.tier._writer._waiting, "not begun")
+    assert not driver.tier.close()
+    is_free.set()
+    assert len(driver.wait("written", 100)) == 3
+    assert driver.tier.close()
+
+
+def test_a_small_disk_that_is_really_full(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from kvconnect.testing.tier_suite import lengths_of, some_rows
+from tests.offload.disk_kit import open_driver, taken_bytes
+path = Path(sys.argv[1])
+driver = open_driver(path, 8 << 20, 256 << 10, retry_s=(0.01, 0.05))
+for seed in range(40):
+    rows = some_rows(100, seed, length=1000)
+    failed = set(driver.write(rows))
+    found = driver.read(lengths_of(rows))
+    assert found == {content: row for content, row in rows.items() if content not in failed}
+    assert len(found) > 50
+assert driver.failures["disk_full"]
+assert taken_bytes(path) > 2 << 20
+assert driver.tier.close()
+"""
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=3m tmpfs {tmp_path}"
+    if not shutil.which("unshare") or subprocess.run([*unshare, "sh", "-c", mount]).returncode:
+        pytest.skip("this machine lends no small disk")
+    command = f'{mount} && exec "$0" -c "$1" {tmp_path}'
+    subprocess.run([*unshare, "sh", "-c", command, sys.executable, code], check=True)

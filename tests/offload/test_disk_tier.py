@@ -1,0 +1,343 @@
+"""The disk tier: the contract of lower tiers, restarts, its bound, its folder and its lock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvconnect.config import OffloadConfig
+from kvconnect.errors import ConfigError
+from kvconnect.offload.disk.options import DiskOptions
+from kvconnect.offload.disk.tier import DiskTier, open_disk_tier
+from kvconnect.offload.namespace import Namespace
+from kvconnect.testing.tier_suite import LowerTierSuite, lengths_of, some_rows
+from tests.offload.disk_kit import (
+    NAMESPACE,
+    FaultyFiles,
+    open_driver,
+    open_tier,
+    segment_files,
+    taken_bytes,
+    wait_until,
+)
+
+
+class TestDiskTier(LowerTierSuite):
+    def make_tier(self, tmp_path):
+        options = DiskOptions(limit_bytes=64 << 20, segment_bytes=1 << 20, max_queued_bytes=self.queue_bytes)
+        return DiskTier(tmp_path, NAMESPACE, options)
+
+
+# ---- what a restart finds
+
+
+def test_a_restart_finds_what_was_written(tmp_path):
+    rows = some_rows(200, 1)
+    first = open_driver(tmp_path)
+    assert first.write(rows) == ()
+    assert first.tier.close()
+    second = open_driver(tmp_path)
+    assert second.index == set(rows)
+    assert second.read(lengths_of(rows)) == rows
+    assert not second.failures
+    # And goes on behind it.
+    more = some_rows(50, 2)
+    assert second.write(more) == ()
+    assert second.tier.close()
+    third = open_driver(tmp_path)
+    assert third.read(lengths_of(rows | more)) == rows | more
+    assert third.tier.close()
+
+
+def test_ranks_and_namespaces_share_a_path_and_nothing_else(tmp_path):
+    rows = some_rows(20, 3)
+    drivers = [
+        open_driver(tmp_path, rank=rank, world_size=2, namespace=namespace)
+        for rank in (0, 1)
+        for namespace in (NAMESPACE, "f" * 64)
+    ]
+    drivers[0].write(rows)
+    assert [len(driver.read(lengths_of(rows))) for driver in drivers] == [20, 0, 0, 0]
+    for driver in drivers:
+        driver.tier.close()
+
+
+def test_only_its_owner_may_look(tmp_path):
+    path = tmp_path / "not" / "there" / "yet"
+    driver = open_driver(path)
+    driver.write(some_rows(10, 4))
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (path, path.parent)] == [0o700, 0o700]
+    assert stat.S_IMODE(driver.tier.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in driver.tier.path.iterdir()} == {0o600}
+    driver.tier.close()
+    driver.tier.path.chmod(0o755)
+    again = open_driver(path)
+    assert stat.S_IMODE(again.tier.path.stat().st_mode) == 0o700
+    again.tier.close()
+
+
+def test_a_folder_has_one_process(tmp_path):
+    first = open_driver(tmp_path)
+    with pytest.raises(ConfigError, match=f"{first.tier.path} is used by process {os.getpid()}"):
+        open_tier(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from tests.offload.disk_kit import open_tier\n"
+        "try: open_tier(Path(sys.argv[1]))\nexcept Exception as error: print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert str(first.tier.path) in told.stdout
+    assert f"process {os.getpid()}" in told.stdout
+    first.tier.close()
+    open_tier(tmp_path).close()
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            open_tier(path)
+
+
+def test_bounds_that_leave_no_room_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="disk_bytes is 1000"):
+        DiskOptions.of(OffloadConfig(cpu_bytes=1, disk_path=str(tmp_path), disk_bytes=1000))
+
+
+def test_it_is_opened_as_configured(tmp_path):
+    config = OffloadConfig(cpu_bytes=1, disk_path=str(tmp_path), disk_bytes=1 << 30)
+    namespace = Namespace.of({"model": "m"})
+    tier = open_disk_tier(config, namespace, rank=3, world_size=4)
+    assert tier.path == tmp_path / f"{namespace.name}-rank3"
+    assert tier.close()
+
+
+def test_a_large_job_is_read_by_several_threads(tmp_path):
+    class WatchedFiles(FaultyFiles):
+        readers: ClassVar[set[str]] = set()
+
+        def read(self, file, buffers, offset):
+            self.readers.add(threading.current_thread().name)
+            time.sleep(0.01)
+            return super().read(file, buffers, offset)
+
+    driver = open_driver(tmp_path, 64 << 20, 4 << 20, files=WatchedFiles(), threads=3)
+    rows = some_rows(60, 5, length=300_000)
+    assert driver.write(rows) == ()
+    WatchedFiles.readers.clear()
+    assert driver.read(dict(reversed(lengths_of(rows).items()))) == rows
+    assert len(WatchedFiles.readers) == 3
+    assert driver.tier.close()
+
+
+# ---- the bound
+
+
+@pytest.mark.parametrize("length", [700, 100_000])
+def test_the_bound_holds_at_every_moment(tmp_path, length):
+    limit_bytes = 2 << 20
+    driver = open_driver(tmp_path, limit_bytes, 256 << 10)
+    most_bytes, is_over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most_bytes
+        while not is_over.is_set():
+            most_bytes = max(most_bytes, taken_bytes(tmp_path))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    written = {}
+    try:
+        for seed in range(40):
+            rows = some_rows(200_000 // length, seed, length=length)
+            assert driver.write(rows) == ()
+            driver.tier._catalog.check()
+            written |= rows
+            # What was read is written again, within the same bound.
+            driver.read(lengths_of(dict(list(written.items())[-len(rows) * 3 :])))
+    finally:
+        is_over.set()
+        watcher.join()
+    assert limit_bytes / 2 < most_bytes <= limit_bytes
+    driver.poll()
+    found = driver.read(lengths_of(written))
+    assert found == {content: written[content] for content in driver.index}
+    assert len(found) * length > limit_bytes / 2
+    assert not driver.failures
+    driver.tier.close()
+
+
+def test_the_oldest_makes_room_and_what_was_read_stays(tmp_path):
+    driver = open_driver(tmp_path, 2 << 20, 128 << 10)
+    loved, other = some_rows(10, 1, length=1000), some_rows(10, 2, length=1000)
+    driver.write(loved | other)
+    for seed in range(3, 43):
+        rows = some_rows(100, seed, length=1000)
+        assert driver.write(rows) == ()
+        assert driver.read(lengths_of(loved)) == loved
+    assert driver.read(lengths_of(other)) == {}
+    assert driver.read(lengths_of(rows)) == rows
+    assert not driver.failures
+    driver.tier.close()
+
+
+def test_a_smaller_bound_after_a_restart_keeps_the_youngest(tmp_path):
+    driver = open_driver(tmp_path, 8 << 20, 256 << 10)
+    parts = [some_rows(100, seed, length=1000) for seed in range(50)]
+    for rows in parts:
+        assert driver.write(rows) == ()
+    driver.tier.close()
+    assert taken_bytes(tmp_path) > 4 << 20
+    again = open_driver(tmp_path, 1 << 20, 256 << 10)
+    assert taken_bytes(tmp_path) <= 1 << 20
+    assert again.read(lengths_of(parts[-1])) == parts[-1]
+    assert again.read(lengths_of(parts[0])) == {}
+    assert again.write(parts[0]) == ()
+    assert taken_bytes(tmp_path) <= 1 << 20
+    again.tier.close()
+
+
+def test_a_row_that_exceeds_the_bound_is_not_kept(tmp_path):
+    driver = open_driver(tmp_path, 1 << 20, 1 << 20)
+    large = some_rows(1, 1, length=1 << 20)
+    assert set(driver.write(large)) == set(large)
+    assert driver.failures == {"disk_too_large": 1}
+    # One that exceeds a segment has one for itself.
+    largest = some_rows(1, 2, length=900_000)
+    assert driver.write(largest) == ()
+    assert driver.read(lengths_of(largest)) == largest
+    assert taken_bytes(tmp_path) <= 1 << 20
+    driver.tier.close()
+
+
+def test_what_others_left_counts_and_makes_room_first(tmp_path):
+    for index in range(3):
+        left = open_driver(tmp_path, 4 << 20, 128 << 10, namespace=f"{index}" * 64)
+        for seed in range(5):
+            left.write(some_rows(150, seed, length=1000))
+        left.tier.close()
+    held = open_driver(tmp_path, 4 << 20, 128 << 10, namespace="a" * 64)
+    elsewhere = open_driver(tmp_path, 4 << 20, 128 << 10, rank=1, world_size=2)
+    for one in (held, elsewhere):
+        one.write(some_rows(100, 9, length=1000))
+    elsewhere.tier.close()
+    assert taken_bytes(tmp_path) > 2 << 20
+    ours = open_driver(tmp_path, 1 << 20, 128 << 10, rank=2, world_size=2)
+    beside = taken_bytes(held.tier.path) + taken_bytes(elsewhere.tier.path)
+    assert taken_bytes(tmp_path) - beside <= 1 << 20
+    for seed in range(20):
+        rows = some_rows(100, seed, length=1000)
+        assert ours.write(rows) == ()
+        assert taken_bytes(tmp_path) - beside <= 1 << 20
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["0", "0", "a"]
+    assert held.read(lengths_of(some_rows(100, 9, length=1000)))
+    for one in (ours, held):
+        one.tier.close()
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
+    driver = open_driver(tmp_path)
+    driver.tier.close()
+    (driver.tier.path / "notes.txt").write_text("mine")
+    (driver.tier.path / "000000000007.kv.bak").write_text("mine")
+    again = open_driver(tmp_path)
+    again.write(some_rows(10, 1))
+    again.tier.clear()
+    again.tier.close()
+    assert {"notes.txt", "000000000007.kv.bak"} <= {path.name for path in driver.tier.path.iterdir()}
+
+
+def test_cleared_files_leave_the_disk(tmp_path):
+    driver = open_driver(tmp_path)
+    driver.write(some_rows(500, 1))
+    assert segment_files(driver.tier)
+    driver.tier.clear()
+    wait_until(lambda: not segment_files(driver.tier), "the files are still there")
+    driver.tier.close()
+    again = open_driver(tmp_path)
+    assert not again.index
+    again.tier.close()
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """A tier against a dictionary: it may forget what is old, and serves only what was written."""
+
+    LIMIT = 512 << 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp())
+        self.written: dict = {}
+        self.limit_bytes = self.LIMIT
+        self.driver = open_driver(self.path, self.limit_bytes, 64 << 10)
+        self.seed = 0
+
+    def teardown(self) -> None:
+        assert self.driver.tier.close()
+        shutil.rmtree(self.path)
+
+    @rule(count=st.integers(1, 40), length=st.sampled_from([0, 1, 4096, 20_000]))
+    def write(self, count, length):
+        self.seed += 1
+        rows = some_rows(count, self.seed, length=length)
+        self.written |= rows
+        self.write_and_read(rows)
+
+    def write_and_read(self, rows):
+        failed = self.driver.write(rows)
+        if sum(map(len, rows.values())) < self.limit_bytes // 4:
+            assert not failed
+        # Of a job that is larger than the disk the first rows made room for the last.
+        kept = {content: row for content, row in rows.items() if content not in failed}
+        assert self.driver.read(lengths_of(rows)) == kept
+
+    @precondition(lambda self: self.written)
+    @rule(data=st.data())
+    def read_some(self, data):
+        some = data.draw(st.lists(st.sampled_from(sorted(self.written)), max_size=20, unique=True))
+        found = self.driver.read({content: len(self.written[content]) for content in some})
+        assert found == {content: self.written[content] for content in some if content in self.driver.index}
+
+    @rule()
+    def write_again(self):
+        self.write_and_read(dict(list(self.written.items())[-10:]))
+
+    @rule(limit_bytes=st.sampled_from([LIMIT, LIMIT // 2]))
+    def restart(self, limit_bytes):
+        assert self.driver.tier.close()
+        before = self.driver.index
+        self.driver = open_driver(self.path, limit_bytes, 64 << 10)
+        assert self.driver.index <= before
+        if limit_bytes >= self.limit_bytes:
+            assert self.driver.index == before
+        self.limit_bytes = limit_bytes
+
+    @rule()
+    def clear(self):
+        self.driver.tier.clear()
+        self.driver.index.clear()
+        found = self.driver.read(lengths_of(self.written))
+        assert found == {}
+
+    @invariant()
+    def agrees(self):
+        self.driver.poll()
+        self.driver.tier._catalog.check()
+        assert taken_bytes(self.path) <= self.limit_bytes
+        assert not self.driver.failures
+
+
+TestDiskAgainstADictionary = DiskMachine.TestCase
+TestDiskAgainstADictionary.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
