@@ -1,8 +1,9 @@
 """The numbers of a worker: what it moves, and everything that goes wrong without an exception.
 
-One ``Metrics`` per worker. Only its transfer thread writes, so nothing here takes a lock. Two may read:
-Prometheus, through one exporter per registry that sums the workers of a process, and a serving stack
-that asks after every step what has changed. That question costs a comparison while nothing has.
+One ``Metrics`` per worker for its transfers and one ``OffloadMetrics`` for its tiers. Only the thread of each
+writes, so nothing here takes a lock. Two may read: Prometheus, through one exporter per registry that sums
+the workers of a process, and a serving stack that asks after every step what has changed. That question costs
+a comparison while nothing has.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+K = TypeVar("K", bound=Hashable)
 
 PREFIX = "kvconnect"
 _MAX_OBSERVATIONS = 4096
@@ -60,7 +63,36 @@ LINK = {
     "packed_bytes_per_s": Family("link_packed_bytes_per_second", "gauge", "Its bytes, chunk by chunk"),
 }
 """What is believed of a link, by its name in ``LinkCost.as_metrics``."""
-FAMILIES = (
+OFFLOAD_ROWS = Family(
+    "offload_rows",
+    "counter",
+    "Blocks stored in host memory and restored from it, kept in and fetched from lower tiers, and those that "
+    "a lower tier did not take (unkept) or did not have (missed)",
+    ("move", "tier"),
+)
+OFFLOAD_BYTES = Family("offload_bytes", "counter", "Their bytes", ("move", "tier"))
+OFFLOAD_JOBS = Family("offload_jobs", "counter", "Jobs of these that ended well", ("move", "tier"))
+OFFLOAD_SECONDS = Family(
+    "offload_seconds", "counter", "Seconds from order to end, summed over these jobs", ("move", "tier")
+)
+OFFLOAD_WAIT_SECONDS = Family(
+    "offload_wait_seconds",
+    "counter",
+    "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",
+    ("what",),
+)
+OFFLOAD_OPEN = {
+    "store": Family("offload_stores_open", "gauge", "Jobs that copy blocks to host memory"),
+    "restore": Family("offload_restores_open", "gauge", "Requests whose blocks are copied from host memory"),
+    "keep": Family("offload_keeps_open", "gauge", "Jobs that write blocks to lower tiers"),
+    "fetch": Family("offload_fetches_open", "gauge", "Jobs that read blocks from lower tiers"),
+    "seek": Family("offload_seeks_open", "gauge", "Questions to lower tiers that are not answered yet"),
+}
+"""Jobs under way, by their kind."""
+OFFLOAD_HELD_ROWS = Family(
+    "offload_held_rows", "gauge", "Rows of host memory that a tier did not let go of in time"
+)
+TRANSFER_FAMILIES = (
     TRANSFERS,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
@@ -77,6 +109,16 @@ FAMILIES = (
     SLOTS_SEND,
     *LINK.values(),
 )
+OFFLOAD_FAMILIES = (
+    OFFLOAD_ROWS,
+    OFFLOAD_BYTES,
+    OFFLOAD_JOBS,
+    OFFLOAD_SECONDS,
+    OFFLOAD_WAIT_SECONDS,
+    *OFFLOAD_OPEN.values(),
+    OFFLOAD_HELD_ROWS,
+)
+FAMILIES = (*TRANSFER_FAMILIES, *OFFLOAD_FAMILIES)
 
 LOAD_SECONDS = "load_seconds"
 LOAD_SECONDS_TEXT = "Seconds from the order to load a request to its arrival"
@@ -99,12 +141,22 @@ class Changes:
     load_seconds: list[float]
 
 
+def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
+    """What changed at one of two parts of a worker that share no gauge."""
+    if first is None or second is None:
+        return first or second
+    counters = {name: dict(numbers) for name, numbers in first.counters.items()}
+    for name, numbers in second.counters.items():
+        _add(counters.setdefault(name, {}), numbers)
+    return Changes(counters, {**first.gauges, **second.gauges}, [*first.load_seconds, *second.load_seconds])
+
+
 class Number:
     """One number. Only the owner's thread calls ``inc`` and ``set``."""
 
     __slots__ = ("_owner", "value")
 
-    def __init__(self, owner: Metrics) -> None:
+    def __init__(self, owner: MetricSet) -> None:
         self._owner = owner
         self.value: float = 0
 
@@ -123,7 +175,7 @@ class Number:
 class Numbers:
     """The numbers of one family."""
 
-    def __init__(self, owner: Metrics, family: Family) -> None:
+    def __init__(self, owner: MetricSet, family: Family) -> None:
         self.family = family
         self._owner = owner
         self._numbers: dict[tuple[str, ...], Number] = {}
@@ -145,7 +197,7 @@ class Numbers:
 class Observations:
     """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
 
-    def __init__(self, owner: Metrics, buckets: Sequence[float]) -> None:
+    def __init__(self, owner: MetricSet, buckets: Sequence[float]) -> None:
         self.buckets = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.total = 0.0
@@ -161,31 +213,16 @@ class Observations:
         self._owner.revision += 1
 
 
-class Metrics:
-    """What one worker moves and what goes wrong, exported through ``registry`` until ``retire``.
+class MetricSet:
+    """The numbers of one part of a worker, exported through ``registry`` until ``retire``.
 
     ``revision`` grows with every change, after it.
     """
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry, families: Sequence[Family]) -> None:
         self.registry = registry
         self.revision = 0
-        self.families = {family.name: Numbers(self, family) for family in FAMILIES}
-        self.transfers = self.families[TRANSFERS.name]
-        self.transfer_bytes = self.families[TRANSFER_BYTES.name]
-        self.transfer_seconds = self.families[TRANSFER_SECONDS.name]
-        self.copies = self.families[COPIES.name]
-        self.streamed = self.families[STREAMED.name].labels()
-        self.streamed_bytes = self.families[STREAMED_BYTES.name].labels()
-        self.failures = self.families[FAILURES.name]
-        self.leases = self.families[LEASES_HELD.name].labels()
-        self.loads = self.families[LOADS_IN_FLIGHT.name].labels()
-        self.loads_waiting = self.families[LOADS_WAITING.name].labels()
-        self.quarantined = self.families[QUARANTINED.name].labels()
-        self.inflight_bytes = self.families[INFLIGHT_BYTES.name].labels()
-        self.link = {what: self.families[family.name].labels() for what, family in LINK.items()}
-        self.slots_landing = self.families[SLOTS_LANDING.name].labels()
-        self.slots_send = self.families[SLOTS_SEND.name].labels()
+        self.families = {family.name: Numbers(self, family) for family in families}
         self.load_seconds = Observations(self, LOAD_SECONDS_BUCKETS)
         self._seen_revision = 0
         self._seen: dict[str, dict[tuple[str, ...], float]] = {}
@@ -218,27 +255,73 @@ class Metrics:
         _exporter_on(self.registry).retire(self)
 
 
+class Metrics(MetricSet):
+    """What the transfers of one worker move, and what goes wrong there."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry, TRANSFER_FAMILIES)
+        self.transfers = self.families[TRANSFERS.name]
+        self.transfer_bytes = self.families[TRANSFER_BYTES.name]
+        self.transfer_seconds = self.families[TRANSFER_SECONDS.name]
+        self.copies = self.families[COPIES.name]
+        self.streamed = self.families[STREAMED.name].labels()
+        self.streamed_bytes = self.families[STREAMED_BYTES.name].labels()
+        self.failures = self.families[FAILURES.name]
+        self.leases = self.families[LEASES_HELD.name].labels()
+        self.loads = self.families[LOADS_IN_FLIGHT.name].labels()
+        self.loads_waiting = self.families[LOADS_WAITING.name].labels()
+        self.quarantined = self.families[QUARANTINED.name].labels()
+        self.inflight_bytes = self.families[INFLIGHT_BYTES.name].labels()
+        self.link = {what: self.families[family.name].labels() for what, family in LINK.items()}
+        self.slots_landing = self.families[SLOTS_LANDING.name].labels()
+        self.slots_send = self.families[SLOTS_SEND.name].labels()
+
+
+class OffloadMetrics(MetricSet):
+    """What the tiers of one worker move, and what goes wrong there."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry, (FAILURES, *OFFLOAD_FAMILIES))
+        self.failures = self.families[FAILURES.name]
+        self.rows = self.families[OFFLOAD_ROWS.name]
+        self.row_bytes = self.families[OFFLOAD_BYTES.name]
+        self.jobs = self.families[OFFLOAD_JOBS.name]
+        self.seconds = self.families[OFFLOAD_SECONDS.name]
+        self.wait_seconds = self.families[OFFLOAD_WAIT_SECONDS.name]
+        self.open = {kind: self.families[family.name].labels() for kind, family in OFFLOAD_OPEN.items()}
+        self.held_rows = self.families[OFFLOAD_HELD_ROWS.name].labels()
+
+    def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
+        """So many rows were moved; by a job that took so long, if that is told."""
+        if rows:
+            self.rows.labels(move, tier).inc(rows)
+            self.row_bytes.labels(move, tier).inc(length_bytes)
+        if seconds is not None:
+            self.jobs.labels(move, tier).inc()
+            self.seconds.labels(move, tier).inc(seconds)
+
+
 class Exporter(Collector):
     """Shows a registry the sum of all workers of a process, those that are gone included."""
 
     def __init__(self) -> None:
-        self._living: list[Metrics] = []
+        self._living: list[MetricSet] = []
         self._past: dict[str, dict[tuple[str, ...], float]] = {}
         self._past_counts = [0] * (len(LOAD_SECONDS_BUCKETS) + 1)
         self._past_seconds = 0.0
 
-    def add(self, metrics: Metrics) -> None:
+    def add(self, metrics: MetricSet) -> None:
         """Export a worker's numbers."""
         self._living.append(metrics)
 
-    def retire(self, metrics: Metrics) -> None:
+    def retire(self, metrics: MetricSet) -> None:
         """Keep what a worker counted, and forget the worker."""
         if metrics not in self._living:
             return
         self._living.remove(metrics)
-        for family in FAMILIES:
-            if family.kind == "counter":
-                _add(self._past.setdefault(family.name, {}), metrics.families[family.name].values())
+        for numbers in metrics.families.values():
+            if numbers.family.kind == "counter":
+                _add(self._past.setdefault(numbers.family.name, {}), numbers.values())
         self._past_counts = _sums([self._past_counts, metrics.load_seconds.counts])
         self._past_seconds += metrics.load_seconds.total
 
@@ -248,7 +331,8 @@ class Exporter(Collector):
         for family in FAMILIES:
             total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))
             for metrics in living:
-                _add(total, metrics.families[family.name].values())
+                if family.name in metrics.families:
+                    _add(total, metrics.families[family.name].values())
             make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
             shown = make(f"{PREFIX}_{family.name}", family.text, labels=family.labels)
             for labels, value in total.items():
@@ -270,7 +354,7 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
     return exporter
 
 
-def _add(total: dict[tuple[str, ...], float], more: dict[tuple[str, ...], float]) -> None:
+def _add(total: dict[K, float], more: Mapping[K, float]) -> None:
     for labels, value in more.items():
         total[labels] = total.get(labels, 0) + value
 

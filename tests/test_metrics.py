@@ -10,24 +10,45 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvconnect.demo.http import parse_metrics
-from kvconnect.metrics import FAMILIES, LOAD_SECONDS_BUCKETS, LOAD_SECONDS_TEXT, Metrics
+from kvconnect.metrics import (
+    FAILURES,
+    FAMILIES,
+    LOAD_SECONDS_BUCKETS,
+    LOAD_SECONDS_TEXT,
+    OFFLOAD_FAMILIES,
+    TRANSFER_FAMILIES,
+    Metrics,
+    MetricSet,
+    OffloadMetrics,
+    merge_changes,
+)
 
-COUNTERS = [family for family in FAMILIES if family.kind == "counter"]
-GAUGES = [family for family in FAMILIES if family.kind == "gauge"]
+PARTS = {Metrics: TRANSFER_FAMILIES, OffloadMetrics: (FAILURES, *OFFLOAD_FAMILIES)}
+GAUGES = [family for family in TRANSFER_FAMILIES if family.kind == "gauge"]
 words = st.sampled_from(["a", "b", "c"])
 amounts = st.integers(0, 2**40) | st.floats(0, 1e6)
 seconds = st.floats(0, 100) | st.sampled_from(LOAD_SECONDS_BUCKETS)
-counted = st.sampled_from(COUNTERS).flatmap(
-    lambda family: st.tuples(
-        st.just(family), st.tuples(*(words for _ in family.labels)), st.tuples(st.just("inc"), amounts)
-    )
-)
-gauged = st.tuples(st.sampled_from(GAUGES), st.just(()), st.tuples(st.just("set"), amounts))
 observed = st.tuples(st.none(), st.just(()), st.tuples(st.just("observe"), seconds))
-writes = st.lists(counted | gauged | observed, max_size=30)
 
 
-def write(metrics: Metrics, one: tuple) -> None:
+def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
+    counters = [family for family in PARTS[part] if family.kind == "counter"]
+    gauges = [family for family in PARTS[part] if family.kind == "gauge"]
+    counted = st.sampled_from(counters).flatmap(
+        lambda family: st.tuples(
+            st.just(family), st.tuples(*(words for _ in family.labels)), st.tuples(st.just("inc"), amounts)
+        )
+    )
+    gauged = st.tuples(st.sampled_from(gauges), st.just(()), st.tuples(st.just("set"), amounts))
+    return st.lists(counted | gauged | observed, max_size=30)
+
+
+parts = st.sampled_from(list(PARTS)).flatmap(
+    lambda part: st.tuples(st.just(part), writes_to(part), st.booleans())
+)
+
+
+def write(metrics: MetricSet, one: tuple) -> None:
     family, labels, (verb, value) = one
     target = metrics.load_seconds if family is None else metrics.families[family.name].labels(*labels)
     getattr(target, verb)(value)
@@ -63,24 +84,24 @@ def reference(workers: list[list[tuple]], living: list[bool]) -> dict:
     return samples(registry)
 
 
-@given(st.lists(st.tuples(writes, st.booleans()), min_size=1, max_size=3))
+@given(st.lists(parts, min_size=1, max_size=3))
 def test_a_registry_shows_the_sum_of_its_workers(workers):
     registry = CollectorRegistry()
-    all_metrics = [Metrics(registry) for _ in workers]
-    for metrics, (ops, _) in zip(all_metrics, workers, strict=True):
+    all_metrics = [part(registry) for part, _, _ in workers]
+    for metrics, (_, ops, _) in zip(all_metrics, workers, strict=True):
         for one in ops:
             write(metrics, one)
-    for metrics, (_, lives) in zip(all_metrics, workers, strict=True):
+    for metrics, (_, _, lives) in zip(all_metrics, workers, strict=True):
         if not lives:
             metrics.retire()
             metrics.retire()
-    expected = reference([ops for ops, _ in workers], [lives for _, lives in workers])
+    expected = reference([ops for _, ops, _ in workers], [lives for _, _, lives in workers])
     shown = samples(registry)
     assert shown.keys() == expected.keys()
     assert shown == pytest.approx(expected)
 
 
-@given(st.lists(writes, max_size=5))
+@given(st.lists(writes_to(Metrics), max_size=5))
 def test_the_changes_add_up_to_what_was_written(rounds):
     metrics = Metrics(CollectorRegistry())
     counters: dict[tuple[str, str], float] = {}
@@ -111,6 +132,33 @@ def test_the_changes_add_up_to_what_was_written(rounds):
     assert counters.keys() <= expected.keys()
     # A growth that is lost in the number it is added to is none.
     assert {key: counters.get(key, 0) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
+    registry = CollectorRegistry()
+    transfers, tiers = Metrics(registry), OffloadMetrics(registry)
+    assert merge_changes(transfers.changes(), tiers.changes()) is None
+    transfers.failures.labels("load").inc(2)
+    transfers.load_seconds.observe(0.5)
+    alone = transfers.changes()
+    assert merge_changes(alone, None) is alone
+    assert merge_changes(None, alone) is alone
+    tiers.failures.labels("load").inc(3)
+    tiers.failures.labels("disk_full").inc()
+    tiers.moved("stored", "cpu", 4, 4096, 0.25)
+    tiers.moved("missed", "disk", 0, 0)
+    tiers.open["store"].set(7)
+    both = merge_changes(alone, tiers.changes())
+    assert both.counters == {
+        "failures": {"load": 5, "disk_full": 1},
+        "offload_rows": {"stored,cpu": 4},
+        "offload_bytes": {"stored,cpu": 4096},
+        "offload_jobs": {"stored,cpu": 1},
+        "offload_seconds": {"stored,cpu": 0.25},
+    }
+    assert both.gauges["offload_stores_open"] == 7
+    assert both.gauges["leases_held"] == 0
+    assert both.load_seconds == [0.5]
 
 
 def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():

@@ -1,0 +1,132 @@
+"""Mooncake Store, as a process of its own uses it: ``python -m kvconnect.engine.mooncake_store``.
+
+The library holds Python's lock while it is set up and closed, for a minute and more where its master does not
+answer, and ends its process if it is used once it was closed. So it lives in a child process, which gets
+orders and gives answers over sockets that it inherits, and shares memory for the bytes themselves. Whatever
+happens to it, its parent only loses a cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from kvconnect.engine.mooncake_library import prepare_environment
+from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
+from kvconnect.errors import EngineError
+
+_PR_SET_PDEATHSIG = 1
+_CONNECT_TIMEOUT_S = 2.0
+# Mooncake's own memory for values that do not lie in registered memory: there are none.
+_LOCAL_BUFFER_BYTES = 1 << 20
+
+
+class MooncakeStore:
+    """The library's store, and the memory through which values go.
+
+    Codes are the library's: 0 or more is good, less is an error.
+
+    Raises:
+        EngineError: the library is missing, or the store cannot be reached.
+    """
+
+    def __init__(self, settings: Settings, memory: mmap.mmap) -> None:
+        prepare_environment(settings.protocol, settings.device_name, settings.timeout_s)
+        _reach(settings.master)
+        try:
+            module = importlib.import_module("mooncake.store")
+        except ImportError as error:
+            raise EngineError(f"Mooncake Store is not usable: {error}") from error
+        self._store: Any = module.MooncakeDistributedStore()
+        code = self._store.setup(
+            settings.host,
+            settings.metadata,
+            settings.segment_bytes,
+            _LOCAL_BUFFER_BYTES,
+            settings.protocol,
+            settings.device_name,
+            settings.master,
+        )
+        if code:
+            raise EngineError(f"Mooncake Store at {settings.master} could not be set up: code {code}")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if memory and (code := self._store.register_buffer(self._address, len(memory))):
+            raise EngineError(f"Mooncake Store did not register {len(memory)} bytes: code {code}")
+
+    def carry_out(self, order: Order) -> list[int]:
+        """One code for each key; of ``CLEAR`` one in all, of ``GET`` bytes."""
+        keys = list(order.keys)
+        places = [self._address + offset for offset in order.offsets]
+        match order.verb:
+            case Verb.PUT:
+                return list(self._store.batch_put_from(keys, places, list(order.lengths)))
+            case Verb.GET:
+                return list(self._store.batch_get_into(keys, places, list(order.lengths)))
+            case Verb.EXIST:
+                return list(self._store.batch_is_exist(keys))
+            case Verb.REMOVE:
+                return [self._store.remove(key, True) for key in keys]
+            case Verb.CLEAR:
+                return [self._store.remove_by_regex(f"^{key}", True) for key in keys]
+            case Verb.CLOSE:
+                return [self._store.close()]
+
+
+def _reach(master: str) -> None:
+    """A master that nobody listens at is found out here within seconds, and by the library in minutes."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise EngineError(f"Mooncake Store's master does not answer at {master}: {error}") from error
+
+
+def _serve(store: MooncakeStore, lane: socket.socket) -> None:
+    """Answer the orders of one lane until its other end is gone; then this process has no use any more."""
+    try:
+        while (order := receive(lane, Order)) is not None:
+            try:
+                answer = Answer(tuple(store.carry_out(order)))
+            except Exception as error:
+                answer = Answer((), f"{type(error).__name__}: {error}")
+            send(lane, answer)
+    finally:
+        # The library would join its threads, which can take a minute.
+        os._exit(0)
+
+
+def main() -> None:
+    """Set up the store, say so on every lane, and serve them. The argument is the settings as JSON."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    if os.getppid() != settings.parent:
+        return
+    lanes = [socket.socket(fileno=descriptor) for descriptor in settings.lanes]
+    length_bytes = os.fstat(settings.memory).st_size
+    memory = mmap.mmap(settings.memory, length_bytes)
+    try:
+        store = MooncakeStore(settings, memory)
+    except Exception as error:
+        for lane in lanes:
+            send(lane, Answer((), str(error)))
+        os._exit(1)
+    for lane in lanes:
+        send(lane, Answer(()))
+    threads = [threading.Thread(target=_serve, args=(store, lane)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The parent's end of a store's process: started, asked within bounds, and killed if it does not answer.
+
+Each lane is for one thread, and carries one order at a time. The memory that is shared belongs to the parent:
+once the process is dead, which ``kill`` waits for, nobody else touches it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
+from kvconnect.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "kvconnect.engine.mooncake_store"
+_LAST_WORDS_BYTES = 1000
+
+
+class SharedMemory:
+    """Memory that a child process can be given. ``view`` is writable."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self.descriptor = os.memfd_create("kvconnect-store", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, length_bytes)
+            self._map = mmap.mmap(self.descriptor, length_bytes)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class StoreProcess:
+    """One child process with a store.
+
+    The thread that makes it must outlive it: the system kills the child when that thread ends.
+
+    Args:
+        master: ``host:port`` of the store's master.
+        memory: through which values go.
+        num_lanes: how many threads will give orders.
+        start_timeout_s: how long it may take to be ready.
+
+    Raises:
+        EngineError: it cannot be started, or the store cannot be used; the text says why.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        memory: SharedMemory,
+        num_lanes: int,
+        *,
+        metadata: str,
+        protocol: str,
+        host: str,
+        segment_bytes: int,
+        device_name: str = "",
+        library_timeout_s: int = 5,
+        start_timeout_s: float = 20.0,
+    ) -> None:
+        pairs = [socket.socketpair() for _ in range(num_lanes)]
+        self._lanes = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        settings = Settings(
+            master=master,
+            metadata=metadata,
+            protocol=protocol,
+            device_name=device_name,
+            host=host,
+            segment_bytes=segment_bytes,
+            timeout_s=library_timeout_s,
+            memory=memory.descriptor,
+            lanes=tuple(lane.fileno() for lane in theirs),
+            parent=os.getpid(),
+        )
+        self._kill_lock = threading.Lock()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, msgspec.json.encode(settings).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=_environment(),
+                pass_fds=[memory.descriptor, *settings.lanes],
+            )
+        except OSError as error:
+            self._close_files()
+            raise EngineError(f"a process for the store could not be started: {error}") from error
+        finally:
+            for lane in theirs:
+                lane.close()
+        try:
+            for index in range(num_lanes):
+                self._answer(index, start_timeout_s)
+        except EngineError:
+            self.kill()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """It was not killed and has not ended by itself."""
+        return self._process.poll() is None
+
+    def ask(self, lane: int, order: Order, timeout_s: float) -> Sequence[int]:
+        """Give an order and wait for its answer, at most for ``timeout_s``.
+
+        Raises:
+            EngineError: there is no answer, and the process is of no use any more.
+        """
+        try:
+            self._lanes[lane].settimeout(timeout_s)
+            send(self._lanes[lane], order)
+        except OSError as error:
+            raise EngineError(f"the store's process does not take orders: {error}") from error
+        codes = self._answer(lane, timeout_s)
+        if order.verb in (Verb.PUT, Verb.GET, Verb.EXIST, Verb.REMOVE) and len(codes) != len(order.keys):
+            raise EngineError(f"the store answered {len(codes)} codes for {len(order.keys)} keys")
+        return codes
+
+    def _answer(self, lane: int, timeout_s: float) -> Sequence[int]:
+        try:
+            self._lanes[lane].settimeout(timeout_s)
+            answer = receive(self._lanes[lane], Answer)
+        except TimeoutError as error:
+            raise EngineError(f"the store's process did not answer within {timeout_s} s") from error
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise EngineError(f"the store's process broke off: {error}") from error
+        if answer is None:
+            raise EngineError(f"the store's process ended; it said: {self._last_words()}")
+        if answer.error:
+            raise EngineError(answer.error)
+        return answer.codes
+
+    def kill(self) -> None:
+        """End it now, and wait until its memory is nobody's. For any thread; idempotent."""
+        with self._kill_lock:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+            for lane in self._lanes:
+                try:
+                    lane.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    # It is shut down already.
+                    continue
+
+    def close(self) -> None:
+        """Kill it, and close what is ours. No thread may use a lane any more."""
+        self.kill()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self._log.close()
+
+    def _last_words(self) -> str:
+        try:
+            size = os.fstat(self._log.fileno()).st_size
+            found = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+        except (OSError, ValueError):
+            return ""
+        return found.decode(errors="replace").strip() or "nothing"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, so that the child finds this package wherever we found it."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,1 @@
+"""The shared tier: a Mooncake Store."""

@@ -1,0 +1,438 @@
+"""The shared tier: a Mooncake Store, in which nodes find what other nodes keep.
+
+Values are records as on disk: a header that names what they belong to, with checksums, and the bytes of a
+row. The store keeps no index here: it must be asked. Its library lives in a process of its own, and values go
+through memory that is shared with it, so nothing that the library does late can reach a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from kvconnect.config import OffloadConfig
+from kvconnect.engine.store_process import SharedMemory, StoreProcess
+from kvconnect.engine.store_talk import Order, Verb
+from kvconnect.errors import ConfigError
+from kvconnect.offload.disk.record import HEADER_BYTES, Flaw, RecordFormat
+from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.store.link import LinkState, Process, StoreLink
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
+from kvconnect.offload.tier_desk import Kind, TierDesk
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 16 << 20
+_BATCH_KEYS = 4096
+_ALIGN_BYTES = 64
+_CALL_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 15.0
+_CLOSE_TIMEOUT_S = 5.0
+_RETRY_S = (1.0, 60.0)
+_PREFIX = "kvconnect"
+
+_FULL = -200
+_NOT_THERE = -704
+_WRONG_SIZE = -600
+
+Lane = Literal["write", "read", "ask"]
+LANES: tuple[Lane, ...] = ("write", "read", "ask")
+Start = Callable[[SharedMemory], Process]
+
+
+class _Item(NamedTuple):
+    """One content of a job. ``row`` is None where it is only looked for."""
+
+    job: int
+    epoch: int
+    content: Content
+    row: TierRow | None
+
+    @property
+    def record_bytes(self) -> int:
+        """What it takes in shared memory."""
+        length = 0 if self.row is None else HEADER_BYTES + len(self.row.memory)
+        return -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class StoreTier:
+    """Rows in a store that is shared with others. A ``LowerTier``.
+
+    Three threads, one each for writing, reading and asking; a fourth starts the store's process.
+
+    Args:
+        start: makes the process that uses the store, with a lane for each of ``LANES``.
+        namespace: the digest of what the rows depend on beside their content, in hexadecimal.
+        max_queued_bytes: most bytes of rows that wait to be written.
+        batch_bytes: most bytes of values that are under way each way; a longer one is not kept.
+        call_timeout_s: how long the store may take for a batch.
+        retry_s: how long it is left alone once it could not be used, the first time and at most.
+        says_goodbye: whether the store must hear when the process ends.
+    """
+
+    name = "store"
+    indexed = False
+
+    def __init__(
+        self,
+        start: Start,
+        namespace: str,
+        *,
+        max_queued_bytes: int,
+        batch_bytes: int = _BATCH_BYTES,
+        call_timeout_s: float = _CALL_TIMEOUT_S,
+        retry_s: tuple[float, float] = _RETRY_S,
+        says_goodbye: bool = True,
+    ) -> None:
+        self._prefix = f"{_PREFIX}/{namespace}/"
+        self._format = RecordFormat(namespace)
+        self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
+        self._memory = SharedMemory(2 * batch_bytes)
+        self._desk = TierDesk()
+        self._changed = threading.Condition()
+        self._waiting: dict[Lane, deque[_Item]] = {lane: deque() for lane in LANES}
+        self._queued_bytes = 0
+        self._epoch = self._cleared = 0
+        self._writing = False
+        self._said: set[str] = set()
+        self._link = StoreLink(
+            lambda: start(self._memory),
+            self._changed,
+            self._desk.fail,
+            call_timeout_s=call_timeout_s,
+            retry_s=retry_s,
+            says_goodbye=says_goodbye,
+        )
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"kvconnect-store-{lane}", daemon=True)
+            for lane in LANES
+        ]
+        self._link.begin()
+        for thread in self._threads:
+            thread.start()
+
+    # ---- what its owner calls
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called whenever ``poll`` has something to tell."""
+        self._desk.on_news(wake)
+
+    def write(self, job: int, rows: Sequence[TierRow]) -> None:
+        """Begin to keep rows."""
+        self._desk.open("written", job, len(rows))
+        refused: dict[str, list[Content]] = {}
+        with self._changed:
+            for row in rows:
+                item = _Item(job, self._epoch, row.content, row)
+                if not 0 < len(row.hash) <= MAX_HASH_BYTES or not len(row.memory):
+                    refused.setdefault("store_bad_row", []).append(row.content)
+                elif self._queued_bytes + len(row.memory) > self._max_queued_bytes:
+                    refused.setdefault("store_queue_full", []).append(row.content)
+                elif item.record_bytes > self._batch_bytes:
+                    refused.setdefault("store_too_large", []).append(row.content)
+                else:
+                    self._queued_bytes += len(row.memory)
+                    self._waiting["write"].append(item)
+            self._submitted()
+        for reason, contents in refused.items():
+            self._fail(reason, times=len(contents))
+            self._desk.settle("written", job, len(contents), contents)
+        self._give_up_if_closed()
+
+    def read(self, job: int, rows: Sequence[TierRow]) -> None:
+        """Begin to read rows."""
+        self._desk.open("read", job, len(rows))
+        large = [row.content for row in rows if _record_bytes(len(row.memory)) > self._batch_bytes]
+        with self._changed:
+            for row in rows:
+                item = _Item(job, self._epoch, row.content, row)
+                if item.record_bytes <= self._batch_bytes:
+                    self._waiting["read"].append(item)
+            self._submitted()
+        if large:
+            self._desk.settle("read", job, len(large), large)
+        self._give_up_if_closed()
+
+    def seek(self, job: int, contents: Sequence[Content]) -> None:
+        """Begin to ask for contents."""
+        self._desk.open("found", job, len(contents))
+        with self._changed:
+            self._waiting["ask"] += [_Item(job, self._epoch, content, None) for content in contents]
+            self._submitted()
+        self._give_up_if_closed()
+
+    def poll(self) -> TierNews:
+        """What is new."""
+        return self._desk.take()
+
+    def clear(self) -> None:
+        """Forget everything that this namespace has in the store, whoever keeps it there.
+
+        Until that is done, later jobs wait; where the store cannot be reached, they fail.
+        """
+        with self._changed:
+            self._epoch += 1
+            self._submitted()
+
+    def close(self) -> bool:
+        """Stop. What was written stays, as far as it is not in memory of ours."""
+        is_over = self._link.close(_CLOSE_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
+        is_quiet = not any(thread.is_alive() for thread in self._threads)
+        if is_over and is_quiet:
+            self._memory.close()
+        # A process that is left behind has the shared memory, and no row.
+        return is_quiet
+
+    def state(self) -> dict[str, Any]:
+        """What there is to see."""
+        return {
+            "link": self._link.state.value,
+            "queued_bytes": self._queued_bytes,
+            "jobs": self._desk.open_jobs(),
+        }
+
+    def _submitted(self) -> None:
+        self._link.want()
+        self._changed.notify_all()
+
+    def _give_up_if_closed(self) -> None:
+        """What was ordered after the threads had ended fails."""
+        with self._changed:
+            if self._link.state is not LinkState.CLOSED:
+                return
+            left = {lane: list(waiting) for lane, waiting in self._waiting.items()}
+            for waiting in self._waiting.values():
+                waiting.clear()
+        for lane, batch in left.items():
+            self._settle(lane, batch, [])
+
+    # ---- the threads
+
+    def _run(self, lane: Lane) -> None:
+        """Do what waits in a lane, until it is closed and nothing waits any more."""
+        work = {"write": self._write, "read": self._read, "ask": self._ask}[lane]
+        while (found := self._next(lane)) is not None:
+            batch, is_lost = found
+            try:
+                if is_lost:
+                    self._settle(lane, batch, [])
+                elif batch:
+                    work(batch)
+                else:
+                    self._clear()
+            except Exception:
+                logger.exception("the store tier goes on after an error of its own")
+                self._fail("store_internal")
+                self._settle(lane, batch, [])
+            finally:
+                if lane == "write":
+                    with self._changed:
+                        self._writing = False
+                        self._changed.notify_all()
+
+    def _next(self, lane: Lane) -> tuple[list[_Item], bool] | None:
+        """A batch, and whether it is lost without being tried. An empty one is to clear; None is the end."""
+        with self._changed:
+            while True:
+                waiting, state = self._waiting[lane], self._link.state
+                if waiting and (lane == "write" and waiting[0].epoch < self._epoch):
+                    return self._take(waiting, lambda item: item.epoch < self._epoch), True
+                if waiting and state in (LinkState.DOWN, LinkState.CLOSED):
+                    return self._take(waiting, lambda item: True), True
+                if state is LinkState.CLOSED:
+                    return None
+                if state is LinkState.UP:
+                    if lane == "ask" and self._cleared < self._epoch and not self._writing:
+                        return [], False
+                    if waiting and waiting[0].epoch <= self._cleared:
+                        self._writing = self._writing or lane == "write"
+                        return self._take(waiting, lambda item: item.epoch <= self._cleared), False
+                self._changed.wait()
+
+    def _take(self, waiting: deque[_Item], is_wanted: Callable[[_Item], bool]) -> list[_Item]:
+        """The next of them that fit in one batch."""
+        batch: list[_Item] = []
+        left_bytes = self._batch_bytes
+        while waiting and len(batch) < _BATCH_KEYS and is_wanted(waiting[0]):
+            left_bytes -= waiting[0].record_bytes
+            if batch and left_bytes < 0:
+                break
+            batch.append(waiting.popleft())
+        return batch
+
+    def _write(self, batch: list[_Item]) -> None:
+        offsets, lengths = _places(batch, 0)
+        view = self._memory.view
+        for item, offset in zip(batch, offsets, strict=True):
+            assert item.row is not None
+            start = offset + HEADER_BYTES
+            row = view[start : start + len(item.row.memory)]
+            row[:] = item.row.memory
+            # Of what was copied: whatever the row becomes meanwhile, the record is one or none.
+            view[offset:start] = self._format.header(item.content, row)
+        codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
+        if codes is None:
+            self._settle("write", batch, [])
+            return
+        for code in codes:
+            self._fail(_reason(code), f"code {code}")
+        self._settle("write", batch, [item for item, code in zip(batch, codes, strict=True) if code >= 0])
+
+    def _read(self, batch: list[_Item]) -> None:
+        offsets, lengths = _places(batch, self._batch_bytes)
+        codes = self._link.ask(1, Order(Verb.GET, self._keys(batch), offsets, lengths))
+        if codes is None:
+            self._settle("read", batch, [])
+            return
+        good, spoilt = [], []
+        for item, code, offset, length in zip(batch, codes, offsets, lengths, strict=True):
+            assert item.row is not None
+            if code != length:
+                self._fail("store_wrong_size" if code >= 0 else _reason(code), f"code {code}")
+                continue
+            header = self._memory.view[offset : offset + HEADER_BYTES]
+            row = self._memory.view[offset + HEADER_BYTES : offset + length]
+            flaw = self._format.flaw(header, item.content, row)
+            if flaw is None:
+                item.row.memory[:] = row
+                good.append(item)
+            else:
+                self._fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
+                spoilt.append(item)
+        if spoilt:
+            # So that somebody can write it anew.
+            self._link.ask(1, Order(Verb.REMOVE, self._keys(spoilt)))
+        self._settle("read", batch, good)
+
+    def _ask(self, batch: list[_Item]) -> None:
+        codes = self._link.ask(2, Order(Verb.EXIST, self._keys(batch)))
+        found = (
+            [item for item, code in zip(batch, codes, strict=True) if code == 1] if codes is not None else []
+        )
+        self._settle("ask", batch, found)
+
+    def _clear(self) -> None:
+        epoch = self._epoch
+        codes = self._link.ask(2, Order(Verb.CLEAR, (self._prefix,)))
+        if codes is None:
+            return
+        with self._changed:
+            if all(code >= 0 for code in codes):
+                self._cleared = epoch
+            self._changed.notify_all()
+        if any(code < 0 for code in codes):
+            self._fail("store_not_cleared")
+            # Nobody must find what should be gone: as if the store were not there, until it can be cleared.
+            self._link.lose(f"it could not be cleared: code {min(codes)}")
+
+    def _settle(self, lane: Lane, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
+        """These are dealt with. Nobody touches their rows any more."""
+        kind: Kind = {"write": "written", "read": "read", "ask": "found"}[lane]  # type: ignore[assignment]
+        counts = Counter(item.job for item in batch)
+        done = set(map(id, good))
+        told: dict[int, list[Content]] = {job: [] for job in counts}
+        moved_bytes: Counter[int] = Counter()
+        for item in batch:
+            is_good = id(item) in done
+            # Writing and reading tell what failed, asking what was found.
+            if is_good == (lane == "ask"):
+                told[item.job].append(item.content)
+            if is_good and item.row is not None:
+                moved_bytes[item.job] += len(item.row.memory)
+        if lane == "write":
+            with self._changed:
+                self._queued_bytes -= sum(len(item.row.memory) for item in batch if item.row is not None)
+        for job, count in counts.items():
+            self._desk.settle(kind, job, count, told[job], moved_bytes[job])
+
+    def _fail(self, reason: str, about: str = "", *, times: int = 1) -> None:
+        """Count what went wrong, and say it once. What is not there is not wrong."""
+        if not reason:
+            return
+        self._desk.fail(reason, times)
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("the store does not do everything, counted from now on: %s %s", reason, about)
+
+    def _keys(self, batch: Sequence[_Item]) -> tuple[str, ...]:
+        return tuple(f"{self._prefix}{item.content[0]}/{item.content[1].hex()}" for item in batch)
+
+
+def _record_bytes(row_bytes: int) -> int:
+    return -(-(HEADER_BYTES + row_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _places(batch: Sequence[_Item], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the records of a batch are in shared memory, and how long they are."""
+    offsets, lengths = [], []
+    for item in batch:
+        assert item.row is not None
+        offsets.append(start)
+        lengths.append(HEADER_BYTES + len(item.row.memory))
+        start += item.record_bytes
+    return tuple(offsets), tuple(lengths)
+
+
+def _reason(code: int) -> str:
+    """What one of the library's codes is counted as; nothing if it is no failure."""
+    if code >= 0 or code == _NOT_THERE:
+        return ""
+    return {_FULL: "store_full", _WRONG_SIZE: "store_wrong_size"}.get(code, "store_io")
+
+
+def open_store_tier(
+    config: OffloadConfig,
+    namespace: Namespace,
+    *,
+    most_row_bytes: int,
+    call_timeout_s: float = _CALL_TIMEOUT_S,
+) -> StoreTier:
+    """The store tier of one rank, as configured. It is reached in the background.
+
+    Raises:
+        ConfigError: the address of the master is none.
+    """
+    host, _, port = config.store.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ConfigError(
+            f"kv_connector_extra_config.offload.store is {config.store!r}, accepted: host:port of a Mooncake "
+            "Store master"
+        )
+    start = partial(
+        StoreProcess,
+        config.store,
+        num_lanes=len(LANES),
+        metadata=config.store_metadata,
+        protocol=config.store_protocol,
+        segment_bytes=config.store_bytes,
+        start_timeout_s=_START_TIMEOUT_S,
+    )
+    return StoreTier(
+        lambda memory: start(memory=memory, host=_own_address(host, int(port))),
+        namespace.digest.hex(),
+        max_queued_bytes=config.max_queued_bytes,
+        batch_bytes=max(_BATCH_BYTES, _record_bytes(most_row_bytes)),
+        call_timeout_s=call_timeout_s,
+        # Memory that the store has from us is to be taken out of it; else others go on looking there.
+        says_goodbye=config.store_bytes > 0,
+    )
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine from which another one is reached; nothing is sent."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((host.strip("[]"), port))
+            except OSError as error:
+                logger.debug("no way to %s: %s", host, error)
+                continue
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,369 @@
+"""The worker half of the offload: a rank's rows in host memory, its copies, and its lower tiers.
+
+The thread that gives the device its steps hands over orders and takes results; it waits for nothing but, on a
+CPU, the copies themselves. A thread of our own waits for the device, drives the lower tiers, and restores.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from kvconnect.cache.kernel_blocks import sync_block_size
+from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
+from kvconnect.cache.shard import HeadInterval
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import OffloadConfig
+from kvconnect.errors import LocalError
+from kvconnect.metrics import Changes, OffloadMetrics
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import Copier, Ticket, make_arena, make_copier
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.index.budgets import ArenaPlan, plan_for
+from kvconnect.offload.namespace import Namespace, worker_facts
+from kvconnect.offload.tier import LowerTier
+from kvconnect.offload.tiers import lower_tier_names, make_lower_tiers
+from kvconnect.offload.worker.held_rows import HeldRows
+from kvconnect.offload.worker.lower import LowerTiers
+from kvconnect.offload.worker.open_jobs import JobKind, OpenJobs
+from kvconnect.offload.worker.snapshots import Copies, StoreJob
+from kvconnect.offload.worker.tier_loop import TierLoop
+from kvconnect.orders import OffloadOrders, Results, RowCopies, Store
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 20.0
+
+Tiers = Callable[[Namespace, ArenaPlan], Sequence[LowerTier]]
+
+
+class OffloadWorker:
+    """Stores, restores and keeps the blocks of one worker.
+
+    Everything that is ordered comes back exactly once through ``results``, whatever fails.
+
+    Args:
+        config: the ``offload`` settings.
+        cache_config: this worker's own cache configuration.
+        kernel_block_sizes: tokens of a kernel block, per group index; only groups that are in it are kept.
+        facts: what the bytes of blocks depend on that only the serving stack knows: the model, its revision
+            and weights, how the hashes of contents are made. Values as JSON has them.
+        rank: tensor-parallel rank of this worker.
+        world_size: number of tensor-parallel ranks.
+        registry: where the metrics are exported.
+        tiers: makes the lower tiers, in place of those that are configured.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        cache_config: KVCacheConfig,
+        kernel_block_sizes: Mapping[int, int],
+        *,
+        facts: Mapping[str, Any],
+        rank: int = 0,
+        world_size: int = 1,
+        registry: CollectorRegistry = REGISTRY,
+        tiers: Tiers | None = None,
+    ) -> None:
+        self._config, self._cache_config, self._facts = config, cache_config, dict(facts)
+        self._rank, self._world_size = rank, world_size
+        self._kernel_block_sizes = {
+            group: sync_block_size(cache_config.groups[group].block_size, kernel)
+            for group, kernel in kernel_block_sizes.items()
+        }
+        self._make_tiers = tiers or self._configured_tiers
+        self._metrics = OffloadMetrics(registry)
+        self._jobs = OpenJobs(rank)
+        self._held = HeldRows()
+        self._copier: Copier | None = None
+        self._loop: TierLoop | None = None
+        self._is_closed = False
+
+    @property
+    def lower_tiers(self) -> tuple[str, ...]:
+        """The names of the tiers below host memory that are configured, nearest first."""
+        return lower_tier_names(self._config)
+
+    @property
+    def row_bytes(self) -> dict[int, int]:
+        """Bytes of a row by group index. Raises ``LocalError`` before ``register_kv_caches``."""
+        return {group: self.plan.row_class(group).row_bytes for group in self.plan.groups}
+
+    @property
+    def plan(self) -> ArenaPlan:
+        """How host memory is divided. Raises ``LocalError`` before ``register_kv_caches``."""
+        self._registered()
+        return self._arena.plan
+
+    @property
+    def namespace(self) -> Namespace:
+        """What the bytes of blocks depend on. Raises ``LocalError`` before ``register_kv_caches``."""
+        self._registered()
+        return self._namespace
+
+    def register_kv_caches(
+        self,
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None = None,
+        scales: Mapping[str, Scales] | None = None,
+    ) -> None:
+        """Describe the caches, take the host memory, open the lower tiers, and begin to take orders.
+
+        On a GPU, called with the stream current that runs the model's steps. ``heads`` and ``scales`` as for
+        ``RegionTable.build``.
+
+        Raises:
+            LayoutError: a cache cannot be expressed.
+            ConfigError: the memory does not suffice, or a lower tier cannot be used.
+            LocalError: it was done before.
+        """
+        if self._copier is not None:
+            raise LocalError("register_kv_caches was called twice")
+        table = RegionTable.build(self._cache_config, self._kernel_block_sizes, tensors, heads, scales)
+        # The tensors must outlive the copier, whatever the serving stack does with its own.
+        self._tensors = dict(tensors)
+        self._device = next(iter(tensors.values())).tensor.device
+        layout = RowLayout.build(table)
+        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes)
+        facts = worker_facts(
+            self._cache_config,
+            table,
+            rank=self._rank,
+            world_size=self._world_size,
+            salt=self._config.salt,
+            stack=self._facts,
+        )
+        self._namespace = Namespace.of(facts)
+        # Tiers first: what is wrong with a folder is said before memory is taken.
+        made = tuple(self._make_tiers(self._namespace, plan))
+        arena: RowArena | None = None
+        try:
+            arena = make_arena(plan, self._device)
+            copier = make_copier(
+                table,
+                layout,
+                arena,
+                self._device,
+                staging_bytes=self._config.staging_bytes,
+                mode=self._config.copy,
+            )
+        except BaseException:
+            for tier in made:
+                tier.close()
+            if arena is not None:
+                arena.close()
+            raise
+        self._arena = arena
+        self._begin(copier, made)
+        logger.info(
+            "rank %d keeps blocks in %d bytes of host memory, rows of %s bytes by cache group; lower tiers: "
+            "%s; namespace %s",
+            self._rank,
+            plan.length_bytes,
+            self.row_bytes,
+            ", ".join(tier.name for tier in made) or "none",
+            self._namespace.name,
+        )
+
+    def _configured_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
+        most_row_bytes = max(rows.row_bytes for rows in plan.classes)
+        return make_lower_tiers(
+            self._config,
+            namespace,
+            rank=self._rank,
+            world_size=self._world_size,
+            most_row_bytes=most_row_bytes,
+        )
+
+    def _begin(self, copier: Copier, tiers: Sequence[LowerTier]) -> None:
+        lower = LowerTiers(tiers, self._arena, self._jobs, self._held, self._metrics)
+        copies = Copies(copier, self._arena, self._jobs, self._held, lower, self._metrics)
+        self._copier = copier
+        self._loop = TierLoop(
+            copies,
+            lower,
+            self._jobs,
+            self._held,
+            self._metrics,
+            device=self._device,
+            release=self._release,
+        )
+        self._loop.begin()
+
+    def _release(self) -> None:
+        assert self._copier is not None
+        self._copier.close()
+        self._arena.close()
+
+    # The thread that gives the device its steps
+
+    def before_step(self, orders: OffloadOrders) -> None:
+        """Read the blocks that are to be stored, before the step that comes with these orders is launched.
+
+        The same orders are given to ``start`` afterwards.
+
+        Raises:
+            LocalError: ``register_kv_caches`` was not called.
+        """
+        if not orders:
+            return
+        (copier, loop), now = self._registered(), time.monotonic()
+        if orders.clear:
+            loop.clear()
+        if not orders.stores:
+            return
+        jobs = [self._store_job(store, now) for store in orders.stores]
+        ticket = self._snapshot(copier, jobs)
+        if ticket.done and ticket.error is not None and len(jobs) > 1:
+            # One order that cannot be carried out must not fail the others.
+            begun = [(self._snapshot(copier, [job]), [job]) for job in jobs]
+        else:
+            begun = [(ticket, jobs)]
+
+        def take(_: float) -> None:
+            for ticket, jobs in begun:
+                loop.copies.begun(ticket, jobs, now)
+
+        loop.order(take)
+
+    def start(self, orders: OffloadOrders) -> None:
+        """Take the rest of a step's orders. Never waits.
+
+        Raises:
+            LocalError: ``register_kv_caches`` was not called.
+        """
+        if not (orders.restores or orders.fetches or orders.seeks):
+            return
+        (copier, loop), now = self._registered(), time.monotonic()
+        after = copier.mark() if orders.restores else None
+        restores = [
+            (self._jobs.open(JobKind.RESTORE, order.request_id, (), now), order) for order in orders.restores
+        ]
+        fetches = [
+            (self._jobs.open(JobKind.FETCH, order.job, order.hashes, now), order) for order in orders.fetches
+        ]
+        seeks = [
+            (self._jobs.open(JobKind.SEEK, order.job, order.hashes, now), order) for order in orders.seeks
+        ]
+
+        def take(later: float) -> None:
+            self._metrics.wait_seconds.labels("turn").inc(later - now)
+            # What a request waits for to find more comes before the copies, which keep this thread.
+            for number, fetch in fetches:
+                with self._counted(number, "an order to fetch"):
+                    loop.lower.fetch(number, fetch, later)
+            for number, seek in seeks:
+                with self._counted(number, "an order to seek"):
+                    loop.lower.seek(number, seek, later)
+            for number, restore in restores:
+                with self._counted(number, "an order to restore"):
+                    if restore.refusal:
+                        self._jobs.fail(number, restore.refusal)
+                    else:
+                        loop.copies.restore(number, restore, after, now)
+
+        loop.order(take)
+
+    def count_failures(self, reasons: Sequence[str]) -> None:
+        """Count what happened to the scheduler half, which has no numbers of its own. Only rank 0 does."""
+        if self._rank != 0:
+            return
+
+        def count(_: float) -> None:
+            for reason in reasons:
+                self._metrics.failures.labels(reason).inc()
+
+        # Until it runs, nobody else writes the numbers.
+        if self._loop is not None:
+            self._loop.order(count)
+        else:
+            count(0.0)
+
+    def results(self) -> Results:
+        """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""
+        if self._loop is not None and not self._loop.is_alive:
+            # Nobody else would.
+            self._jobs.fail_all("the thread of the tiers has ended")
+        return self._jobs.take()
+
+    def on_results(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from another thread, whenever results are waiting."""
+        self._jobs.on_results(wake)
+
+    def changes(self) -> Changes | None:
+        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
+        return self._metrics.changes()
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is under way, for people and tests. All zero when idle."""
+        counts = self._jobs.counts()
+        counts["held_rows"] = len(self._held)
+        counts["copies"] = len(self._loop.copies) if self._loop is not None else 0
+        counts["errands"] = len(self._loop.lower) if self._loop is not None else 0
+        return counts
+
+    def usage(self) -> dict[str, Any]:
+        """What there is to see that stays when idle: sizes, and what each lower tier says of itself."""
+        if self._copier is None or self._loop is None:
+            return {}
+        return {
+            "row_bytes": self.row_bytes,
+            "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
+            "pinned": self._arena.pinned,
+            "copy": list(self._copier.modes),
+            "copy_bytes_per_s": [round(rate) for rate in self._copier.rates],
+            "tiers": {tier.name: tier.state() for tier in self._loop.lower.tiers},
+        }
+
+    def close(self) -> None:
+        """Stop the thread, close the tiers, and fail what is open. Idempotent; results may still be taken."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop is not None and not self._loop.close(_CLOSE_TIMEOUT_S):
+            # Closing what a running thread uses would crash it; the process is ending anyway.
+            logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
+        self._jobs.fail_all("the worker was closed")
+        self._metrics.retire()
+
+    def _registered(self) -> tuple[Copier, TierLoop]:
+        if self._copier is None or self._loop is None:
+            raise LocalError("orders came before register_kv_caches was called")
+        return self._copier, self._loop
+
+    def _store_job(self, store: Store, now: float) -> StoreJob:
+        number = self._jobs.open(JobKind.STORE, store.job, store.hashes, now)
+        keep = self._jobs.open(JobKind.KEEP, store.job, store.hashes, now) if store.keep else None
+        copies, hashes = store.copies, store.hashes
+        refused: tuple[bytes, ...] = ()
+        if len(self._held):
+            index = self._arena.plan.class_of.get(copies.group, -1)
+            free = [at for at, row in enumerate(copies.rows) if (index, row) not in self._held]
+            kept = {hashes[at] for at in free}
+            refused = tuple(hash_ for hash_ in hashes if hash_ not in kept)
+            hashes = tuple(hashes[at] for at in free)
+            copies = RowCopies(
+                copies.group,
+                tuple(copies.block_ids[at] for at in free),
+                tuple(copies.rows[at] for at in free),
+            )
+        return StoreJob(number, keep, copies, hashes, refused)
+
+    def _snapshot(self, copier: Copier, jobs: Sequence[StoreJob]) -> Ticket:
+        return copier.snapshot([job.copies for job in jobs])
+
+    @contextmanager
+    def _counted(self, number: int, what: str) -> Iterator[None]:
+        """End a job as failed if there is an error of ours, or of who ordered it, over it."""
+        try:
+            yield
+        except Exception as error:
+            self._metrics.failures.labels("internal").inc()
+            logger.error("the thread of the tiers met an error of its own over %s", what, exc_info=error)
+            self._jobs.fail(number, f"{what} could not be carried out: {error}")

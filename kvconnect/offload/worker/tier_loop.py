@@ -1,0 +1,161 @@
+"""The thread of a worker's tiers: it carries out orders, waits for the device, and drives the lower tiers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from kvconnect.metrics import OffloadMetrics
+from kvconnect.offload.worker.held_rows import HeldRows
+from kvconnect.offload.worker.lower import LowerTiers
+from kvconnect.offload.worker.open_jobs import OpenJobs
+from kvconnect.offload.worker.snapshots import Copies
+from kvconnect.pack.packer_torch import use_one_thread
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[float], None]
+
+_LONGEST_SLEEP_S = 1.0
+_SHORT_NAP_S = 200e-6
+_LONG_NAP_S = 1e-3
+_SHORT_NAPS = 50
+_LAST_COPIES_S = 5.0
+
+
+class TierLoop:
+    """``step`` does everything that can be done now and says how long to sleep; the thread only sleeps.
+
+    Args:
+        copies: between device and rows.
+        lower: the tiers below.
+        jobs: what is open.
+        held: rows that are in doubt.
+        metrics: only this thread writes them, once it runs.
+        device: where the pages are.
+        release: called last, on the thread: lets go of memory that nobody uses then.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        lower: LowerTiers,
+        jobs: OpenJobs,
+        held: HeldRows,
+        metrics: OffloadMetrics,
+        *,
+        device: torch.device,
+        release: Callable[[], None],
+    ) -> None:
+        self.copies, self.lower = copies, lower
+        self._jobs, self._held, self._metrics = jobs, held, metrics
+        self._device, self._release = device, release
+        self._commands: deque[Command] = deque()
+        self._news = threading.Event()
+        self._stopping = threading.Event()
+        self._naps = 0
+        self._thread = threading.Thread(target=self._run, name="kvconnect-offload", daemon=True)
+        for tier in lower.tiers:
+            tier.on_news(self._news.set)
+
+    # For any thread
+
+    @property
+    def is_alive(self) -> bool:
+        """The thread runs."""
+        return self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def order(self, command: Command) -> None:
+        """Run something on the thread, soon."""
+        self._commands.append(command)
+        self._news.set()
+
+    def clear(self) -> None:
+        """Have everything forgotten that was kept, or ordered to be kept, before."""
+        self.order(lambda now: self._clear(now))
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread and all that it drives; whether it ended in time."""
+        self._stopping.set()
+        self._news.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The thread itself
+
+    def step(self, now: float) -> float:
+        """Do what can be done now. Returns how long in seconds to sleep if nothing happens."""
+        progress = self._carry_out(now)
+        # Copies first: what they end is written to the tiers in the same step.
+        progress |= self.copies.advance(now)
+        progress |= self.lower.advance(now)
+        if progress:
+            self._show()
+            self._naps = 0
+            return 0.0
+        if len(self.copies):
+            self._naps += 1
+            return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
+        self._naps = 0
+        deadline_s = self.lower.next_deadline_s
+        return _LONGEST_SLEEP_S if deadline_s is None else min(max(deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            use_one_thread()
+        while not self._stopping.is_set():
+            try:
+                sleep_s = self.step(time.monotonic())
+            except Exception:
+                # A bug, since nothing that goes wrong in a tier raises here. Jobs end by their deadlines.
+                self._metrics.failures.labels("internal").inc()
+                logger.exception("the thread of the tiers met an error of its own")
+                sleep_s = 0.1
+            if sleep_s > 0 and self._news.wait(sleep_s):
+                self._news.clear()
+        self._end()
+
+    def _carry_out(self, now: float) -> bool:
+        progress = False
+        while self._commands:
+            progress = True
+            try:
+                self._commands.popleft()(now)
+            except Exception:
+                self._metrics.failures.labels("internal").inc()
+                logger.exception("the thread of the tiers met an error of its own over an order")
+        return progress
+
+    def _clear(self, now: float) -> None:
+        self.copies.clear()
+        self.lower.clear(now)
+        self._jobs.forget_changes()
+
+    def _show(self) -> None:
+        for kind, count in self._jobs.counts().items():
+            self._metrics.open[kind].set(count)
+        self._metrics.held_rows.set(len(self._held))
+
+    def _end(self) -> None:
+        """The last of the thread: copies end, tiers are closed, and what is open then fails."""
+        self._carry_out(time.monotonic())
+        give_up_s = time.monotonic() + _LAST_COPIES_S
+        while len(self.copies) and time.monotonic() < give_up_s:
+            self.copies.advance(time.monotonic())
+            time.sleep(_SHORT_NAP_S)
+        self.lower.advance(time.monotonic())
+        self.lower.close(time.monotonic())
+        self._jobs.fail_all("the worker was closed")
+        self._show()
+        self._release()

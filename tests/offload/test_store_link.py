@@ -1,0 +1,321 @@
+"""The store tier over a store of a test's own: the same contract without the library, and odd processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvconnect.engine.store_talk import Verb
+from kvconnect.errors import EngineError
+from kvconnect.offload.store.tier import StoreTier
+from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
+
+NAMESPACE = "ab" * 32
+
+
+class FakeStore:
+    """What every process of one store sees."""
+
+    def __init__(self):
+        self.values = {}
+        self.processes = []
+        self.refuses_to_start = 0
+        self.may_start = threading.Event()
+        self.may_start.set()
+
+    def start(self, memory):
+        assert self.may_start.wait(10)
+        if self.refuses_to_start:
+            self.refuses_to_start -= 1
+            raise EngineError("there is no master")
+        self.processes.append(FakeProcess(self, memory))
+        return self.processes[-1]
+
+
+class FakeProcess:
+    """``trouble``, by verb: an error to raise, or a code for every key."""
+
+    def __init__(self, store, memory):
+        self.store, self.memory = store, memory
+        self.trouble = {}
+        self.orders = []
+        self.dead = self.closed = False
+
+    def ask(self, lane, order, timeout_s):
+        if self.dead:
+            raise EngineError("it is dead")
+        self.orders.append(order.verb)
+        trouble = self.trouble.get(order.verb)
+        if isinstance(trouble, threading.Event):
+            if not trouble.wait(timeout_s):
+                raise EngineError("it did not answer")
+        elif isinstance(trouble, Exception):
+            raise trouble
+        elif trouble is not None:
+            return (trouble,) * len(order.keys)
+        return tuple(self.do(order))
+
+    def do(self, order):
+        values, view = self.store.values, self.memory.view
+        places = list(zip(order.keys, order.offsets, order.lengths, strict=False))
+        match order.verb:
+            case Verb.PUT:
+                for key, offset, length in places:
+                    values.setdefault(key, bytes(view[offset : offset + length]))
+                return [0] * len(places)
+            case Verb.GET:
+                return [self.get(*place) for place in places]
+            case Verb.EXIST:
+                return [int(key in values) for key in order.keys]
+            case Verb.REMOVE:
+                return [0 if values.pop(key, None) is not None else -704 for key in order.keys]
+            case Verb.CLEAR:
+                for key in [key for key in values if key.startswith(order.keys)]:
+                    del values[key]
+                return [1]
+            case Verb.CLOSE:
+                return [0]
+
+    def get(self, key, offset, length):
+        value = self.store.values.get(key)
+        if value is None:
+            return -704
+        if len(value) > length:
+            return -600
+        self.memory.view[offset : offset + len(value)] = value
+        return len(value)
+
+    def kill(self):
+        self.dead = True
+
+    def close(self):
+        self.dead = self.closed = True
+
+
+@pytest.fixture
+def store():
+    return FakeStore()
+
+
+@pytest.fixture
+def make(store):
+    made = []
+
+    def make(**settings):
+        given = {"max_queued_bytes": 1 << 30, "batch_bytes": 1 << 16, "retry_s": (0.01, 0.05), **settings}
+        made.append(StoreTier(store.start, NAMESPACE, **given))
+        return made[-1], TierDriver(made[-1])
+
+    yield make
+    for tier in made:
+        assert tier.close()
+    assert all(process.closed for process in store.processes)
+
+
+class TestStoreTierOverAFake(LowerTierSuite):
+    def make_tier(self, tmp_path):
+        return StoreTier(FakeStore().start, NAMESPACE, max_queued_bytes=self.queue_bytes, batch_bytes=1 << 21)
+
+
+def until(is_so):
+    end = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_orders_wait_for_the_first_start(store, make):
+    store.may_start.clear()
+    tier, driver = make()
+    rows = some_rows(5, 1)
+    job = driver.new_job()
+    tier.write(job, [])
+    assert driver.wait("written", job) == ()
+    threading.Timer(0.1, store.may_start.set).start()
+    assert driver.write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_a_store_that_cannot_be_started_is_tried_again_when_it_is_asked(store, make):
+    store.refuses_to_start = 3
+    _, driver = make()
+    rows = some_rows(5, 2)
+    assert set(driver.write(rows)) == set(rows)
+    until(lambda: driver.write(rows) == ())
+    assert driver.failures == {"store_unreachable": 3}
+    assert driver.read(lengths_of(rows)) == rows
+
+
+def test_closing_does_not_wait_for_a_start(store, make):
+    store.may_start.clear()
+    tier, driver = make()
+    rows = some_rows(5, 3)
+    job = driver.new_job()
+    tier.write(job, rows_of(rows))
+    threading.Timer(0.2, store.may_start.set).start()
+    assert tier.close()
+    assert set(driver.wait("written", job)) == set(rows)
+    assert set(driver.write(rows)) == set(rows)
+
+
+@pytest.mark.parametrize("verb", [Verb.PUT, Verb.GET, Verb.EXIST])
+def test_an_order_that_fails_loses_itself_and_the_process(store, make, verb):
+    _, driver = make()
+    rows, fresh = some_rows(5, 4), some_rows(5, 5)
+    assert driver.write(rows) == ()
+    store.processes[0].trouble[verb] = EngineError("broken")
+    calls = {
+        Verb.PUT: lambda: driver.write(fresh) == tuple(fresh),
+        Verb.GET: lambda: driver.read(lengths_of(rows)) == {},
+        Verb.EXIST: lambda: driver.seek(list(rows)) == set(),
+    }
+    assert calls[verb]()
+    assert store.processes[0].dead
+    assert driver.failures == {"store_unreachable": 1}
+    until(lambda: driver.read(lengths_of(rows)) == rows)
+    assert len(store.processes) == 2
+
+
+def test_a_process_that_hangs_is_killed_before_its_rows_are_given_up(store, make):
+    _, driver = make(call_timeout_s=0.1)
+    rows = some_rows(5, 6)
+    assert driver.write(rows) == ()
+    process = store.processes[0]
+    process.trouble[Verb.GET] = threading.Event()
+    assert driver.read(lengths_of(rows)) == {}
+    assert process.dead
+    until(lambda: driver.read(lengths_of(rows)) == rows)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(-200, "store_full"), (-800, "store_io"), (-600, "store_wrong_size"), (-900, "store_unreachable")],
+)
+def test_codes_are_misses_and_counted_by_reason(store, make, code, reason):
+    _, driver = make()
+    rows = some_rows(5, 7)
+    assert driver.write(rows) == ()
+    for process in store.processes:
+        process.trouble = {Verb.PUT: code, Verb.GET: code}
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {reason: 1 if code == -900 else 5}
+
+
+def test_long_jobs_go_in_batches_and_what_is_too_long_is_refused(store, make):
+    _, driver = make(batch_bytes=1 << 14)
+    rows = some_rows(40, 8, length=3000)
+    long = some_rows(1, 9, length=(1 << 14) + 1)
+    assert set(driver.write(rows | long)) == set(long)
+    assert driver.failures == {"store_too_large": 1}
+    assert store.processes[0].orders.count(Verb.PUT) >= 8
+    assert driver.read(lengths_of(rows | long)) == rows
+
+
+def test_a_clear_is_done_before_anything_that_was_ordered_later(store, make):
+    """Also if the store can only be reached later."""
+    tier, driver = make()
+    rows = some_rows(5, 10)
+    assert driver.write(rows) == ()
+    store.processes[0].trouble[Verb.CLEAR] = EngineError("broken")
+    store.refuses_to_start = 2
+    tier.clear()
+    while len(store.processes) < 2:
+        assert driver.seek(list(rows)) == set()
+    assert driver.seek(list(rows)) == set()
+    assert store.processes[1].orders[0] is Verb.CLEAR
+    assert not store.values
+
+
+def test_a_write_that_is_under_way_is_cleared_too(store, make):
+    tier, driver = make()
+    rows, later = some_rows(3, 11), some_rows(3, 12)
+    assert driver.write(some_rows(1, 13)) == ()
+    held = store.processes[0].trouble[Verb.PUT] = threading.Event()
+    job = driver.new_job()
+    tier.write(job, rows_of(rows))
+    until(lambda: Verb.PUT in store.processes[0].orders[1:])
+    tier.clear()
+    threading.Timer(0.05, held.set).start()
+    assert driver.write(later) == ()
+    driver.wait("written", job)
+    assert driver.seek([*rows, *later]) == set(later)
+
+
+def test_what_waits_to_be_written_at_a_clear_is_not_written(store, make):
+    tier, driver = make()
+    first, waiting, later = some_rows(1, 20), some_rows(3, 21), some_rows(1, 22)
+    assert driver.seek(list(first)) == set()
+    held = store.processes[0].trouble[Verb.PUT] = threading.Event()
+    jobs = []
+    for rows in (first, waiting):
+        jobs.append(driver.new_job())
+        tier.write(jobs[-1], rows_of(rows))
+        until(lambda: Verb.PUT in store.processes[0].orders)
+    tier.clear()
+    held.set()
+    assert driver.write(later) == ()
+    assert set(driver.wait("written", jobs[1])) == set(waiting)
+    assert driver.seek([*first, *waiting, *later]) == set(later)
+
+
+def test_who_reads_during_a_clear_waits_for_it(store, make):
+    tier, driver = make()
+    rows = some_rows(3, 23)
+    assert driver.write(rows) == ()
+    held = store.processes[0].trouble[Verb.CLEAR] = threading.Event()
+    tier.clear()
+    job = driver.new_job()
+    tier.seek(job, list(rows))
+    timer = threading.Timer(0.1, held.set)
+    timer.start()
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.wait("found", job) == ()
+
+
+def test_the_queue_is_free_again_once_it_was_written(store, make):
+    _, driver = make(max_queued_bytes=10_000)
+    for seed in range(8):
+        assert driver.write(some_rows(3, 30 + seed, length=3000)) == ()
+    assert driver.tier.state()["queued_bytes"] == 0
+
+
+def test_no_bit_of_a_value_can_turn_without_being_noticed(store, make):
+    _, driver = make()
+    rows = some_rows(1, 16, length=200) | some_rows(1, 17, length=200)
+    assert driver.write(rows) == ()
+    wanted = lengths_of(rows)
+    first, second = store.values
+    whole = store.values[first]
+    for bit in range(0, 8 * len(whole), 7):
+        spoilt = bytearray(whole)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        store.values[first] = bytes(spoilt)
+        found = driver.read(wanted)
+        assert len(found) == 1
+        assert found.items() <= rows.items()
+        assert first not in store.values
+    for odd in (b"", whole[:-1], whole + b"\0", store.values[second]):
+        store.values[first] = odd
+        assert len(driver.read(wanted)) == 1
+    turned = len(range(0, 8 * len(whole), 7))
+    assert driver.failures["store_wrong_size"] == 3
+    assert driver.failures["store_corrupt"] == turned + 1
+
+
+def test_the_process_is_told_when_it_is_closed(store, make):
+    tier, driver = make()
+    assert driver.write(some_rows(1, 14)) == ()
+    assert tier.close()
+    assert store.processes[0].orders[-1] is Verb.CLOSE
+
+
+def test_a_bug_in_the_way_does_not_end_a_thread(store, make):
+    _, driver = make()
+    rows = some_rows(2, 15)
+    assert driver.write(rows) == ()
+    store.processes[0].trouble[Verb.GET] = RuntimeError("a bug")
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {"store_internal": 1, "store_unreachable": 1}
+    until(lambda: driver.read(lengths_of(rows)) == rows)

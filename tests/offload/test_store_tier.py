@@ -1,0 +1,327 @@
+"""The shared tier against real masters: the contract of lower tiers, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvconnect.config import OffloadConfig
+from kvconnect.engine.store_process import SharedMemory, StoreProcess
+from kvconnect.engine.store_talk import Order, Verb
+from kvconnect.errors import ConfigError
+from kvconnect.offload.disk.record import HEADER_BYTES
+from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.store.tier import _Item, open_store_tier
+from kvconnect.orders import Fetch, Restore, Seek, Store
+from kvconnect.testing.store_master import StoreMaster, free_port, master_binary
+from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
+from tests.offload.worker_kit import NUM_GROUPS, Rig, copies
+
+pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
+SEGMENT_BYTES = 64 << 20
+
+
+def open_tier(master, *, salt="", store_bytes=SEGMENT_BYTES, queue_bytes=1 << 30, call_timeout_s=10.0):
+    config = OffloadConfig(
+        cpu_bytes=1 << 20, store=master, store_bytes=store_bytes, max_queued_bytes=queue_bytes
+    )
+    return open_store_tier(
+        config, Namespace.of({"salt": salt}), most_row_bytes=1 << 20, call_timeout_s=call_timeout_s
+    )
+
+
+@pytest.fixture(scope="module")
+def master():
+    """A master, and somebody who gives the store its memory."""
+    with StoreMaster() as made:
+        keeper = open_tier(made.address, store_bytes=4 * SEGMENT_BYTES)
+        TierDriver(keeper).seek([(0, b"it is up")])
+        yield made
+        assert keeper.close()
+
+
+_salts = iter(range(1000))
+
+
+class TestStoreTier(LowerTierSuite):
+    @pytest.fixture(autouse=True)
+    def _master(self, master):
+        self.address = master.address
+
+    def make_tier(self, tmp_path):
+        # A store outlives its users: each case has a namespace of its own.
+        salt = str(next(_salts))
+        return open_tier(self.address, salt=salt, store_bytes=0, queue_bytes=self.queue_bytes)
+
+
+@pytest.fixture
+def own_master():
+    with StoreMaster() as made:
+        yield made
+
+
+def until(is_so, timeout_s=30.0):
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_node_finds_what_another_kept(master):
+    rows, late = some_rows(40, 1), some_rows(5, 2, length=100_000)
+    here, there = open_tier(master.address), open_tier(master.address, store_bytes=0)
+    ours, theirs = TierDriver(here), TierDriver(there)
+    assert ours.write(rows) == ()
+    assert theirs.seek([*rows, *late]) == set(rows)
+    assert theirs.read(lengths_of(rows | late)) == rows
+    assert theirs.write(late) == ()
+    assert ours.read(lengths_of(late)) == late
+    # Another namespace is another cache.
+    other = TierDriver(open_tier(master.address, salt="another", store_bytes=0))
+    assert other.seek(list(rows)) == set()
+    assert other.read(lengths_of(rows)) == {}
+    here.clear()
+    assert ours.seek(list(rows)) == set()
+    assert theirs.read(lengths_of(rows)) == {}
+    for driver in (other, theirs, ours):
+        assert driver.tier.close()
+        assert not driver.failures
+
+
+def test_two_nodes_over_one_store_find_each_others_blocks(master):
+    """Whole workers: what one stores from its pages, the other restores into its own."""
+    here, there, stranger = (
+        Rig(seed=seed, store=master.address, store_bytes=size, salt=salt)
+        for seed, size, salt in ((1, SEGMENT_BYTES, "two"), (2, 0, "two"), (3, 0, "else"))
+    )
+    image, names = here.image(), (b"first", b"second")
+    here.order(
+        stores=tuple(
+            Store(group, copies(group, [(1, 0), (2, 1)]), names, True) for group in range(NUM_GROUPS)
+        )
+    )
+    here.until(lambda: len(here.kept) == NUM_GROUPS, 30)
+    assert set(here.kept.values()) == {()}
+    for rig, found in ((there, names), (stranger, ())):
+        rig.order(seeks=tuple(Seek(group, "store", group, (*names, b"no")) for group in range(NUM_GROUPS)))
+        rig.until(lambda rig=rig: len(rig.found) == NUM_GROUPS, 30)
+        assert set(rig.found.values()) == {found}
+        fetches = tuple(
+            Fetch(group, "store", group, (b"no", *names), (3, 4, 5)) for group in range(NUM_GROUPS)
+        )
+        rig.order(fetches=fetches)
+        rig.until(lambda rig=rig: len(rig.fetched) == NUM_GROUPS, 30)
+        assert set(rig.fetched.values()) == {(b"no",) if found else (b"no", *names)}
+    now = there.image()
+    every = tuple(copies(group, [(7, 4), (8, 5)]) for group in range(NUM_GROUPS))
+    there.order(restores=(Restore("r", every),))
+    there.until(lambda: there.received == ["r"])
+    for group in range(NUM_GROUPS):
+        now.write(group, 7, image.row(group, 1))
+        now.write(group, 8, image.row(group, 2))
+    assert there.image().same_as(now)
+    for rig in (there, stranger, here):
+        rig.until_idle()
+        rig.close()
+        assert not rig.failures("store_unreachable")
+
+
+def test_no_master_is_a_store_that_has_nothing():
+    tier = open_tier(f"127.0.0.1:{free_port()}")
+    driver, rows = TierDriver(tier), some_rows(10, 3)
+    start = time.monotonic()
+    assert set(driver.write(rows)) == set(rows)
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.seek(list(rows)) == set()
+    assert time.monotonic() - start < 5
+    assert driver.failures["store_unreachable"] >= 1
+    assert tier.state()["link"] == "down"
+    assert tier.close()
+
+
+def test_a_master_that_dies_is_missed_and_one_that_comes_back_is_used(own_master):
+    tier = open_tier(own_master.address)
+    driver, rows, fresh = TierDriver(tier), some_rows(10, 4), some_rows(10, 5)
+    assert driver.write(rows) == ()
+    own_master.kill()
+    start = time.monotonic()
+    assert driver.read(lengths_of(rows)) == {}
+    assert set(driver.write(fresh)) == set(fresh)
+    assert driver.seek(list(rows)) == set()
+    # Not more than one call of the library that found out, and one that was on its way beside it.
+    assert time.monotonic() - start < 12
+    assert driver.failures["store_unreachable"] >= 1
+    with StoreMaster(own_master.port):
+        until(lambda: driver.write(fresh) == ())
+        assert driver.read(lengths_of(rows | fresh)) == fresh
+        assert tier.close()
+
+
+def test_a_master_that_hangs_is_given_up_within_a_bound(own_master):
+    tier = open_tier(own_master.address, call_timeout_s=2.0)
+    driver, rows = TierDriver(tier), some_rows(10, 6)
+    assert driver.write(rows) == ()
+    own_master.hang()
+    slowest_s = 0.0
+
+    def watch():
+        nonlocal slowest_s
+        while not done.is_set():
+            begin = time.monotonic()
+            time.sleep(0.001)
+            slowest_s = max(slowest_s, time.monotonic() - begin)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.monotonic()
+    assert driver.read(lengths_of(rows)) == {}
+    assert time.monotonic() - start < 5
+    assert driver.seek(list(rows)) == set()
+    assert set(driver.write(rows)) == set(rows)
+    assert time.monotonic() - start < 10
+    assert tier.close()
+    done.set()
+    watcher.join()
+    # The library would hold the interpreter for a minute and more.
+    assert slowest_s < 1.0
+
+
+def test_a_full_store_refuses_and_what_it_took_is_right(own_master):
+    tier = open_tier(own_master.address, store_bytes=16 << 20)
+    driver, rows = TierDriver(tier), some_rows(48, 7, length=1_000_000)
+    refused = driver.write(rows)
+    assert refused
+    assert driver.failures == {"store_full": len(refused)}
+    # The store makes room on its own account.
+    found = driver.read(lengths_of(rows))
+    assert found
+    assert found.items() <= {content: rows[content] for content in rows if content not in refused}.items()
+    assert tier.close()
+
+
+def test_bytes_that_are_not_ours_are_never_given_out(own_master):
+    """Another program writes into the store under our keys."""
+    tier = open_tier(own_master.address)
+    driver, rows = TierDriver(tier), some_rows(6, 8, length=4000)
+    assert driver.write(rows) == ()
+    memory = SharedMemory(1 << 20)
+    stranger = StoreProcess(
+        own_master.address,
+        memory,
+        1,
+        metadata="P2PHANDSHAKE",
+        protocol="tcp",
+        host="127.0.0.1",
+        segment_bytes=0,
+    )
+    contents = list(rows)
+    keys = tier._keys([_Item(0, 0, content, None) for content in contents])
+    length = HEADER_BYTES + 4000
+    assert stranger.ask(0, Order(Verb.GET, keys[:4], tuple(range(0, 40000, 10000)), (length,) * 4), 10) == (
+        (length,) * 4
+    )
+    # A bit of the row, a bit of the header, the record of another content, and too short a value.
+    memory.view[length - 1] ^= 1
+    memory.view[10000 + 9] ^= 1
+    memory.view[20000 : 20000 + length] = bytes(memory.view[30000 : 30000 + length])
+    for key in keys[:4]:
+        assert stranger.ask(0, Order(Verb.REMOVE, (key,)), 10) == (0,)
+    lengths = (length, length, length, length - 1)
+    put = Order(Verb.PUT, keys[:4], tuple(range(0, 40000, 10000)), lengths)
+    assert stranger.ask(0, put, 10) == (0, 0, 0, 0)
+    assert driver.read(lengths_of(rows)) == {content: rows[content] for content in contents[4:]}
+    assert driver.failures["store_wrong_size"] == 1
+    assert driver.failures["store_corrupt"] + driver.failures.get("store_foreign", 0) == 3
+    # What was found wrong is gone, and can be kept anew.
+    assert driver.seek(contents[:3]) == set()
+    assert driver.write(rows) == ()
+    assert set(driver.read(lengths_of(rows))) >= set(contents) - {contents[3]}
+    stranger.close()
+    memory.close()
+    assert tier.close()
+
+
+def test_a_process_that_dies_loses_only_what_it_was_doing(own_master):
+    tier = open_tier(own_master.address, store_bytes=0)
+    keeper = open_tier(own_master.address)
+    driver, rows = TierDriver(tier), some_rows(10, 9)
+    assert TierDriver(keeper).write(rows) == ()
+    assert driver.read(lengths_of(rows)) == rows
+    tier._link._process._process.kill()
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures == {"store_unreachable": 1}
+    until(lambda: driver.read(lengths_of(rows)) == rows)
+    assert tier.close()
+    assert keeper.close()
+
+
+def test_a_store_that_cannot_be_cleared_is_not_read(own_master):
+    """Weights may have changed: what was kept before must not be found, whatever fails."""
+    tier = open_tier(own_master.address, store_bytes=0)
+    keeper = open_tier(own_master.address)
+    driver, rows = TierDriver(tier), some_rows(10, 10)
+    assert TierDriver(keeper).write(rows) == ()
+    assert driver.seek(list(rows)) == set(rows)
+    process = tier._link._process
+    ask = process.ask
+
+    def no_clear(lane, order, timeout_s):
+        return (-800,) if order.verb is Verb.CLEAR else ask(lane, order, timeout_s)
+
+    process.ask = no_clear
+    tier.clear()
+    assert driver.seek(list(rows)) == set()
+    assert driver.read(lengths_of(rows)) == {}
+    assert driver.failures["store_not_cleared"] == 1
+    # The next process clears before it does anything else.
+    until(lambda: driver.write(rows) == ())
+    assert driver.read(lengths_of(rows)) == rows
+    assert tier.close()
+    assert keeper.close()
+
+
+def test_no_process_is_left_behind(own_master):
+    tier = open_tier(own_master.address)
+    driver = TierDriver(tier)
+    assert driver.write(some_rows(3, 11)) == ()
+    child = tier._link._process._process
+    assert tier.close()
+    assert child.poll() is not None
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:0", "host:70000"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match=r"offload\.store is"):
+        open_tier(address)
+
+
+def test_the_process_does_not_outlive_a_parent_that_is_killed(own_master):
+    program = (
+        "import sys, time\n"
+        "from tests.offload.test_store_tier import *\n"
+        "tier = open_tier(sys.argv[1])\n"
+        "assert TierDriver(tier).write(some_rows(1, 1)) == ()\n"
+        "print(tier._link._process._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, own_master.address],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    )
+    try:
+        child = int(parent.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        parent.kill()
+        parent.wait()
+        until(lambda: not Path(f"/proc/{child}/exe").exists(), 10)
+    finally:
+        parent.kill()
+        parent.stdout.close()

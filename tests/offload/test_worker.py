@@ -1,0 +1,238 @@
+"""A worker's rows: what is stored comes back as it was, and every order ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.errors import LocalError
+from kvconnect.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
+from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.close()
+
+
+def hashes(*numbers):
+    return tuple(b"hash%d" % number for number in numbers)
+
+
+def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
+    before = rig.image()
+    stores = tuple(
+        Store(group, copies(group, [(1, 0), (5, 2), (4, 1)]), hashes(1, 2, 3)) for group in range(NUM_GROUPS)
+    )
+    orders = OffloadOrders(stores=stores)
+    rig.worker.before_step(orders)
+    rig.scribble(1)
+    rig.worker.start(orders)
+    rig.until(lambda: rig.stored == {0: (), 1: (), 2: ()})
+    now = rig.image()
+    both = tuple(copies(group, [(7, 2), (9, 0)]) for group in range(NUM_GROUPS))
+    rig.order(restores=(Restore("r", both),))
+    rig.until(lambda: rig.received == ["r"])
+    assert not rig.failed
+    for group in range(NUM_GROUPS):
+        now.write(group, 7, before.row(group, 5))
+        now.write(group, 9, before.row(group, 1))
+    assert rig.image().same_as(now)
+    rig.until_idle()
+    assert not rig.kept
+    assert rig.sample("offload_rows_total", move="stored", tier="cpu") == 9
+    assert rig.sample("offload_rows_total", move="restored", tier="cpu") == 6
+    row_bytes = rig.worker.row_bytes
+    assert rig.sample("offload_bytes_total", move="restored", tier="cpu") == 2 * sum(row_bytes.values())
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "restore"]),
+        st.integers(0, NUM_GROUPS - 1),
+        st.dictionaries(st.integers(0, 5), st.integers(1, NUM_BLOCKS - 1), min_size=1, max_size=4),
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(moves)
+def test_any_order_of_stores_and_restores_moves_the_right_bytes(steps):
+    rig = Rig()
+    try:
+        image, rows = rig.image(), {}
+        for number, (what, group, pairs) in enumerate(steps):
+            chosen = {block: row for row, block in pairs.items()}
+            if what == "store":
+                chosen_rows = {row: block for block, row in chosen.items()}
+                order = copies(group, [(block, row) for row, block in chosen_rows.items()])
+                rig.order(stores=(Store(number, order, hashes(*chosen_rows)),))
+                rig.until(lambda number=number: number in rig.stored)
+                assert rig.stored[number] == ()
+                for row, block in chosen_rows.items():
+                    rows[group, row] = image.row(group, block).copy()
+            else:
+                there = [(block, row) for block, row in chosen.items() if (group, row) in rows]
+                rig.order(restores=(Restore(str(number), (copies(group, there),)),))
+                rig.until(lambda number=number: str(number) in rig.received)
+                for block, row in there:
+                    image.write(group, block, rows[group, row])
+            assert rig.image().same_as(image)
+        rig.until_idle()
+        assert not rig.failed
+    finally:
+        rig.close()
+
+
+def test_orders_before_the_caches_are_a_mistake():
+    rig = Rig(register=False)
+    store = OffloadOrders(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
+    with pytest.raises(LocalError, match="register_kv_caches"):
+        rig.worker.before_step(store)
+    for orders in (
+        OffloadOrders(restores=(Restore("r", ()),)),
+        OffloadOrders(fetches=(Fetch(1, "disk", 0, (), ()),)),
+        OffloadOrders(seeks=(Seek(1, "disk", 0, ()),)),
+    ):
+        with pytest.raises(LocalError, match="register_kv_caches"):
+            rig.worker.start(orders)
+    with pytest.raises(LocalError, match="register_kv_caches"):
+        rig.worker.row_bytes  # noqa: B018
+    rig.order()
+    assert rig.worker.results() == Results()
+    assert not any(rig.worker.state().values())
+    assert rig.worker.usage() == {}
+    rig.close()
+
+
+def test_the_caches_are_registered_once(rig):
+    with pytest.raises(LocalError, match="twice"):
+        rig.worker.register_kv_caches(rig.tensors)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        copies(0, [(0, 1)]),
+        copies(0, [(NUM_BLOCKS, 1)]),
+        copies(0, [(1, 10**6)]),
+        copies(5, [(1, 1)]),
+    ],
+    ids=["null block", "no such block", "no such row", "no such group"],
+)
+def test_an_order_that_cannot_be_carried_out_fails_alone(rig, bad):
+    good = Store(1, copies(0, [(1, 0)]), hashes(1))
+    wrong = Store(2, bad, hashes(2), keep=True)
+    image = rig.image()
+    rig.order(
+        stores=(good, wrong),
+        restores=(Restore("bad", (bad,)), Restore("good", ())),
+    )
+    rig.until(lambda: len(rig.stored) == 2 and len(rig.received) == 2)
+    assert rig.stored == {1: (), 2: hashes(2)}
+    assert rig.kept == {2: hashes(2)}
+    assert set(rig.failed) == {"bad"}
+    assert rig.image().same_as(image)
+    assert np.array_equal(rig.worker._arena.rows_of(0)[0][: len(image.row(0, 1))], image.row(0, 1))
+    rig.until_idle()
+
+
+def test_orders_for_a_tier_that_is_not_there_find_nothing(rig):
+    rig.order(
+        fetches=(Fetch(1, "disk", 0, hashes(1), (0,)),),
+        seeks=(Seek(2, "store", 1, hashes(1, 2)),),
+        stores=(Store(3, copies(0, [(1, 0)]), hashes(1), keep=True),),
+    )
+    rig.until(lambda: rig.fetched and rig.found and rig.kept)
+    assert rig.fetched == {1: hashes(1)}
+    assert rig.found == {2: ()}
+    assert rig.stored == {3: ()}
+    assert rig.kept == {3: hashes(1)}
+    assert rig.failures("offload_unknown_tier") == 2
+
+
+def test_the_owner_is_woken_when_something_ended(rig):
+    woken = threading.Event()
+    rig.worker.on_results(woken.set)
+    rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
+    assert woken.wait(5)
+    rig.until(lambda: rig.stored == {1: ()})
+
+
+def test_a_wake_that_fails_harms_nobody(rig):
+    rig.worker.on_results(lambda: 1 / 0)
+    rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
+    rig.until(lambda: rig.stored == {1: ()})
+
+
+def test_a_closed_worker_reports_what_was_open_and_nothing_twice():
+    rig = Rig()
+    for job in range(20):
+        rig.order(
+            stores=(Store(job, copies(0, [(1, job % 4)]), hashes(job), keep=True),),
+            restores=(Restore(str(job), (copies(1, [(1, 0)]),)),),
+        )
+    rig.close()
+    rig.close()
+    assert sorted(rig.stored) == sorted(rig.kept) == list(range(20))
+    assert sorted(rig.received, key=int) == [str(job) for job in range(20)]
+    assert not any(rig.worker.state().values())
+    assert rig.worker.results() == Results()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_leaves_nobody_waiting(rig):
+    rig.worker._loop.step = lambda now: (_ for _ in ()).throw(SystemExit)
+    rig.worker._loop._news.set()
+    rig.worker._loop._thread.join(5)
+    rig.order(
+        stores=(Store(1, copies(0, [(1, 0)]), hashes(1), keep=True),),
+        restores=(Restore("r", (copies(1, [(1, 0)]),)),),
+        fetches=(Fetch(2, "disk", 0, hashes(1), (0,)),),
+        seeks=(Seek(3, "disk", 0, hashes(1)),),
+    )
+    rig.collect()
+    assert rig.stored == rig.kept == {1: hashes(1)}
+    assert rig.fetched == {2: hashes(1)}
+    assert rig.found == {3: ()}
+    assert "ended" in rig.failed["r"]
+
+
+def test_an_error_of_ours_does_not_end_the_thread(rig):
+    step, times = rig.worker._loop.step, []
+
+    def broken(now):
+        times.append(now)
+        if len(times) < 3:
+            raise RuntimeError("a bug")
+        return step(now)
+
+    rig.worker._loop.step = broken
+    rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
+    rig.until(lambda: rig.stored == {1: ()})
+    assert rig.failures("internal") == 2
+
+
+def test_namespaces_differ_by_salt_and_model_facts():
+    names = set()
+    for chosen in ({}, {"salt": "x"}, {"cpu_bytes": 128 << 10}):
+        rig = Rig(**chosen)
+        names.add(rig.worker.namespace.name)
+        rig.close()
+    assert len(names) == 2
+
+
+def test_changes_are_told_once(rig):
+    rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
+    rig.until(lambda: rig.stored == {1: ()})
+    rig.until_idle()
+    told = rig.worker.changes()
+    assert told.counters["offload_rows"] == {"stored,cpu": 1}
+    rig.until(lambda: rig.worker.changes() is None)

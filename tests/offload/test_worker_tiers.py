@@ -1,0 +1,506 @@
+"""A worker above lower tiers that are late, fail, or never answer: nothing is lost, and no byte is wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.tiers import lower_tier_names, sought_tier_names
+from kvconnect.orders import Fetch, Restore, Seek, Store, TierChange
+from kvconnect.testing.memory_tier import MemoryTier
+from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
+
+
+def hashes(*numbers):
+    return tuple(b"hash%d" % number for number in numbers)
+
+
+@pytest.fixture
+def make():
+    rigs = []
+
+    def make(*tiers, **settings):
+        rigs.append(Rig(*tiers, **settings))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+        assert rig.worker.state()["errands"] == 0
+
+
+def store(job, pairs, *names, group=0, keep=True):
+    return Store(job, copies(group, pairs), hashes(*names), keep)
+
+
+def row(rig, group, number):
+    content_bytes = len(rig.image().row(group, 1))
+    return rig.worker._arena.rows_of(group)[number][:content_bytes].copy()
+
+
+def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
+    disk = Double()
+    rig = make(disk)
+    image = rig.image()
+    for group in range(NUM_GROUPS):
+        rig.order(stores=(store(group, [(1, 0), (2, 1)], 1, 2, group=group),))
+    rig.until(lambda: len(rig.kept) == NUM_GROUPS)
+    assert rig.stored == rig.kept == dict.fromkeys(range(NUM_GROUPS), ())
+    assert sorted(rig.changes, key=lambda change: change.group) == [
+        TierChange("disk", group, hashes(1, 2)) for group in range(NUM_GROUPS)
+    ]
+    rig.scribble(1)
+    for group in range(NUM_GROUPS):
+        rig.order(fetches=(Fetch(10 + group, "disk", group, hashes(2, 9, 1), (3, 4, 5)),))
+    rig.until(lambda: len(rig.fetched) == NUM_GROUPS)
+    assert set(rig.fetched.values()) == {hashes(9)}
+    now = rig.image()
+    every = tuple(copies(group, [(6, 3), (7, 5)]) for group in range(NUM_GROUPS))
+    rig.order(restores=(Restore("r", every),))
+    rig.until(lambda: rig.received == ["r"])
+    for group in range(NUM_GROUPS):
+        now.write(group, 6, image.row(group, 2))
+        now.write(group, 7, image.row(group, 1))
+    assert rig.image().same_as(now)
+    assert rig.sample("offload_rows_total", move="kept", tier="disk") == 2 * NUM_GROUPS
+    assert rig.sample("offload_rows_total", move="fetched", tier="disk") == 2 * NUM_GROUPS
+    assert rig.sample("offload_rows_total", move="missed", tier="disk") == NUM_GROUPS
+    rig.until_idle()
+
+
+def test_rows_are_kept_only_once_their_copy_is_done(make):
+    """A device that is late: the tier must not see the row before, nor anything if the copy fails."""
+    disk = Double()
+    rig = make(disk)
+
+    class LateTicket:
+        done, error, waited_s = False, None, 0.25
+
+    tickets = []
+
+    def snapshot(orders):
+        tickets.append(LateTicket())
+        return tickets[-1]
+
+    rig.worker._copier.snapshot = snapshot
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.order(stores=(store(2, [(2, 1)], 2),))
+    rig.until(lambda: rig.worker.state()["copies"] == 2)
+    assert not rig.stored
+    assert not disk.kept
+    tickets[1].error = "the device is broken"
+    tickets[1].done = True
+    rig.until(lambda: 2 in rig.stored)
+    assert rig.stored == rig.kept == {2: hashes(2)}
+    tickets[0].done = True
+    rig.until(lambda: 1 in rig.kept)
+    assert rig.stored[1] == rig.kept[1] == ()
+    assert set(disk.kept) == {(0, hashes(1)[0])}
+    assert rig.failures("offload_store") == 1
+    assert rig.sample("offload_wait_seconds_total", what="staging") == 0.5
+    rig.until_idle()
+
+
+def test_kept_is_told_once_no_tier_reads_the_rows(make):
+    disk, store_ = Double("disk", "late"), Double("store", indexed=False)
+    rig = make(disk, store_)
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.until(lambda: rig.stored == {1: ()})
+    rig.until(lambda: len(store_.kept) == 1 and len(disk.put_off) == 1)
+    rig.collect()
+    assert not rig.kept
+    disk.release()
+    rig.until(lambda: rig.kept == {1: ()})
+    rig.until_idle()
+
+
+def test_kept_names_what_no_tier_has(make):
+    disk, store_ = Double("disk", "refuse"), Double("store", indexed=False)
+    rig = make(disk, store_)
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.until(lambda: rig.kept == {1: ()})
+    store_.mood = "refuse"
+    rig.order(stores=(store(2, [(1, 0)], 1),))
+    rig.until(lambda: 2 in rig.kept)
+    assert rig.kept[2] == hashes(1)
+    assert rig.failures("disk_full") == 3
+    assert rig.sample("offload_rows_total", move="unkept", tier="disk") == 2
+
+
+def test_a_tier_that_is_asked_says_what_it_has(make):
+    tier = Double("store", indexed=False)
+    rig = make(tier)
+    tier.kept = {(1, hashes(1)[0]): b"", (0, hashes(2)[0]): b"", (1, hashes(3)[0]): b""}
+    rig.order(seeks=(Seek(1, "store", 1, hashes(1, 2, 3, 4)), Seek(2, "store", 0, ())))
+    rig.until(lambda: len(rig.found) == 2)
+    assert rig.found == {1: hashes(1, 3), 2: ()}
+
+
+@pytest.mark.parametrize("mood", ["late", "never"])
+def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mood):
+    disk = Double(mood=mood)
+    rig = make(disk)
+    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.05
+    disk.kept = {(0, hash_): b"\xee" * rig.worker.row_bytes[0] for hash_ in hashes(7, 8)}
+    rig.order(
+        stores=(store(1, [(1, 0)], 1),),
+        fetches=(Fetch(2, "disk", 0, hashes(7, 8), (1, 2)),),
+        seeks=(Seek(3, "disk", 0, hashes(7)),),
+    )
+    rig.until(lambda: rig.kept and rig.fetched and rig.found)
+    assert rig.stored == {1: ()}
+    assert rig.kept == {1: hashes(1)}
+    assert rig.fetched == {2: hashes(7, 8)}
+    assert rig.found == {3: ()}
+    assert rig.worker.state()["held_rows"] == 3
+    for reason in ("write", "read", "seek"):
+        assert rig.failures(f"disk_{reason}_timeout") == 1
+    # Who wants the rows now does not get them, and the others of the same orders do.
+    disk.mood = "good"
+    rig.order(
+        stores=(store(4, [(2, 1), (3, 3), (4, 0)], 1, 2, 3),),
+        fetches=(Fetch(5, "disk", 0, hashes(7, 8), (2, 4)),),
+    )
+    rig.until(lambda: 4 in rig.kept and 5 in rig.fetched)
+    assert set(rig.stored[4]) == set(rig.kept[4]) == set(hashes(1, 3))
+    assert rig.fetched[5] == hashes(7)
+    image = rig.image()
+    assert np.array_equal(row(rig, 0, 3), image.row(0, 3))
+    if mood == "never":
+        return
+    # It does at last what it was told: into rows that are still nobody else's.
+    disk.release()
+    rig.until_idle()
+    assert np.array_equal(row(rig, 0, 3), image.row(0, 3))
+    rig.order(stores=(store(6, [(2, 1)], 1),))
+    rig.until(lambda: 6 in rig.kept)
+    assert rig.stored[6] == rig.kept[6] == ()
+    assert np.array_equal(row(rig, 0, 1), image.row(0, 2))
+
+
+def test_a_device_that_never_ends_a_copy_keeps_its_rows(make):
+    rig = make(Double())
+    rig.worker._loop.copies._timeout_s = 0.05
+
+    class Stuck:
+        done, error, waited_s = False, None, 0.0
+
+    stuck, copier = Stuck(), rig.worker._copier
+    snapshot, copier.snapshot = copier.snapshot, lambda orders: stuck
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.until(lambda: rig.kept)
+    assert rig.stored == rig.kept == {1: hashes(1)}
+    copier.snapshot = snapshot
+    rig.order(stores=(store(2, [(1, 0), (1, 1)], 1, 2),))
+    rig.until(lambda: 2 in rig.kept)
+    assert rig.stored[2] == hashes(1)
+    assert rig.failures("offload_store_late") == 1
+    stuck.done = True
+    rig.until_idle()
+    rig.order(stores=(store(3, [(1, 0)], 1),))
+    rig.until(lambda: 3 in rig.kept)
+    assert rig.stored[3] == ()
+
+
+def test_a_restore_is_told_once_nobody_writes_the_blocks(make):
+    rig = make(Double())
+    rig.worker._loop.copies._timeout_s = 0.02
+
+    class Slow:
+        done, error, waited_s = False, None, 0.0
+
+    slow = Slow()
+    rig.worker._copier.restore = lambda orders, after: slow
+    rig.order(restores=(Restore("r", (copies(0, [(1, 0)]),)),))
+    rig.until(lambda: rig.failures("offload_restore_late") == 1)
+    rig.collect()
+    assert not rig.received
+    slow.error, slow.done = "the device is broken", True
+    rig.until(lambda: rig.received == ["r"])
+    assert "broken" in rig.failed["r"]
+    assert rig.failures("offload_restore") == 1
+    rig.until_idle()
+
+
+def test_a_refusal_is_a_failure_that_touches_nothing(make):
+    rig = make(Double())
+    image = rig.image()
+    rig.order(restores=(Restore("r", (copies(0, [(1, 0)]),), refusal="too few tokens were taken"),))
+    rig.until(lambda: rig.received == ["r"])
+    assert rig.failed == {"r": "too few tokens were taken"}
+    assert rig.image().same_as(image)
+
+
+@pytest.mark.parametrize("broken", ["raise", "dead"])
+def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
+    disk, other = Double("disk"), Double("store", indexed=False)
+    rig = make(disk, other)
+    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.2
+    disk.mood = broken
+    for job in range(3):
+        rig.order(
+            stores=(store(job, [(1, job)], job),),
+            fetches=(Fetch(10 + job, "disk", 0, hashes(9), (5 + job,)),),
+            seeks=(Seek(20 + job, "disk", 0, hashes(9)), Seek(30 + job, "store", 0, hashes(job))),
+        )
+    rig.until(lambda: len(rig.kept) == 3 and len(rig.fetched) == 3 and len(rig.found) == 6)
+    assert set(rig.kept.values()) == {()}
+    assert set(rig.fetched.values()) == {hashes(9)}
+    assert len(other.kept) == 3
+    assert rig.failures("disk_internal") >= (9 if broken == "raise" else 1) or broken == "raise"
+    assert rig.worker._loop.is_alive
+    disk.mood = "good"
+
+
+def test_a_report_that_names_others_contents_is_not_believed(make):
+    disk = Double(mood="wrong")
+    rig = make(disk)
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.until(lambda: rig.kept == {1: ()})
+    disk._news["read"][999] = ()
+    disk._wake()
+    rig.order(stores=(store(2, [(1, 0)], 1),))
+    rig.until(lambda: 2 in rig.kept)
+
+
+def test_after_a_clear_nothing_from_before_reaches_a_tier(make):
+    disk = Double()
+    rig = make(disk)
+
+    class LateTicket:
+        done, error, waited_s = False, None, 0.0
+
+    late, copier = LateTicket(), rig.worker._copier
+    rig.order(stores=(store(1, [(1, 0)], 1),))
+    rig.until(lambda: 1 in rig.kept)
+    snapshot, copier.snapshot = copier.snapshot, lambda orders: late
+    rig.order(stores=(store(2, [(1, 1)], 2),))
+    copier.snapshot = snapshot
+    rig.order(clear=True, stores=(store(3, [(1, 2)], 3),))
+    rig.until(lambda: 3 in rig.kept)
+    assert set(disk.kept) == {(0, hashes(3)[0])}
+    late.done = True
+    rig.until(lambda: 2 in rig.kept)
+    assert rig.stored[2] == ()
+    assert rig.kept[2] == hashes(2)
+    assert set(disk.kept) == {(0, hashes(3)[0])}
+    rig.until_idle()
+
+
+def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
+    disk = Double()
+    rig = make(disk)
+    woken = threading.Event()
+    rig.worker.on_results(woken.set)
+    everything = {(group, b"%d" % at) for group in range(2) for at in range(5000)}
+    disk._news["added"] = list(everything)
+    disk._wake()
+    added = set()
+    while len(added) < len(everything):
+        assert woken.wait(10)
+        woken.clear()
+        for report in rig.worker.results().offload:
+            assert sum(len(change.added) for change in report.changes) <= 2 * 2048
+            added |= {(change.group, name) for change in report.changes for name in change.added}
+    assert added == everything
+    disk._news["removed"] = list(everything)
+    disk._wake()
+    assert woken.wait(10)
+    rig.order(clear=True)
+    rig.worker._loop._news.set()
+    end = time.monotonic() + 10
+    while rig.worker._jobs._changes:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert rig.collect().offload == ()
+
+
+def test_closing_ends_what_tiers_never_answered(make):
+    disk = Double(mood="never")
+    rig = make(disk)
+    rig.order(
+        stores=(store(1, [(1, 0)], 1),),
+        fetches=(Fetch(2, "disk", 0, hashes(7), (1,)),),
+        seeks=(Seek(3, "disk", 0, hashes(7)),),
+    )
+    rig.until(lambda: rig.stored == {1: ()})
+    rig.close()
+    assert rig.kept == {1: hashes(1)}
+    assert rig.fetched == {2: hashes(7)}
+    assert rig.found == {3: ()}
+    assert disk.closed
+    assert not any(rig.worker.state().values())
+
+
+def test_what_happened_to_the_scheduler_half_is_counted(make):
+    rig = make(Double())
+    rig.worker.count_failures(("lookup", "lookup"))
+    rig.worker.count_failures(())
+    rig.until(lambda: rig.failures("lookup") == 2)
+
+
+def test_the_disk_and_a_restart(tmp_path):
+    settings_ = {"disk_path": str(tmp_path), "disk_bytes": 4 << 20, "disk_segment_bytes": 1 << 20}
+    rig = Rig(**settings_)
+    image = rig.image()
+    rig.order(stores=(store(1, [(1, 0), (2, 1)], 1, 2, group=2),))
+    rig.until(lambda: rig.kept == {1: ()})
+    rig.close()
+    for salt, missing in (("another", hashes(2, 1)), ("", ())):
+        again = Rig(seed=5, salt=salt, **settings_)
+        if not salt:
+            again.until(lambda again=again: len(again.changes) > 0)
+            assert set(again.changes[0].added) == set(hashes(1, 2))
+        again.order(fetches=(Fetch(1, "disk", 2, hashes(2, 1), (4, 5)),))
+        again.until(lambda again=again: again.fetched)
+        assert set(again.fetched[1]) == set(missing)
+        if not missing:
+            assert np.array_equal(row(again, 2, 4), image.row(2, 2))
+            assert np.array_equal(row(again, 2, 5), image.row(2, 1))
+        again.until_idle()
+        again.close()
+
+
+def test_which_tiers_a_configuration_names():
+    config = OffloadConfig(cpu_bytes=1, disk_path="/d", disk_bytes=1, store="h:1")
+    assert lower_tier_names(config) == ("disk", "store")
+    assert sought_tier_names(config) == ("store",)
+    assert lower_tier_names(OffloadConfig(cpu_bytes=1)) == ()
+    assert isinstance(Namespace.of({}).name, str)
+
+
+MOODS = ("good", "late", "never", "refuse", "raise", "wrong")
+
+
+class Model:
+    """What a scheduler half would believe, kept with plain dictionaries: which content is in which row."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.truth = {}
+        self.ready = {}
+        self.busy = set()
+        self.jobs = {}
+        self.restores = {}
+        self.next_job = 0
+
+    def free_rows(self, rig, group, count):
+        last = rig.worker.plan.row_class(group).num_rows - 1
+        rows = [at for at in range(min(last, 5) + 1) if (group, at) not in self.busy]
+        self.random.shuffle(rows)
+        return rows[:count]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**31), st.lists(st.sampled_from(MOODS), min_size=1, max_size=4))
+def test_random_orders_over_unreliable_tiers(seed, moods):
+    """Everything comes back exactly once, what is served is right, and nothing is left when idle."""
+    disk = Double("disk", moods[0])
+    memory = MemoryTier(64 << 10, indexed=False, name="store")
+    rig = Rig(disk, memory)
+    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.02
+    model = Model(seed)
+    chance = model.random
+    try:
+        for step in range(40):
+            if step % 8 == 0:
+                disk.mood = moods[step // 8 % len(moods)]
+                memory.is_failing = chance.random() < 0.2
+            _random_step(rig, model)
+            if chance.random() < 0.2:
+                # Long enough for what is late to be given up, and its rows used for something else.
+                time.sleep(0.03)
+                _settle(rig, model)
+            if chance.random() < 0.2:
+                disk.release(1)
+            _settle(rig, model)
+        disk.mood, memory.is_failing = "good", False
+        disk.put_off = type(disk.put_off)(("late", call, rows) for _, call, rows in disk.put_off)
+        disk.release()
+        rig.until(lambda: _settle(rig, model) or (not model.jobs and not model.restores))
+        if "raise" not in moods:
+            rig.until_idle()
+    finally:
+        rig.close()
+    assert not any(rig.worker.state().values())
+
+
+def _random_step(rig, model):
+    chance = model.random
+    group = chance.randrange(NUM_GROUPS)
+    model.next_job += 1
+    job = model.next_job
+    what = chance.choice(["store", "store", "fetch", "fetch", "seek", "restore", "scribble"])
+    if what == "scribble":
+        if not model.restores:
+            rig.scribble(job)
+    elif what == "store":
+        rows = model.free_rows(rig, group, chance.randrange(1, 4))
+        pairs = [(chance.randrange(1, NUM_BLOCKS), at) for at in rows]
+        names = tuple(b"%d.%d" % (job, at) for at in rows)
+        if model.restores:
+            return
+        image = rig.image()
+        for (block, _), name in zip(pairs, names, strict=True):
+            model.truth[group, name] = image.row(group, block).copy()
+        _take_rows(model, group, rows)
+        keep = chance.random() < 0.7
+        model.jobs[job] = ("store", group, names, rows, keep)
+        rig.order(stores=(Store(job, copies(group, pairs), names, keep),))
+    elif what == "fetch":
+        known = [name for of, name in model.truth if of == group]
+        names = tuple(chance.sample(known, min(len(known), 3))) + (
+            (b"unknown",) if chance.random() < 0.2 else ()
+        )
+        rows = model.free_rows(rig, group, len(names))
+        names = names[: len(rows)]
+        _take_rows(model, group, rows)
+        model.jobs[job] = ("fetch", group, names, rows, False)
+        rig.order(fetches=(Fetch(job, chance.choice(["disk", "store"]), group, names, tuple(rows)),))
+    elif what == "seek":
+        model.jobs[job] = ("seek", group, (), [], False)
+        rig.order(seeks=(Seek(job, chance.choice(["disk", "store"]), group, (b"unknown",)),))
+    else:
+        ready = [place for place in model.ready if place[0] == group]
+        chosen = chance.sample(ready, min(len(ready), 3))
+        blocks = chance.sample(range(1, NUM_BLOCKS), len(chosen))
+        pairs = [(block, at) for block, (_, at) in zip(blocks, chosen, strict=True)]
+        model.restores[str(job)] = [(group, block, model.ready[group, at]) for block, at in pairs]
+        model.busy |= set(chosen)
+        rig.order(restores=(Restore(str(job), (copies(group, pairs),)),))
+        rig.until(lambda: str(job) in rig.received)
+        image = rig.image()
+        assert str(job) not in rig.failed
+        for of, block, name in model.restores.pop(str(job)):
+            assert np.array_equal(image.row(of, block), model.truth[of, name])
+        model.busy -= set(chosen)
+
+
+def _take_rows(model, group, rows):
+    for at in rows:
+        model.busy.add((group, at))
+        model.ready.pop((group, at), None)
+
+
+def _settle(rig, model):
+    """Take reports as a scheduler half does."""
+    rig.collect()
+    for job, (what, group, names, rows, keep) in list(model.jobs.items()):
+        told = {"store": rig.stored, "fetch": rig.fetched, "seek": rig.found}[what]
+        if job not in told or (keep and job not in rig.kept):
+            continue
+        del model.jobs[job]
+        assert set(told[job]) <= set(names)
+        for name, at in zip(names, rows, strict=True):
+            model.busy.discard((group, at))
+            if name not in told[job]:
+                model.ready[group, at] = name
+    return False
