@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from kvconnect.bench_scheduler_offload import Keeping
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.orders import RankAddress, Results
@@ -26,7 +27,8 @@ from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
 
 _STEPS = 2000
-_WARM_UP = 200
+_KEEPING_STEPS = 200
+_WARM_UP = 0.1
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
 _NOTHING = Results()
@@ -192,9 +194,12 @@ class _Prefill:
         return time.perf_counter() - start
 
 
-def _timed(name: str, running: int, changed: int, step: Callable[[], float]) -> StepTiming:
+def _timed(
+    name: str, running: int, changed: int, step: Callable[[], float], steps: int = _STEPS
+) -> StepTiming:
     gc.collect()
-    times = [step() * 1e6 for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
+    first = int(_WARM_UP * steps)
+    times = [step() * 1e6 for _ in range(first + steps)][first:]
     return StepTiming(name, running, changed, round(min(times), 2), round(statistics.median(times), 2))
 
 
@@ -203,6 +208,7 @@ def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
     decode, prefill = _Decode(requests, 1), _Prefill(requests, 1)
     crowd = max(1, requests // 16)
     many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
+    keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
     results = [
         _timed("steady decode", requests, 0, decode.steady),
         _timed("decode, admits with a load", requests, 1, decode.admission),
@@ -211,12 +217,17 @@ def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
         _timed("decode, admits with a load", requests, crowd, many_decode.admission),
         _timed("decode, load arrives and ends", requests, crowd, many_decode.ending),
         _timed("prefill, admits and holds", requests, crowd, many_prefill.turnover),
+        _timed("offload, all decode", requests, 0, keeping.decode, _KEEPING_STEPS),
+        _timed("offload, admits a hit", requests, 1, keeping.returning, _KEEPING_STEPS),
+        _timed("offload, admits and stores", requests, 1, keeping.fresh, _KEEPING_STEPS),
+        _timed("offload, admits a hit", requests, crowd, many_keeping.returning, _KEEPING_STEPS),
+        _timed("offload, admits and stores", requests, crowd, many_keeping.fresh, _KEEPING_STEPS),
     ]
     if json_output:
         for result in results:
             print(json.dumps(asdict(result)))
         return
-    table = Table(title=f"all scheduler hooks of a step, {_STEPS} steps")
+    table = Table(title=f"all scheduler hooks of a step, {_STEPS} steps; with offload {_KEEPING_STEPS}")
     table.add_column("step")
     for column in ("running", "changed", "best us", "median us"):
         table.add_column(column, justify="right")

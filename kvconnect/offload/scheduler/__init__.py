@@ -1,0 +1,1 @@
+"""The half of the offload that lives with the request scheduler."""

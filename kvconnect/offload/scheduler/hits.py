@@ -1,0 +1,380 @@
+"""What of a prompt can come back from host memory, and what lower tiers have to bring there first.
+
+A hit is promised only once all of it is in host memory, and stays there from then on: whatever goes wrong
+with a lower tier is a shorter hit. Questions that are asked again cost nothing until something has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvconnect.offload.index.lower_index import LowerIndex
+from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.scheduler.jobs import Job, JobKind, Jobs
+from kvconnect.offload.scheduler.outgoing import Hashes
+from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+from kvconnect.offload.scheduler.reasons import Reasons
+from kvconnect.offload.scheduler.tracked import Content, Offer, Pins, Search, Tracked
+from kvconnect.orders import Fetch, Seek
+
+_LOOK_AGAIN_S = 0.05
+"""How long no answer stays no answer, while other requests store what might help."""
+
+_STRIDE = 8
+"""How many more names are looked at each time that all were known: most prompts are new."""
+
+_MOST_ROUNDS = 16
+
+_REST_WAITS = 10
+"""For how many times ``wait_s`` a tier is left alone that did not answer within one, unless it does."""
+
+
+class Hits:
+    """Looks for hits, and has them brought to host memory.
+
+    Args:
+        tiers: the lower tiers, nearest first.
+        sought: those of them that must be asked.
+        min_tokens: shorter hits are none.
+        wait_s: how long a request waits for lower tiers, and for what others store.
+    """
+
+    def __init__(
+        self,
+        reach: Reach,
+        index: TierIndex,
+        lower: LowerIndex,
+        jobs: Jobs,
+        hashes: Hashes,
+        reasons: Reasons,
+        *,
+        tiers: Sequence[str],
+        sought: Sequence[str],
+        min_tokens: int,
+        wait_s: float,
+    ) -> None:
+        self._reach = reach
+        self._index = index
+        self._lower = lower
+        self._jobs = jobs
+        self._hashes = hashes
+        self._reasons = reasons
+        self._indexed = tuple(tier for tier in tiers if tier not in sought)
+        self._sought = tuple(sought)
+        self._min_tokens = max(1, min_tokens)
+        self._wait_s = wait_s
+        self._waiters: dict[Content, list[Search]] = {}
+        self._seekers: dict[int, Search] = {}
+        self._stuck: set[Content] = set()
+        self._resting: dict[str, float] = {}
+        self._fetches: list[Fetch] = []
+        self._seeks: list[Seek] = []
+        self.version = 0
+        """Grows with what is in host memory."""
+
+    def __len__(self) -> int:
+        return len(self._waiters) + len(self._seekers)
+
+    def ask(self, tracked: Tracked, start_tokens: int, now: float) -> int | None:
+        """Tokens beyond ``start_tokens`` that can be restored; None: ask again."""
+        num_tokens = tracked.view.num_tokens
+        offer = tracked.offer
+        if (
+            offer is not None
+            and offer.start_tokens == start_tokens
+            and offer.num_tokens == num_tokens
+            and (offer.length or offer.version == self.version or now < offer.looked_at + _LOOK_AGAIN_S)
+        ):
+            return offer.length
+        search = tracked.search
+        if search is None:
+            search = tracked.search = Search(now + self._wait_s)
+        if search.is_waiting:
+            if now < search.deadline:
+                return None
+            self._reasons.count("offload_wait_timeout")
+            for tier in {*search.waits_for.values(), *search.asked.values()}:
+                self._resting[tier] = now + _REST_WAITS * self._wait_s
+            self._stuck.update(search.waits_for)
+            self._abandon(search)
+        self.withdraw(tracked)
+        boundary = self._search(tracked, search, start_tokens, now)
+        if boundary is None:
+            return None
+        if boundary - start_tokens < self._min_tokens:
+            boundary = start_tokens
+        offer = Offer(start_tokens, num_tokens, boundary, looked_at=now, version=self.version)
+        if offer.length:
+            for group, names in self._needed(tracked, start_tokens, boundary):
+                self._index.pin(group.group, names)
+                offer.pins[group.group] = list(names)
+            tracked.sources = self._sources(offer, search)
+        self._unpin(search.pins)
+        tracked.offer = offer
+        return offer.length
+
+    def withdraw(self, tracked: Tracked) -> None:
+        """What was promised to a request is not wanted any more."""
+        if tracked.offer is not None:
+            self._unpin(tracked.offer.pins)
+            tracked.offer = None
+
+    def release(self, tracked: Tracked) -> None:
+        """A request is not looking for a hit any more."""
+        self.withdraw(tracked)
+        if tracked.search is not None:
+            self._abandon(tracked.search)
+            self._unpin(tracked.search.pins)
+            tracked.search = None
+
+    def take(self) -> tuple[tuple[Fetch, ...], tuple[Seek, ...]]:
+        """The orders since the last call."""
+        if not (self._fetches or self._seeks):
+            return (), ()
+        orders = tuple(self._fetches), tuple(self._seeks)
+        self._fetches, self._seeks = [], []
+        return orders
+
+    def arrived(self, group: int, names: Iterable[bytes], tier: str = "") -> None:
+        """Contents are in host memory now, brought from ``tier`` if by one."""
+        self.version += 1
+        self._resting.pop(tier, None)
+        for name in names if self._waiters or self._stuck else ():
+            content = (group, name)
+            self._stuck.discard(content)
+            for search in self._waiters.pop(content, ()):
+                search.waits_for.pop(content, None)
+                self._index.pin(group, [name])
+                search.pins.setdefault(group, []).append(name)
+                if tier:
+                    search.brought.setdefault(tier, set()).add(content)
+
+    def lost(self, group: int, names: Iterable[bytes]) -> None:
+        """Contents that were under way to host memory do not arrive."""
+        for name in names if self._waiters or self._stuck else ():
+            content = (group, name)
+            self._stuck.discard(content)
+            self._give_up(content)
+
+    def overdue(self, job: Job) -> None:
+        """Nobody waits for a job any more."""
+        if job.kind is JobKind.SEEK:
+            self.answered(job)
+            return
+        if job.waiting:
+            for name in job.hashes:
+                self._stuck.add((job.group, name))
+                self._give_up((job.group, name))
+
+    def answered(self, job: Job) -> None:
+        """Tiers have said, as far as they have, which contents they have; what all ranks have counts."""
+        if not job.waiting:
+            self._resting.pop(job.tier, None)
+        search = self._seekers.pop(job.number, None)
+        if search is None:
+            return
+        search.asked.pop(job.number, None)
+        if not job.waiting and not job.stale:
+            found = {(job.group, name) for name, ranks in job.told.items() if ranks == self._jobs.num_ranks}
+            search.found.setdefault(job.tier, set()).update(found)
+
+    def _is_awake(self, tier: str, now: float) -> bool:
+        """Whether a tier is not left alone for having kept somebody waiting."""
+        if self._resting.get(tier, now) <= now:
+            self._resting.pop(tier, None)
+        return tier not in self._resting
+
+    def _give_up(self, content: Content) -> None:
+        for search in self._waiters.pop(content, ()):
+            search.waits_for.pop(content, None)
+            search.lost.add(content)
+
+    def _abandon(self, search: Search) -> None:
+        """Wait for nothing any more, and look for nothing more than what is there."""
+        for content in search.waits_for:
+            left = self._waiters[content]
+            left.remove(search)
+            if not left:
+                del self._waiters[content]
+        for job in search.asked:
+            del self._seekers[job]
+        search.waits_for.clear()
+        search.asked.clear()
+        search.is_settled = True
+
+    def _unpin(self, pins: Pins) -> None:
+        for group, names in pins.items():
+            self._index.unpin(group, names)
+        pins.clear()
+
+    def _search(self, tracked: Tracked, search: Search, start_tokens: int, now: float) -> int | None:
+        """How long a hit is here; None if more is being brought, where that makes a longer one."""
+        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
+        here, _ = self._longest(tracked, start_tokens, None)
+        if here >= limit or search.is_settled or now >= search.deadline:
+            search.is_settled = True
+            return here
+        for tier in self._indexed:
+            self._is_awake(tier, now)
+        if not search.was_asked:
+            search.was_asked = True
+            if self._seek(tracked, search, start_tokens, now):
+                return None
+        for _ in range(_MOST_ROUNDS):
+            best, junction = self._longest(tracked, start_tokens, search)
+            if junction > max(best, start_tokens):
+                # Others share this much: keep what the next of them needs to begin there.
+                tracked.junction = junction
+            at_least = here if here - start_tokens >= self._min_tokens else start_tokens
+            if best - at_least < self._min_tokens:
+                break
+            self._bring(tracked, search, start_tokens, best)
+            if search.is_waiting:
+                return None
+            # Rows were short. What is here now may be less than it was.
+            here, _ = self._longest(tracked, start_tokens, None)
+        search.is_settled = True
+        return here
+
+    def _longest(self, tracked: Tracked, start_tokens: int, search: Search | None) -> tuple[int, int]:
+        """The longest hit, and how long it could be if all windows and states were there.
+
+        With ``search`` what is under way, and what lower tiers have, counts as there.
+        """
+        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
+        for group in self._reach.whole:
+            first = start_tokens // group.block_tokens
+            names = self._names(tracked, group, first, limit // group.block_tokens)
+            limit = min(limit, (first + self._run(group.group, names, search)) * group.block_tokens)
+        limit = limit // self._reach.align_tokens * self._reach.align_tokens
+        if limit <= start_tokens:
+            return start_tokens, start_tokens
+        if not self._reach.partial:
+            return limit, limit
+        flags = {}
+        for group in self._reach.partial:
+            first = start_tokens // group.block_tokens
+            names = self._names(tracked, group, first, limit // group.block_tokens)
+            flags[group.group] = np.array(self._known(group.group, names, search), dtype=np.bool_)
+        return self._reach.longest(start_tokens, limit, flags), limit
+
+    def _names(self, tracked: Tracked, group: ReachGroup, first: int, end: int) -> Sequence[bytes]:
+        return group.names(self._hashes(tracked.view, group.block_tokens), first, end)
+
+    def _run(self, group: int, names: Sequence[bytes], search: Search | None) -> int:
+        """How many of the names, from the first on, are known."""
+        run, stride = self._index.lookup(group, names), _STRIDE
+        while search is not None and run < len(names):
+            known = self._known(group, names[run : run + stride], search)
+            if not all(known):
+                return run + known.index(False)
+            run, stride = run + len(known), stride * _STRIDE
+        return run
+
+    def _known(self, group: int, names: Sequence[bytes], search: Search | None) -> list[bool]:
+        states = self._index.states(group, names)
+        known = [state is ContentState.READY for state in states]
+        if search is None or all(known):
+            return known
+        known = [
+            is_known or (state is ContentState.PENDING and (group, name) not in self._stuck)
+            for is_known, state, name in zip(known, states, names, strict=True)
+        ]
+        absent = [at for at, state in enumerate(states) if state is ContentState.ABSENT]
+        for at, tier in zip(absent, self._tiers_of(group, [names[at] for at in absent], search), strict=True):
+            known[at] = bool(tier)
+        return [
+            is_known and (state is ContentState.READY or (group, name) not in search.lost)
+            for is_known, state, name in zip(known, states, names, strict=True)
+        ]
+
+    def _tiers_of(self, group: int, names: Sequence[bytes], search: Search) -> list[str]:
+        """The nearest tier that has each; empty where none has."""
+        found = [""] * len(names)
+        for tier in self._indexed:
+            if tier in self._resting:
+                continue
+            for at, has in enumerate(self._lower.has(tier, group, names)):
+                if has and not found[at]:
+                    found[at] = tier
+        for tier in self._sought:
+            told = search.found.get(tier)
+            for at, name in enumerate(names) if told else ():
+                if not found[at] and told and (group, name) in told:
+                    found[at] = tier
+        return found
+
+    def _needed(
+        self, tracked: Tracked, start_tokens: int, boundary: int
+    ) -> list[tuple[ReachGroup, Sequence[bytes]]]:
+        """The contents that a hit needs, by group, beyond those that are at hand."""
+        return [
+            (
+                group,
+                self._names(
+                    tracked,
+                    group,
+                    max(group.first_needed(boundary), start_tokens // group.block_tokens),
+                    boundary // group.block_tokens,
+                ),
+            )
+            for group in self._reach.groups
+        ]
+
+    def _bring(self, tracked: Tracked, search: Search, start_tokens: int, boundary: int) -> None:
+        """Order what a hit needs and is not here, and wait for what is under way."""
+        self._unpin(search.pins)
+        missing: dict[tuple[int, str], list[bytes]] = {}
+        for group, names in self._needed(tracked, start_tokens, boundary):
+            by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
+            for name, state in zip(names, self._index.states(group.group, names), strict=True):
+                by_state[state].append(name)
+            # Before any row is taken: what is here must not make room for what is not.
+            self._index.pin(group.group, by_state[ContentState.READY])
+            search.pins[group.group] = by_state[ContentState.READY]
+            self._await(search, group.group, by_state[ContentState.PENDING])
+            absent = by_state[ContentState.ABSENT]
+            for name, tier in zip(absent, self._tiers_of(group.group, absent, search), strict=True):
+                missing.setdefault((group.group, tier), []).append(name)
+        for (index, tier), names in missing.items():
+            taken, rows = self._index.reserve(index, names)
+            if len(taken) < len(names):
+                self._reasons.count("offload_rows_short")
+                search.lost.update((index, name) for name in set(names) - set(taken))
+            if taken:
+                job = self._jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
+                self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
+                self._await(search, index, taken, tier)
+
+    def _await(self, search: Search, group: int, names: Iterable[bytes], tier: str = "") -> None:
+        for name in names:
+            search.waits_for[group, name] = tier
+            self._waiters.setdefault((group, name), []).append(search)
+
+    def _seek(self, tracked: Tracked, search: Search, start_tokens: int, now: float) -> bool:
+        """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
+        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
+        for tier in self._sought:
+            for group in self._reach.groups if self._is_awake(tier, now) else ():
+                first = start_tokens // group.block_tokens
+                names = self._names(tracked, group, first, limit // group.block_tokens)
+                known = self._known(group.group, names, search)
+                unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
+                if unknown:
+                    job = self._jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
+                    self._seeks.append(Seek(job.number, tier, group.group, unknown))
+                    self._seekers[job.number] = search
+                    search.asked[job.number] = tier
+        return bool(search.asked)
+
+    def _sources(self, offer: Offer, search: Search) -> dict[str, int]:
+        """How many of the offered tokens came from which tier, as the first group has them."""
+        group = (self._reach.whole or self._reach.partial)[0]
+        found: dict[str, int] = {}
+        for tier, contents in search.brought.items():
+            count = sum((group.group, name) in contents for name in offer.pins[group.group])
+            if count:
+                found[tier] = min(count * group.block_tokens, offer.length)
+        return found

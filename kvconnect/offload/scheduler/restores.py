@@ -1,0 +1,115 @@
+"""Restores under way: which rows are copied to which blocks, and what must stay in host memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.errors import LocalError
+from kvconnect.offload.index.tier_index import TierIndex
+from kvconnect.offload.scheduler.outgoing import Hashes
+from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+from kvconnect.offload.scheduler.reasons import Reasons
+from kvconnect.offload.scheduler.tracked import Offer, Pins, Tracked
+from kvconnect.orders import Restore, RowCopies
+
+_Wanted = tuple[int, list[bytes], RowCopies]
+"""A group, the names of what is restored to it, and the copies."""
+
+
+class _Impossible(Exception):
+    """What a serving stack asks for cannot be restored. The text says why."""
+
+
+class Restores:
+    """Restores by the request that waits for them."""
+
+    def __init__(self, reach: Reach, index: TierIndex, hashes: Hashes, reasons: Reasons) -> None:
+        self._reach = reach
+        self._index = index
+        self._hashes = hashes
+        self._reasons = reasons
+        self._pins: dict[str, Pins] = {}
+        self._orders: list[Restore] = []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pins
+
+    def begin(
+        self, tracked: Tracked, offer: Offer | None, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> None:
+        """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
+        request_id = tracked.request_id
+        pins = self._pins[request_id] = {}
+        try:
+            wanted = self._wanted(tracked, offer, block_ids, num_tokens)
+        except _Impossible as error:
+            self._reasons.count("offload_refused")
+            self._orders.append(Restore(request_id, (), f"it cannot be restored: {error}"))
+            return
+        for group, names, _ in wanted:
+            self._index.touch(group, names)
+        assert offer is not None
+        if num_tokens == offer.length:
+            # They stay pinned as they are.
+            pins.update(offer.pins)
+            offer.pins = {}
+        else:
+            for group, names, _ in wanted:
+                self._index.pin(group, names)
+                pins[group] = names
+        self._orders.append(Restore(request_id, tuple(copies for _, _, copies in wanted)))
+
+    def end(self, request_id: str, *, failed: bool) -> bool:
+        """A request was reported, whose load may be one of these. Whether it was."""
+        pins = self._pins.pop(request_id, None)
+        if pins is None:
+            return False
+        for group, names in pins.items():
+            if failed:
+                self._index.drop(group, names)
+            self._index.unpin(group, names)
+        return True
+
+    def take(self) -> tuple[Restore, ...]:
+        """The orders since the last call."""
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+    def _wanted(
+        self, tracked: Tracked, offer: Offer | None, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> list[_Wanted]:
+        if offer is None or num_tokens > offer.length:
+            raise _Impossible(f"{num_tokens} tokens are not what was promised")
+        end = offer.start_tokens + num_tokens
+        found = []
+        for group in self._reach.groups:
+            if group.is_state and end % group.block_tokens:
+                raise _Impossible(f"no state is kept after {end} tokens")
+            first = max(group.first_needed(end), offer.start_tokens // group.block_tokens)
+            last = div_ceil(end, group.block_tokens)
+            names = group.names(self._hashes(tracked.view, group.block_tokens), first, last)
+            ids = block_ids[group.group]
+            ids = ids[-1:] if group.is_state else ids[first:last]
+            if len(ids) != len(names) or len(names) != last - first:
+                raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {last - first}")
+            if group.window is None and 0 in ids:
+                raise _Impossible(f"cache group {group.group} has no block for some of {end} tokens")
+            if 0 in ids:
+                # A window may be kept for fewer tokens than it is wide.
+                names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
+                ids = [block_id for block_id in ids if block_id]
+            if ids:
+                copies = RowCopies(group.group, tuple(ids), self._rows(group, names, end))
+                found.append((group.group, list(names), copies))
+        return found
+
+    def _rows(self, group: ReachGroup, names: Sequence[bytes], end: int) -> tuple[int, ...]:
+        try:
+            return tuple(self._index.rows_of(group.group, names))
+        except LocalError as error:
+            reason = f"what cache group {group.group} needs after {end} tokens is not here"
+            raise _Impossible(reason) from error

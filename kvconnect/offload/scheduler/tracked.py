@@ -1,0 +1,173 @@
+"""What the scheduler half of the offload remembers of one request.
+
+Records and pure bookkeeping: which positions are to be kept and were seen to, and what is promised to the
+request. ``Tracked`` is changed by its owner alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+from kvconnect.orders import RequestView
+
+NEVER = 1 << 62
+"""A token count that no request reaches."""
+
+Content = tuple[int, bytes]
+"""A cache group and the name of a block in it."""
+
+Pins = dict[int, list[bytes]]
+"""Names by group, each pinned once."""
+
+
+@dataclass(eq=False)
+class Offer:
+    """A hit that was promised, from ``start_tokens``, which the stack has, to ``boundary``. It is pinned.
+
+    With ``boundary`` no longer than ``start_tokens`` there is none, and that was true at ``looked_at``.
+    """
+
+    start_tokens: int
+    num_tokens: int
+    boundary: int
+    pins: Pins = field(default_factory=dict)
+    looked_at: float = 0.0
+    version: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens beyond those that the stack has."""
+        return max(0, self.boundary - self.start_tokens)
+
+
+@dataclass(eq=False)
+class Search:
+    """What a request waits for before it is promised anything: contents that are under way to host memory.
+
+    ``waits_for`` says which tier brings a content, empty for what another request stores. ``asked`` are jobs
+    that ask tiers, with the tier; ``found`` what these said, by tier. ``lost`` could not be brought, and
+    is not tried again. ``brought`` is how many tokens of contents came from which tier.
+    """
+
+    deadline: float
+    waits_for: dict[Content, str] = field(default_factory=dict)
+    asked: dict[int, str] = field(default_factory=dict)
+    was_asked: bool = False
+    found: dict[str, set[Content]] = field(default_factory=dict)
+    lost: set[Content] = field(default_factory=set)
+    brought: dict[str, set[Content]] = field(default_factory=dict)
+    pins: Pins = field(default_factory=dict)
+    is_settled: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Something is under way for it."""
+        return bool(self.waits_for or self.asked)
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One request, from its arrival to its end.
+
+    ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
+    ``told_tokens`` those that the device was given since; ``before_tokens`` the same a step earlier.
+    ``boundaries`` are where windows and states are kept of the known tokens. ``block_ids`` are by group and
+    position, ``next_position`` by group the first one that was not seen to. ``trail`` is, by group, what was
+    kept while decoding, and is superseded as the answer grows. ``is_admitted``: it had blocks at some
+    time. ``sources`` are, of the last promise, tokens that lower tiers brought.
+    """
+
+    view: RequestView
+    reads: bool = True
+    writes: bool = True
+    most_tokens: int = NEVER
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+    told_tokens: int = 0
+    before_tokens: int = 0
+    boundaries: tuple[int, ...] = ()
+    junction: int = 0
+    kept: dict[int, tuple[range, ...]] = field(default_factory=dict)
+    block_ids: dict[int, list[int]] = field(default_factory=dict)
+    next_position: dict[int, int] = field(default_factory=dict)
+    trail: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
+    offer: Offer | None = None
+    search: Search | None = None
+    restore_failed: bool = False
+    is_admitted: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> str:
+        """Whose record this is."""
+        return self.view.request_id
+
+    def arrive(self, reach: Reach, checkpoint_tokens: int) -> None:
+        """The request is looked at for the first time: its prompt is what it will be."""
+        if not self.prompt_tokens:
+            self.prompt_tokens = self.view.num_tokens
+            self.lay_out(reach, checkpoint_tokens)
+
+    def lay_out(self, reach: Reach, checkpoint_tokens: int) -> None:
+        """Work out what is to be kept of the tokens that it has now."""
+        self.known_tokens = self.view.num_tokens
+        found = set(reach.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
+        if 0 < self.junction < self.known_tokens:
+            found.add(self.junction)
+        self.boundaries = tuple(sorted(found))
+        self.kept = reach.kept(self.boundaries) if self.writes else {}
+
+    def checkpoints(self, reach: Reach) -> tuple[int, ...]:
+        """Where its state is of use: its boundaries, and those that an answer can make one."""
+        align, last = reach.align_tokens, reach.last_boundary(self.known_tokens)
+        if self.boundaries and self.boundaries[-1] < last:
+            return self.boundaries
+        return (*self.boundaries, *range(last + align, self.known_tokens + 1, align))
+
+    def lose_blocks(self) -> None:
+        """Its blocks are gone, or others: everything is told anew."""
+        self.block_ids = {}
+        self.next_position = {}
+        self.told_tokens = self.before_tokens = 0
+
+    def add_blocks(self, groups: Sequence[ReachGroup], new_block_ids: Sequence[Sequence[int]]) -> None:
+        """It got these blocks."""
+        for group in groups:
+            if not group.is_state and (ids := new_block_ids[group.group]):
+                self.block_ids.setdefault(group.group, []).extend(ids)
+
+    def valid_tokens(self) -> int:
+        """How many of its tokens have KV that is final and under way at least.
+
+        What was sampled counts once the token after it is known: drafts may have been in its place.
+        """
+        return min(self.told_tokens, max(self.known_tokens, self.view.num_tokens - 1))
+
+    def final_tokens(self) -> int:
+        """The same when it has ended. The last token has no KV yet."""
+        if self.view.num_tokens > self.known_tokens and self.known_tokens:
+            # Something was sampled since it was admitted, after all that it had was computed.
+            return self.view.num_tokens - 1
+        return self.valid_tokens()
+
+    def first_held(self, group: ReachGroup, lag_tokens: int) -> int:
+        """The first position of a window whose block was still the request's in the step told last.
+
+        While decoding not every step is told; a step is of one token at least.
+        """
+        is_prefill = self.before_tokens < self.known_tokens
+        before = self.before_tokens if is_prefill else self.told_tokens - 1 + lag_tokens
+        return group.first_needed(max(0, before))
+
+    def wants(self, reach: Reach, group: ReachGroup, first: int, end: int, *, decoded: bool) -> list[int]:
+        """Positions of a group with a window that are to be kept, among ``first`` to ``end - 1``."""
+        found: list[int] = []
+        for span in self.kept.get(group.group, ()):
+            found.extend(range(max(first, span.start), min(end, span.stop)))
+        if decoded:
+            begin = max(first, (self.boundaries[-1] if self.boundaries else 0) // group.block_tokens)
+            found.extend(p for p in range(begin, end) if reach.lasts(group, p))
+        return found

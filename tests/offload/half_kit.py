@@ -1,0 +1,454 @@
+"""A serving stack and its worker ranks in miniature, which know at any time what every byte should be.
+
+A slot of a block holds a digest of all tokens that its bytes would depend on; so does a row. Whatever is
+stored, restored or computed from is compared with what it should be.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.scheduler.half import OffloadScheduler
+from tests.offload.half_model import ROW_BYTES, Clock, Device, Kind, Req
+from tests.offload.half_ranks import GARBAGE, Ranks
+
+__all__ = ["Clock", "Kind", "Stack"]
+
+
+class Stack:
+    """A request scheduler with a pool of blocks, a prefix cache of its own, and a model."""
+
+    def __init__(
+        self,
+        kinds,
+        align,
+        *,
+        num_blocks=64,
+        rows=None,
+        seed=0,
+        num_ranks=1,
+        fail=0.0,
+        tiers=(),
+        lag=0.5,
+        budget=16,
+        local=True,
+        cancels=0.05,
+        drafts=0,
+        reuses_at_once=False,
+        **settings,
+    ) -> None:
+        self.kinds, self.align, self.budget, self.local = kinds, align, budget, local
+        self.cancels, self.drafts, self.reuses_at_once = cancels, drafts, reuses_at_once
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.device = Device()
+        self.expected: dict = {}
+        self.free = list(range(1, num_blocks))
+        self.holders: dict[int, int] = {}
+        self.cached: dict = {}
+        self.cached_as: dict = {}
+        self.requests: dict[str, Req] = {}
+        self.waiting: list[Req] = []
+        self.running: list[Req] = []
+        self.loading: dict[str, Req] = {}
+        self.done: list[Req] = []
+        self.scheduled: list[tuple[Req, int, int, object]] = []
+        self.last: list = []
+        self.preempted: list[str] = []
+        self.preempts_next = False
+        size = ROW_BYTES * (rows or 2000) * len(kinds)
+        config = OffloadConfig(
+            cpu_bytes=size,
+            shares=tuple(1 / len(kinds) for _ in kinds),
+            disk_path="/d" if "disk" in tiers else "",
+            store="s:1" if "store" in tiers else "",
+            **settings,
+        )
+        self.half = OffloadScheduler(
+            config,
+            [kind.spec() for kind in kinds],
+            hashes=self.hashes,
+            align_tokens=align,
+            row_bytes={index: kind.row_bytes for index, kind in enumerate(kinds)},
+            draft_groups=[index for index, kind in enumerate(kinds) if kind.is_draft],
+            num_ranks=num_ranks,
+            lower_tiers=tiers,
+            clock=self.clock,
+        )
+        self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
+
+    # What the half asks
+
+    def hashes(self, view: Req, size: int) -> list[bytes]:
+        names = view.hashes(size)
+        if view.noted.get(size) == len(names):
+            return names
+        view.noted[size] = len(names)
+        for group, kind in enumerate(self.kinds):
+            if size == (self.align if kind.is_state else kind.tokens):
+                for position in range(len(names) - kind.is_draft):
+                    self.expected[group, names[position + kind.is_draft]] = view.slots(kind, position)
+        return names
+
+    def read(self, group, block_id):
+        held = self.device.get((group, block_id), GARBAGE)
+        return tuple(held) if isinstance(held, list) else held
+
+    # Coming and going
+
+    def add(self, request_id, tokens, max_new=1, params=None) -> Req:
+        request = Req(request_id, list(tokens), max_new, params)
+        request.ids = [[] for _ in self.kinds]
+        self.requests[request_id] = request
+        self.half.new_request(request)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request_id) -> None:
+        request = self.requests[request_id]
+        self._finish(request)
+
+    def _finish(self, request) -> None:
+        clipped = tuple(list(ids) for ids in request.ids)
+        self.half.request_finished(request, clipped)
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
+        self.last = [entry for entry in self.last if entry[0] is not request]
+        del self.requests[request.request_id]
+        if request.state == "loading":
+            request.state = "abandoned"
+            return
+        request.state = "done"
+        self.done.append(request)
+        self._release(request)
+
+    def _release(self, request) -> None:
+        for ids in request.ids:
+            for block_id in ids:
+                self._let_go(block_id)
+        request.ids = [[] for _ in self.kinds]
+
+    def _let_go(self, block_id) -> None:
+        if block_id:
+            self.holders[block_id] -= 1
+            if not self.holders[block_id]:
+                self.free.append(block_id)
+
+    def _allocate(self, count):
+        if self.reuses_at_once:
+            self.free.reverse()
+        taken, self.free = self.free[:count], self.free[count:]
+        if self.reuses_at_once:
+            self.free.reverse()
+        for block_id in taken:
+            self.holders[block_id] = 1
+            if (key := self.cached_as.pop(block_id, None)) is not None:
+                del self.cached[key]
+        return taken
+
+    # One step
+
+    def step(self, everything=False) -> None:
+        self.clock.now += 0.01
+        self._schedule()
+        self._tell()
+        orders = self.half.build_orders()
+        self.ranks.before_step(orders)
+        self._execute()
+        self.ranks.start(orders)
+        self._settle(self.ranks.work(everything))
+
+    def _schedule(self) -> None:
+        budget = self.budget
+        preempted, self.preempts_next = self.preempts_next and bool(self.running), False
+        if preempted:
+            self._preempt(self.running[-1])
+        for request in list(self.running):
+            if request not in self.running or budget <= 0:
+                continue
+            count = self._chunk(request, budget)
+            request.guessed = 0
+            if self.drafts and request.computed + count == request.num_tokens:
+                request.guessed = self.rng.randrange(self.drafts + 1)
+            room = request.computed + count + request.guessed
+            while (grown := self._grow(request, request.computed, room)) is None:
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            if grown is None:
+                break
+            self.scheduled.append((request, request.computed, request.computed + count, grown))
+            budget -= count
+        blocked = False
+        for request in list(self.waiting) if not preempted else ():
+            # Only what has its blocks already may overtake one that does not fit.
+            if budget > 0 and (request.loaded or not blocked):
+                taken = self._admit(request, budget)
+                blocked = blocked or taken is None
+                budget -= taken or 0
+
+    def _chunk(self, request, budget) -> int:
+        end = min(request.num_tokens, request.computed + budget)
+        if any(kind.is_state for kind in self.kinds):
+            for checkpoint in self.half.checkpoints(request):
+                if request.computed < checkpoint < end:
+                    end = checkpoint
+                    break
+        return end - request.computed
+
+    def _admit(self, request, budget):
+        if request.loaded:
+            # Its blocks are there, and it has room for all of its tokens.
+            self.half.update_after_alloc(request, self._snapshot(request), 0)
+            external = 0
+            count = self._chunk(request, budget)
+            request.guessed = 0
+            if self._grow(request, request.computed, request.computed + count) is None:
+                return None
+        else:
+            request.guessed = 0
+            start, blocks = self._local_hit(request)
+            external, in_background = self.half.matched_tokens(request, start)
+            again = self.half.matched_tokens(request, start)
+            assert again == (external, in_background)
+            if external is None:
+                request.waits += 1
+                return 0
+            assert start + external <= request.num_tokens - 1
+            assert bool(external) is in_background
+            if external and self.rng.random() < self.cancels:
+                # The stack needs the tokens for something else.
+                external = self.rng.randrange(0, external + 1)
+            computed = start + external
+            whole = (
+                max(request.num_tokens, computed)
+                if external
+                else computed + min(budget, request.num_tokens - computed)
+            )
+            for group, ids in enumerate(blocks):
+                request.ids[group] = list(ids)
+                for block_id in ids:
+                    if block_id:
+                        if self.holders.get(block_id, 0) == 0:
+                            self.free.remove(block_id)
+                            self.holders[block_id] = 0
+                        self.holders[block_id] += 1
+            request.computed = computed
+            room = sum(
+                1 if kind.is_state else -(-request.num_tokens // kind.tokens) - kind.first_read(computed)
+                for kind in self.kinds
+            )
+            if room > len(self.free) + sum(bool(block_id) for ids in blocks for block_id in ids) or (
+                self._grow(request, computed, whole) is None
+            ):
+                self._release(request)
+                request.computed = 0
+                return None
+            if request.told == 0:
+                request.hits.append((start, external))
+            self.half.update_after_alloc(request, self._snapshot(request), external)
+            if external:
+                request.state = "loading"
+                self.waiting.remove(request)
+                self.loading[request.request_id] = request
+                return 0
+            count = self._chunk(request, budget)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.state = "running"
+        self.scheduled.append((request, request.computed, request.computed + count, self._snapshot(request)))
+        return count
+
+    def _snapshot(self, request):
+        return tuple(list(ids) for ids in request.ids)
+
+    def _local_hit(self, request):
+        nothing = 0, [[] for _ in self.kinds]
+        if not self.local or any(kind.is_state for kind in self.kinds):
+            return nothing
+        ahead = max((kind.tokens for kind in self.kinds if kind.is_draft), default=0)
+        for boundary in range((request.num_tokens - 1 - ahead) // self.align * self.align, 0, -self.align):
+            found = []
+            for group, kind in enumerate(self.kinds):
+                names = request.hashes(kind.tokens)
+                ids = []
+                for position in range(boundary // kind.tokens):
+                    needed = position >= kind.first_read(boundary)
+                    block = self.cached.get((group, names[position + kind.is_draft])) if needed else 0
+                    ids.append(block)
+                found.append(ids)
+            if not any(None in ids for ids in found):
+                return boundary, found
+        return nothing
+
+    def _grow(self, request, computed, num_tokens):
+        """Give blocks for ``num_tokens``; those that left the window before ``computed`` are freed first."""
+        for group, kind in enumerate(self.kinds):
+            if not kind.is_state:
+                for position in range(min(kind.first_read(computed), len(request.ids[group]))):
+                    self._let_go(request.ids[group][position])
+                    request.ids[group][position] = 0
+        wanted = []
+        for group, kind in enumerate(self.kinds):
+            have = len(request.ids[group])
+            end = 1 if kind.is_state else -(-num_tokens // kind.tokens)
+            skip = 0 if kind.is_state else max(0, min(end, kind.first_read(computed)) - have)
+            wanted.append((skip, max(0, end - have - skip)))
+        if sum(count for _, count in wanted) > len(self.free):
+            return None
+        grown = []
+        for group, (skip, count) in enumerate(wanted):
+            new = [0] * skip + self._allocate(count)
+            request.ids[group].extend(new)
+            grown.append(new)
+        return grown
+
+    def _preempt(self, request) -> None:
+        self.running.remove(request)
+        self.preempted.append(request.request_id)
+        self.scheduled = [entry for entry in self.scheduled if entry[0] is not request]
+        self._begin_anew(request)
+
+    def _begin_anew(self, request) -> None:
+        self._release(request)
+        request.computed, request.loaded, request.state = 0, False, "waiting"
+        self.waiting.insert(0, request)
+
+    def _tell(self) -> None:
+        """The step before this one was launched; now its part of the contract is told."""
+        for request, told, end, new_ids in self.last:
+            for group, kind in enumerate(self.kinds):
+                if kind.is_state and end % self.align == 0:
+                    self.half.state_at(request.request_id, group, end, new_ids[1][group][-1])
+            due = self.half.due[request.request_id]
+            if any(map(any, new_ids[0])) or told >= due:
+                self.half.computed(request.request_id, told, new_ids[0] if any(new_ids[0]) else None)
+            request.told = end
+        self.last = []
+        for request_id in self.preempted:
+            if request_id in self.requests:
+                self.half.preempted(request_id)
+        self.preempted = []
+
+    def _execute(self) -> None:
+        """Compute: every slot that is read must be right."""
+        batch, self.scheduled = self.scheduled, []
+        finished = []
+        for request, start, end, _ in batch:
+            for group, kind in enumerate(self.kinds):
+                ids = request.ids[group]
+                if kind.is_state:
+                    if start:
+                        assert self.device[group, ids[-1]] == request.chain[start], "a wrong state"
+                    self.device[group, ids[-1]] = request.chain[end]
+                    continue
+                for token in range(kind.first_read(start) * kind.tokens, start):
+                    if kind.window is not None and start - token >= kind.window:
+                        continue
+                    held = self.device[group, ids[token // kind.tokens]]
+                    assert held[token % kind.tokens] == request.chain[token + 1 + kind.is_draft], "wrong KV"
+            if end == request.num_tokens:
+                request.extend([abs(request.chain[-1]) % 5])
+            for group, kind in enumerate(self.kinds):
+                if kind.is_state:
+                    continue
+                for token in range(start, end):
+                    key = group, request.ids[group][token // kind.tokens]
+                    if key[1] == 0:
+                        continue
+                    held = self.device.get(key)
+                    if not isinstance(held, list):
+                        fits = isinstance(held, tuple) and token % kind.tokens
+                        held = self.device[key] = list(held) if fits else [GARBAGE] * kind.tokens
+                    held[token % kind.tokens] = request.chain[token + 1 + kind.is_draft]
+                for token in range(end, end + request.guessed):
+                    # Tokens that were guessed, and were wrong: what they left behind is overwritten later.
+                    key = group, request.ids[group][token // kind.tokens]
+                    if key[1] and not isinstance(self.device.get(key), list):
+                        self.device[key] = [GARBAGE] * kind.tokens
+                    if key[1]:
+                        self.device[key][token % kind.tokens] = GARBAGE
+            request.computed = end
+            if self.local:
+                self._remember(request)
+            if end < request.num_tokens and request.num_tokens - request.prompt >= request.max_new:
+                finished.append(request)
+        self.last = [
+            (request, end + request.guessed, end, (new, self._snapshot(request)))
+            for request, _, end, new in batch
+        ]
+        for request in finished:
+            for group, kind in enumerate(self.kinds):
+                if kind.is_state and request.computed % self.align == 0:
+                    self.half.state_at(request.request_id, group, request.computed, request.ids[group][-1])
+            self._finish(request)
+
+    def _remember(self, request) -> None:
+        for group, kind in enumerate(self.kinds):
+            if kind.is_state:
+                continue
+            names = request.hashes(kind.tokens)
+            for position in range(max(0, request.computed // kind.tokens - kind.is_draft)):
+                block_id = request.ids[group][position]
+                if position + kind.is_draft < len(names) and block_id and block_id not in self.cached_as:
+                    key = group, names[position + kind.is_draft]
+                    if key not in self.cached:
+                        self.cached[key] = block_id
+                        self.cached_as[block_id] = key
+
+    def _settle(self, results) -> None:
+        self.half.update_results(results)
+        for request_id in results.received:
+            request = self.loading.pop(request_id)
+            if request.state == "abandoned":
+                self._release(request)
+            elif request_id in results.failed:
+                self._begin_anew(request)
+                self.half.preempted(request_id)
+            else:
+                request.loaded, request.state = True, "waiting"
+                self.waiting.insert(0, request)
+                if request.hits and request.computed != sum(request.hits[-1]):
+                    request.hits[-1] = (request.hits[-1][0], request.computed - request.hits[-1][0])
+
+    # Whole runs
+
+    def forget_device(self) -> None:
+        """Whatever was cached on the device is overwritten."""
+        self.cached.clear()
+        self.cached_as.clear()
+        self.device.forget()
+
+    def forget_device_cache(self) -> None:
+        """The prefix cache is emptied; blocks in use stay."""
+        self.cached.clear()
+        self.cached_as.clear()
+
+    def run(self, most_steps=3000, everything=False) -> None:
+        """Until every request has ended."""
+        steps = 0
+        while self.requests or self.loading:
+            self.step(everything)
+            steps += 1
+            assert steps < most_steps, "it hangs"
+        self.settle()
+
+    def settle(self, most_steps=2000) -> None:
+        """Until nothing is under way."""
+        steps = 0
+        while not self.ranks.is_idle or self.half.pending:
+            self.step()
+            steps += 1
+            assert steps < most_steps, "it hangs"
+
+    def check_idle(self) -> None:
+        """Nothing is remembered, pinned or under way."""
+        assert not any(self.half.state().values()), self.half.state()
+        for counts in self.half.index.counts().values():
+            assert counts.pinned == counts.pending == 0
+        self.half.index.check()

@@ -1,0 +1,240 @@
+"""One connector of two parts: who is asked, who is told, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import TransferConfig
+from kvconnect.errors import LocalError
+from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.orders import (
+    Hold,
+    OffloadOrders,
+    OffloadReport,
+    Orders,
+    RankAddress,
+    Results,
+    Seek,
+)
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Claims, Handles
+from tests.offload.half_kit import Kind, Stack
+
+FULL = (Kind(4),)
+HANDLES = Handles(b"secret")
+
+
+def remote(num_tokens):
+    """What a prefill node says of a request that it holds."""
+    claims = Claims("P", "epoch", "name", num_tokens, "10.0.0.2", 5600, expires_at=0)
+    return {"do_remote_prefill": True, "kvconnect_handle": HANDLES.make(claims)}
+
+
+def both(role="kv_both"):
+    """A half of both parts over a stack that has stored 64 tokens."""
+    stack = Stack(FULL, 8, num_blocks=400, local=False, lag=0.0, cancels=0.0)
+    stack.add("first", range(64))
+    stack.run(everything=True)
+    transfer = SchedulerConnector(
+        TransferConfig(kv_role=role, engine_id="D"),
+        KVCacheConfig(400, tuple(kind.spec() for kind in FULL)),
+        {},
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        handles=HANDLES,
+    )
+    half = SchedulerHalf(transfer, stack.half)
+    half.build_orders()
+    return stack, half
+
+
+def request_of(stack, name, tokens, params=None):
+    request = stack.add(name, tokens, params=params)
+    stack.waiting.remove(request)
+    return request
+
+
+IDS = (list(range(1, 17)),)
+
+
+def test_a_request_of_no_peer_is_restored():
+    stack, half = both()
+    request = request_of(stack, "again", range(64))
+    half.new_request(request)
+    assert half.prefill_tokens(request) == 64
+    assert half.matched_tokens(request, 0) == (56, True)
+    assert half.restoring("again")
+    assert half.sources("again", 56) == {"host": 56}
+    half.update_after_alloc(request, IDS, 56)
+    orders = half.build_orders()
+    assert not orders.loads
+    assert [restore.request_id for restore in orders.offload.restores] == ["again"]
+    half.update_results(Results(received=("again",)))
+    assert not half.restoring("again")
+    assert half.request_finished(request, IDS, delivered=True) == (False, None)
+    half.build_orders()
+    assert not any(half.state().values())
+
+
+def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
+    stack, half = both()
+    request = request_of(stack, "fetched", range(64), remote(64))
+    half.new_request(request)
+    assert half.matched_tokens(request, 0) == (64, True)
+    assert not half.restoring("fetched")
+    assert half.sources("fetched", 64) == {"peer": 64}
+    half.update_after_alloc(request, IDS, 64)
+    orders = half.build_orders()
+    assert [load.request_id for load in orders.loads] == ["fetched"]
+    assert not orders.offload
+    half.update_results(Results(received=("fetched",)))
+    half.update_after_alloc(request, IDS, 0)
+    stack.half.index.clear()
+    half.computed("fetched", 64, IDS)
+    (store,) = half.build_orders().offload.stores
+    assert store.copies.block_ids == tuple(IDS[0])
+    # It lost its blocks: its handle is spent, but what was kept of it is not.
+    stack.half.update_results(Results(offload=(OffloadReport(0, stored={store.job: ()}),)))
+    half.preempted("fetched")
+    stack.clock.now += 1
+    assert half.matched_tokens(request, 0) == (56, True)
+    half.request_finished(request, ([],), delivered=False)
+    half.build_orders()
+    assert not any(half.state().values())
+
+
+def test_a_promise_of_the_tiers_ends_where_a_peer_is_asked():
+    stack, half = both()
+    request = request_of(stack, "r", range(64), remote(64))
+    half.new_request(request)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    assert half.matched_tokens(request, 0) == (64, True)
+    assert not stack.half.restoring("r")
+    assert stack.half.index.counts()[0].pinned == 0
+
+
+def test_a_prefill_for_a_peer_begins_with_what_is_kept_and_is_held():
+    stack, half = both("kv_producer")
+    request = request_of(stack, "r", range(64), {"do_remote_decode": True})
+    half.new_request(request)
+    assert half.matched_tokens(request, 0) == (56, True)
+    half.update_after_alloc(request, IDS, 56)
+    half.build_orders()
+    half.update_results(Results(received=("r",)))
+    half.update_after_alloc(request, IDS, 0)
+    request.extend([5])
+    kept, params = half.request_finished(request, IDS, delivered=True)
+    assert kept
+    assert params is not None
+    assert params["remote_num_tokens"] == 64
+    (hold,) = half.build_orders().holds
+    assert isinstance(hold, Hold)
+    half.update_results(Results(sent=("r",)))
+
+
+def test_reasons_to_count_of_both_parts_go_with_the_orders():
+    stack, half = both()
+    request = request_of(stack, "r", range(64), {"max_offload_tokens": "all"})
+    half.new_request(request)
+    # Once by the stack of the test, once by the half.
+    assert half.build_orders().failures == ("offload_parameters_refused",) * 2
+    assert not half.build_orders()
+
+
+def test_without_an_engine_or_without_offload():
+    stack, half = both()
+    with pytest.raises(LocalError):
+        SchedulerHalf(None, None)
+    only_transfer, only_offload = SchedulerHalf(half.transfer, None), SchedulerHalf(None, half.offload)
+    assert (only_transfer.keeps, only_offload.keeps) == (False, True)
+    for mine in (only_transfer, only_offload):
+        request = request_of(stack, "r", range(64))
+        mine.new_request(request, reads=False)
+        assert mine.prefill_tokens(request) == 64
+        assert mine.matched_tokens(request, 0) == (0, False)
+        mine.update_after_alloc(request, IDS, 0)
+        mine.computed("r", 64, IDS)
+        mine.progress("r", 64, IDS)
+        mine.state_at("r", 0, 64, 3)
+        mine.overwritten({5})
+        mine.preempted("r")
+        assert list(mine.streaming) == []
+        assert mine.checkpoints(request) == ()
+        assert mine.sources("r", 0) == {}
+        assert mine.request_finished(request, ([],), delivered=True) == (False, None)
+        mine.update_results(Results())
+        mine.build_orders()
+        mine.drain()
+        mine.clear()
+        mine.take_events()
+        assert not any(mine.state().values())
+    assert only_transfer.due == only_transfer.usage() == {}
+    assert not only_transfer.pending
+    assert only_offload.pending
+
+
+@dataclass
+class Part:
+    """Stands for a worker part of either kind."""
+
+    next: Results = field(default_factory=Results)
+    calls: list = field(default_factory=list)
+    engine_name: str = "memory"
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, *args))
+
+        return call
+
+    def results(self):
+        given, self.next = self.next, Results()
+        return given
+
+    def changes(self):
+        return None
+
+    def state(self):
+        return {"open": 0}
+
+
+def test_orders_reach_the_part_that_they_are_for():
+    transfer, offload = Part(), Part()
+    half = WorkerHalf(transfer, offload)
+    tiers = OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),))
+    given = Orders(aborted=("r",), failures=("why",), offload=tiers)
+    half.before_step(given)
+    half.start(given)
+    assert offload.calls == [("before_step", tiers), ("start", tiers)]
+    assert transfer.calls == [("start", Orders(aborted=("r",), failures=("why",)))]
+    half.before_step(Orders())
+    half.start(Orders(aborted=("r",)))
+    assert len(offload.calls) == 2
+    assert half.state() == {"open": 0, "offload_open": 0}
+
+
+def test_without_a_transfer_part_somebody_still_counts():
+    offload = Part()
+    half = WorkerHalf(None, offload)
+    half.start(Orders(failures=("why",)))
+    assert offload.calls == [("count_failures", ("why",))]
+    assert (half.engine_name, half.address(), half.drain()) == ("none", None, True)
+    with pytest.raises(LocalError):
+        _ = half.table
+    with pytest.raises(LocalError):
+        WorkerHalf(None, None)
+
+
+def test_results_of_both_parts_come_back_once():
+    report = OffloadReport(0, stored={3: ()})
+    transfer = Part(Results(sent=("a",), received=("b", "c"), failed={"c": "late"}))
+    offload = Part(Results(received=("d", "e"), failed={"e": "copy"}, offload=(report,)))
+    half = WorkerHalf(transfer, offload)
+    assert half.results() == Results(("a",), ("b", "c", "d", "e"), {"c": "late", "e": "copy"}, (report,))
+    assert not half.results()
+    transfer.next = Results(sent=("f",))
+    assert half.results() == Results(sent=("f",))
+    assert not WorkerHalf(None, offload).results()
+    assert not WorkerHalf(transfer, None).results()

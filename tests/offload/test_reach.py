@@ -1,0 +1,191 @@
+"""What hits need and what is kept for them, against a cache that is written down token by token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.errors import ConfigError
+from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+
+
+class Oracle:
+    """An endless cache of token lists. Shares nothing with ``Reach`` but the description of its groups."""
+
+    def __init__(self, groups, align, checkpoint):
+        self.groups, self.align, self.checkpoint = groups, align, checkpoint
+        self.kept = set()
+
+    def key(self, group, position, tokens):
+        """What a block is known by: all tokens that its bytes depend on, in whole blocks; None if unknown."""
+        end = (position + 1) * group.block_tokens + (group.block_tokens if group.is_draft else 0)
+        return (group.group, position, tuple(tokens[:end])) if end <= len(tokens) else None
+
+    def reads(self, group, position, boundary):
+        """Whether computing token ``boundary`` reads a block, given that all before it are at hand."""
+        size = group.block_tokens
+        first, last = position * size, (position + 1) * size - 1
+        if last >= boundary:
+            return False
+        if group.is_state:
+            return last == boundary - 1
+        if group.window is None:
+            return True
+        return any(boundary - token < group.window for token in range(first, last + 1))
+
+    def is_possible(self, boundary, num_tokens):
+        drafts = [group.block_tokens for group in self.groups if group.is_draft]
+        return boundary % self.align == 0 and boundary + max(drafts, default=0) <= num_tokens
+
+    def boundaries(self, num_tokens):
+        """Ends of hits for which windows and states are kept of a prompt."""
+        ends = [b for b in range(1, num_tokens + 1) if self.is_possible(b, num_tokens)]
+        again = [b for b in range(1, num_tokens) if self.is_possible(b, num_tokens - 1)]
+        found = set(ends[-1:] + again[-1:])
+        if self.checkpoint:
+            step = self.align
+            while step < self.checkpoint:
+                step += self.align
+            found |= {b for b in ends if b % step == 0}
+        return found
+
+    def keep(self, tokens):
+        """A prompt was computed."""
+        for group in self.groups:
+            for position in range(len(tokens) // group.block_tokens):
+                if group.window is None and not group.is_state:
+                    reached = [b for b in range(1, len(tokens) + 1) if self.is_possible(b, len(tokens))]
+                else:
+                    reached = self.boundaries(len(tokens))
+                if any(self.reads(group, position, b) for b in reached):
+                    key = self.key(group, position, tokens)
+                    assert key is not None
+                    self.kept.add(key)
+
+    def hit(self, tokens, start=0):
+        """The longest hit of a prompt, of which ``start`` tokens are at hand."""
+        best = start
+        for boundary in range(start + 1, len(tokens)):
+            if self.is_possible(boundary, len(tokens) - 1) and all(
+                self.key(group, position, tokens) in self.kept
+                for group in self.groups
+                for position in range(boundary // group.block_tokens)
+                if self.reads(group, position, boundary) and (position + 1) * group.block_tokens > start
+            ):
+                best = boundary
+        return best
+
+
+@st.composite
+def mixes(draw):
+    """Random groups and their alignment."""
+    align = draw(st.sampled_from([2, 4, 8, 12]))
+    sizes = [size for size in range(1, align + 1) if align % size == 0]
+    groups = []
+    for index in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["whole", "window", "state"]))
+        is_draft = draw(st.booleans()) and draw(st.booleans())
+        size = align if kind == "state" else draw(st.sampled_from(sizes))
+        window = draw(st.integers(1, 3 * align)) if kind == "window" else None
+        groups.append(ReachGroup(index, size, window, kind == "state", is_draft))
+    return tuple(groups), align
+
+
+def keep(reach, checkpoint, tokens):
+    """What ``Reach`` keeps of a prompt: group, position, and the tokens that its name covers."""
+    kept = set()
+    spans = reach.kept(reach.boundaries(len(tokens), checkpoint))
+    whole = reach.last_boundary(len(tokens))
+    for group in reach.groups:
+        ranges = [range(whole // group.block_tokens)] if group.is_whole else spans[group.group]
+        hashes = [
+            tuple(tokens[: end * group.block_tokens])
+            for end in range(1, len(tokens) // group.block_tokens + 1)
+        ]
+        for span in ranges:
+            names = group.names(hashes, span.start, span.stop)
+            assert len(names) == len(span)
+            kept |= {(group.group, at, name) for at, name in zip(span, names, strict=True)}
+    return kept
+
+
+def has_of(reach, kept, tokens):
+    by_group = {group.group: group for group in reach.groups}
+
+    def has(index, position):
+        group = by_group[index]
+        hashes = [
+            tuple(tokens[: end * group.block_tokens])
+            for end in range(1, len(tokens) // group.block_tokens + 1)
+        ]
+        return (index, position, *group.names(hashes, position, position + 1)) in kept
+
+    return has
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixes(), st.integers(0, 30), st.data())
+def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, data):
+    groups, align = mix
+    reach, oracle = Reach(groups, align), Oracle(groups, align, checkpoint)
+    kept = set()
+    prompts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        shared = data.draw(st.integers(0, len(prompts[-1]))) if prompts else 0
+        fresh = data.draw(st.integers(0, 4 * align))
+        prompt = (prompts[-1][:shared] if prompts else []) + [100 * len(prompts) + n for n in range(fresh)]
+        prompts.append(prompt)
+        kept |= keep(reach, checkpoint, prompt)
+        oracle.keep(prompt)
+        assert kept == oracle.kept
+    for prompt in [*prompts, prompts[-1] + [7] * (align + 3)]:
+        for start in range(0, len(prompt), align):
+            assert reach.hit(len(prompt) - 1, has_of(reach, kept, prompt), start) == oracle.hit(prompt, start)
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+@pytest.mark.parametrize("checkpoint", [0, 16])
+def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length(is_draft, checkpoint):
+    groups = (
+        ReachGroup(0, 4, is_draft=is_draft),
+        ReachGroup(1, 2, window=5),
+        ReachGroup(2, 4, window=7, is_draft=is_draft),
+        ReachGroup(3, 8, is_state=True),
+    )
+    reach = Reach(groups, 8)
+    for length in range(70):
+        tokens = list(range(length))
+        longer = [*tokens, -1]
+        kept = keep(reach, checkpoint, tokens)
+        useful = set()
+        for prompt in (tokens, longer):
+            has = has_of(reach, kept, prompt)
+            # Prompts that share less of it, too: each ends where another one of them begins to differ.
+            for cut in range(len(prompt) + 1):
+                boundary = reach.hit(cut - 1, has) if cut else 0
+                useful |= {(g, at) for g, span in reach.needed(boundary).items() for at in span}
+        assert {(group, position) for group, position, _ in kept} <= useful
+        # The same prompt gets all but what its last token, and the draft's next block, leave out.
+        ahead = 4 if is_draft else 0
+        assert reach.hit(length - 1, has_of(reach, kept, tokens)) == max(0, length - 1 - ahead) // 8 * 8
+
+
+def test_a_window_of_one_token_needs_no_block():
+    reach = Reach((ReachGroup(0, 4, window=1),), 4)
+    assert reach.needed(8) == {0: range(2, 2)}
+    assert reach.hit(9, lambda group, position: False) == 8
+
+
+@pytest.mark.parametrize("window", range(1, 40))
+def test_the_least_rows_are_what_the_longest_tail_needs(window):
+    group = ReachGroup(0, 4, window=window)
+    reach = Reach((group,), 8)
+    assert reach.least_rows(group) == max(1, *(len(reach.needed(b)[0]) for b in range(8, 800, 8)))
+
+
+def test_block_sizes_that_do_not_divide_the_alignment_are_named():
+    with pytest.raises(ConfigError, match="blocks of 16 tokens.* aligned to 24.*Mamba.*prefix caching"):
+        Reach((ReachGroup(0, 16),), 24)
+    with pytest.raises(ConfigError, match="0 groups"):
+        Reach((), 16)

@@ -1,0 +1,482 @@
+"""The scheduler half, case by case: what goes wrong, and what is asked of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconnect.config import OffloadConfig
+from kvconnect.errors import ConfigError
+from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.orders import OffloadReport, Results
+from tests.offload.half_kit import Clock, Kind, Stack
+
+FULL = (Kind(4),)
+SLIDING = (Kind(4), Kind(2, window=7))
+HYBRID = (Kind(4), Kind(8, is_state=True))
+
+
+def stack_of(kinds=FULL, align=8, **settings):
+    values = {"num_blocks": 400, "local": False, "lag": 0.0, "cancels": 0.0, **settings}
+    return Stack(kinds, align, **values)
+
+
+def prefill(stack, name, tokens, **more):
+    request = stack.add(name, tokens, **more)
+    stack.run(everything=True)
+    return request
+
+
+def orders(stack):
+    """The orders of a step in which nothing is computed, carried out in part by nobody."""
+    stack.clock.now += 0.01
+    return stack.half.build_orders()
+
+
+def failures(stack):
+    return stack.half.usage()["totals"]
+
+
+def test_asking_again_looks_nothing_up():
+    stack = stack_of()
+    prefill(stack, "first", range(64))
+    request = stack.add("again", range(64))
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    stack.half.index = stack.half._hits._index = None
+    for _ in range(3):
+        assert stack.half.matched_tokens(request, 0) == (56, True)
+
+
+def test_no_hit_is_looked_for_again_once_something_was_stored_but_not_each_time():
+    stack = stack_of()
+    late = stack.add("late", range(64))
+    stack.waiting.remove(late)
+    assert stack.half.matched_tokens(late, 0) == (0, False)
+    prefill_only = stack.add("first", range(64))
+    while prefill_only.request_id in stack.requests:
+        stack.step(everything=True)
+    stack.settle()
+    asked_at = stack.clock.now
+    stack.half.matched_tokens(late, 0)
+    stack.clock.now = asked_at + 1
+    assert stack.half.matched_tokens(late, 0) == (56, True)
+
+
+def test_a_longer_local_hit_is_taken_into_account():
+    stack = stack_of(SLIDING)
+    prefill(stack, "first", range(64))
+    request = stack.add("again", range(64))
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    assert stack.half.matched_tokens(request, 16) == (40, True)
+    assert stack.half.matched_tokens(request, 56) == (0, False)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+
+
+def test_what_was_promised_is_not_evicted():
+    stack = stack_of(rows=32)
+    prefill(stack, "first", range(64))
+    request = stack.add("again", range(64))
+    stack.waiting.remove(request)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    for serial in range(6):
+        other = stack.add(f"other{serial}", range(1000 * serial + 1000, 1000 * serial + 1100))
+        while other.request_id in stack.requests:
+            stack.step(everything=True)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    stack.waiting.append(request)
+    stack.run()
+    assert request.hits == [(0, 56)]
+    stack.check_idle()
+
+
+def test_one_prefix_of_two_requests_is_stored_once_and_fetched_once():
+    stack = stack_of(tiers=("disk",))
+    stack.add("a", range(64))
+    stack.add("b", range(64))
+    stored, fetched = [], []
+    step_orders = stack.ranks.before_step
+
+    def note(given):
+        stored.extend(name for store in given.stores for name in store.hashes)
+        fetched.extend(name for fetch in given.fetches for name in fetch.hashes)
+        step_orders(given)
+
+    stack.ranks.before_step = note
+    stack.run(everything=True)
+    assert len(stored) == len(set(stored)) == 16
+    stack.half.index.clear()
+    again = [stack.add("c", range(64)), stack.add("d", range(64))]
+    stack.run(everything=True)
+    assert [request.hits for request in again] == [[(0, 56)], [(0, 56)]]
+    assert len(fetched) == len(set(fetched)) == 14
+    stack.check_idle()
+
+
+def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
+    stack = stack_of()
+    prefill(stack, "first", range(64))
+    stack.ranks.fail = 1.0
+    request = stack.add("again", range(64))
+    while not request.hits:
+        stack.step(everything=True)
+    while stack.loading:
+        stack.step(everything=True)
+    stack.ranks.fail = 0.0
+    assert stack.half.matched_tokens(request, 0) == (0, False)
+    assert failures(stack)["offload_restore_failed"] == 1
+    stack.run()
+    # It was stored again meanwhile.
+    assert prefill(stack, "third", range(64)).hits == [(0, 56)]
+    stack.check_idle()
+
+
+def test_what_a_tier_no_longer_has_is_a_shorter_hit():
+    stack = stack_of(tiers=("disk",), num_ranks=2)
+    prefill(stack, "first", range(64))
+    stack.half.index.clear()
+    request = stack.add("again", range(64))
+    gone = request.hashes(4)[9]
+    # Another rank has it still; nobody was told.
+    del stack.ranks.lower[1]["disk"][0, gone]
+    stack.run(everything=True)
+    assert request.hits == [(0, 32)]
+    assert failures(stack)["offload_fetch_missed"] == 1
+    stack.check_idle()
+
+
+@pytest.mark.parametrize("tiers", [("disk",), ("store",)])
+def test_a_rank_that_never_answers_costs_wait_s_and_its_rows(tiers):
+    stack = stack_of(tiers=tiers, num_ranks=2, wait_s=1.0)
+    prefill(stack, "first", range(64))
+    stack.half.index.clear()
+    stack.ranks.silent = {1}
+    request = stack.add("again", range(64))
+    began = stack.clock.now
+    while not request.hits:
+        stack.step(everything=True)
+    assert request.hits == [(0, 0)]
+    assert 0.9 < stack.clock.now - began < 1.3
+    while request.request_id in stack.requests:
+        stack.step(everything=True)
+    # The next may wait for what this one stored, but nobody waits for the same a second time.
+    for name, most_s in (("next", 1.3), ("third", 0.2)):
+        began = stack.clock.now
+        other = stack.add(name, range(64))
+        while not other.hits:
+            stack.step(everything=True)
+        assert other.hits == [(0, 0)]
+        assert stack.clock.now - began < most_s
+    while stack.requests:
+        stack.step(everything=True)
+    for _ in range(70):
+        stack.clock.now += 1
+        stack.step(everything=True)
+    assert not stack.half.pending
+    assert failures(stack)["offload_overdue"] >= 1
+    pending = sum(counts.pending for counts in stack.half.index.counts().values())
+    assert pending > 0 or tiers == ("store",)
+    # It answers after all.
+    stack.ranks.silent = set()
+    stack.run(everything=True)
+    stack.check_idle()
+
+
+def test_reports_come_in_any_order_and_more_than_once():
+    stack = stack_of(num_ranks=2, tiers=("disk",))
+    request = stack.add("first", range(16))
+    stack.waiting.remove(request)
+    stack.half.matched_tokens(request, 0)
+    ids = [[1, 2, 3, 4]]
+    stack.half.update_after_alloc(request, ids, 0)
+    stack.half.computed("first", 16, ids)
+    (store,) = orders(stack).stores
+    lost = store.hashes[2]
+
+    def report(*reports):
+        stack.half.update_results(Results(offload=reports))
+
+    report(OffloadReport(1, kept={store.job: ()}), OffloadReport(5, stored={store.job: ()}))
+    report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
+    report(OffloadReport(1, stored={store.job: store.hashes}, kept={store.job: ()}))
+    assert stack.half.index.lookup(0, store.hashes) == 0
+    report(OffloadReport(0, stored={store.job: ()}))
+    assert stack.half.index.lookup(0, store.hashes) == 2
+    counts = stack.half.index.counts()[0]
+    assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
+    report(OffloadReport(0, kept={store.job: ()}, fetched={store.job: ()}))
+    counts = stack.half.index.counts()[0]
+    assert (counts.ready, counts.pinned, counts.pending) == (3, 0, 0)
+    stack.half.request_finished(request, ids)
+    # The one that failed is stored from the blocks that the request still had.
+    assert [store.hashes for store in orders(stack).stores] == []
+    assert failures(stack)["offload_unknown_rank"] == 1
+
+
+@pytest.mark.parametrize("stage", ["gathered", "ordered", "promised", "fetching", "restoring", "waiting"])
+def test_nothing_from_before_a_clear_is_found_after_it(stage):
+    stack = stack_of(tiers=("disk",), lag=0.0)
+    if stage in ("gathered", "ordered"):
+        request = stack.add("first", range(64))
+        while not len(stack.half._outgoing):
+            stack._schedule()
+            stack._tell()
+            stack._execute()
+        if stage == "ordered":
+            stack.ranks.before_step(orders(stack))
+    else:
+        prefill(stack, "first", range(64))
+        if stage == "fetching":
+            stack.half.index.clear()
+        request = stack.add("again", range(64))
+        if stage == "restoring":
+            stack._schedule()
+            stack.ranks.start(orders(stack))
+        elif stage != "waiting":
+            answer = stack.half.matched_tokens(request, 0)
+            assert answer == ((None, False) if stage == "fetching" else (56, True))
+    stack.half.clear()
+    given = orders(stack)
+    assert given.clear
+    stack.ranks.before_step(given)
+    stack.ranks.start(given)
+    if stage == "restoring":
+        # Its rows stay until they arrived.
+        assert stack.half.index.counts()[0].pinned == 14
+    stack.run(everything=True)
+    stack.check_idle()
+    counts = stack.half.index.counts()[0]
+    if stage in ("gathered", "ordered", "restoring"):
+        assert counts.ready == 0
+    else:
+        assert request.hits[-1] == (0, 0)
+    last = prefill(stack, "last", range(64))
+    assert last.hits == [(0, 0 if stage in ("gathered", "ordered", "restoring") else 56)]
+
+
+def test_short_rows_are_passed_over_and_counted():
+    stack = stack_of(rows=16)
+    prefill(stack, "first", range(64))
+    request = stack.add("again", range(64))
+    stack.waiting.remove(request)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    other = stack.add("other", range(500, 600))
+    while other.request_id in stack.requests:
+        stack.step(everything=True)
+    stack.settle()
+    assert failures(stack)["offload_rows_short"] >= 1
+    stack.waiting.append(request)
+    stack.run(everything=True)
+    assert request.hits == [(0, 56)]
+    stack.check_idle()
+
+
+def test_a_prompt_longer_than_the_memory_keeps_its_beginning():
+    stack = stack_of(rows=10)
+    for name in "abc":
+        request = prefill(stack, name, range(100))
+    assert request.hits == [(0, 40)]
+
+
+def test_of_a_crowd_the_ends_of_prompts_make_room_first():
+    stack = stack_of(rows=40)
+    for serial in range(6):
+        prefill(stack, f"r{serial}", range(1000 * serial, 1000 * serial + 64))
+    hits = [
+        sum(prefill(stack, f"again{serial}", range(1000 * serial, 1000 * serial + 64)).hits[0])
+        for serial in (5, 4)
+    ]
+    assert hits == [56, 56]
+
+
+@pytest.mark.parametrize(
+    ("settings", "hit"), [({"decoded": True}, 80), ({"decoded": False}, 64), ({"min_tokens": 81}, 0)]
+)
+def test_settings_bound_what_is_kept_and_restored(settings, hit):
+    for kinds in (FULL, SLIDING, HYBRID):
+        stack = stack_of(kinds, checkpoint_tokens=0, **settings)
+        first = prefill(stack, "first", range(70), max_new=17)
+        assert len(first.tokens) == 87
+        assert sum(prefill(stack, "again", [*first.tokens, 5]).hits[0]) == hit
+
+
+@pytest.mark.parametrize("most", [0, 20, 10**9, -1, "7", 3.5, True])
+def test_a_request_may_bound_what_is_kept_of_it(most):
+    stack = stack_of()
+    prefill(stack, "first", range(64), params={"max_offload_tokens": most})
+    refused = not isinstance(most, int) or isinstance(most, bool) or most < 0
+    hit = 56 if refused or most > 64 else most // 8 * 8
+    assert sum(prefill(stack, "again", range(64)).hits[0]) == hit
+    assert failures(stack).get("offload_parameters_refused", 0) == refused
+
+
+def test_requests_that_neither_read_nor_write():
+    stack = stack_of()
+    for reads, writes, hit in ((True, False, 0), (True, True, 0), (False, True, 0), (True, True, 56)):
+        request = stack.add("r", range(64))
+        stack.half.new_request(request, reads=reads, writes=writes)
+        stack.run(everything=True)
+        assert sum(request.hits[0]) == hit
+    stack.check_idle()
+
+
+def test_fewer_tokens_than_promised_are_restored_or_refused():
+    for kinds, taken, refused in (
+        (FULL, 30, False),
+        (SLIDING, 30, True),
+        (HYBRID, 30, True),
+        (HYBRID, 8, True),
+    ):
+        stack = stack_of(kinds, checkpoint_tokens=0)
+        prefill(stack, "first", range(64))
+        request = stack.add("again", range(64))
+        stack.waiting.remove(request)
+        assert stack.half.matched_tokens(request, 0) == (56, True)
+        ids = tuple(list(range(1, 1 + 64 // kind.tokens)) if not kind.is_state else [300] for kind in kinds)
+        stack.half.update_after_alloc(request, ids, taken)
+        (restore,) = orders(stack).restores
+        assert bool(restore.refusal) is refused
+        if not refused:
+            assert restore.copies[0].block_ids == tuple(range(1, 9))
+        stack.half.update_results(
+            Results(received=("again",), failed={"again": restore.refusal} if refused else {})
+        )
+        stack.half.request_finished(request, ids)
+        stack.settle()
+        stack.check_idle()
+
+
+def test_a_promise_that_is_not_taken_is_given_back():
+    stack = stack_of(SLIDING)
+    prefill(stack, "first", range(64))
+    request = stack.add("again", range(64))
+    stack.waiting.remove(request)
+    assert stack.half.matched_tokens(request, 0) == (56, True)
+    assert stack.half.restoring("again")
+    stack.half.update_after_alloc(request, ([1], [2]), 0)
+    assert not stack.half.restoring("again")
+    assert not any(counts.pinned for counts in stack.half.index.counts().values())
+    assert not orders(stack)
+
+
+def test_a_stack_that_takes_what_was_never_promised_is_told_so():
+    stack = stack_of()
+    request = stack.add("r", range(64))
+    stack.waiting.remove(request)
+    stack.half.update_after_alloc(request, (list(range(1, 17)),), 8)
+    (restore,) = orders(stack).restores
+    assert "not what was promised" in restore.refusal
+    assert stack.half.matched_tokens(request, 0) == (0, False)
+    stack.half.update_results(Results(received=("r",), failed={"r": restore.refusal}))
+    stack.half.request_finished(request, ([],))
+    stack.check_idle()
+
+
+def test_blocks_that_are_overwritten_early_are_not_stored():
+    stack = stack_of()
+    request = stack.add("r", range(16))
+    stack.waiting.remove(request)
+    ids = ([11, 12, 13, 14],)
+    stack.half.update_after_alloc(request, ids, 0)
+    stack.half.computed("r", 16, ids)
+    stack.half.overwritten({12, 99})
+    (store,) = orders(stack).stores
+    assert store.copies.block_ids == (11, 13, 14)
+    assert stack.half.index.counts()[0].pending == 3
+
+
+def test_a_state_at_a_boundary_of_the_stacks_own_choice_is_kept():
+    stack = stack_of(HYBRID, checkpoint_tokens=0)
+    request = stack.add("r", range(64))
+    stack.waiting.remove(request)
+    stack.half.update_after_alloc(request, ([1], [2]), 0)
+    stack.half.state_at("r", 1, 24, 7)
+    stack.half.state_at("r", 1, 25, 7, chosen=True)
+    stack.half.state_at("r", 0, 24, 7, chosen=True)
+    stack.half.state_at("r", 1, 24, 0, chosen=True)
+    assert not orders(stack)
+    stack.half.state_at("r", 1, 24, 7, chosen=True)
+    stack.half.state_at("r", 1, 56, 8)
+    (store,) = orders(stack).stores
+    assert store.copies.block_ids == (7, 8)
+    assert store.hashes == (request.hashes(8)[2], request.hashes(8)[6])
+
+
+def test_hits_are_told_by_where_they_came_from():
+    stack = stack_of(tiers=("disk",))
+    prefill(stack, "first", range(64))
+    names = stack.done[-1].hashes(4)
+    stack.half.index.drop(0, names[8:])
+    request = stack.add("again", range(64))
+    while not request.hits:
+        stack.step(everything=True)
+    assert stack.half.sources("again", 56) == {"disk": 24, "host": 32}
+    assert stack.half.sources("again", 10) == {"disk": 10}
+    stack.run()
+
+
+def test_what_an_answer_left_behind_makes_room():
+    stack = stack_of(HYBRID, checkpoint_tokens=0)
+    prefill(stack, "first", range(30), max_new=60)
+    states = stack.half.index.counts()[1]
+    # After the prompt, and the last two of the answer.
+    assert states.ready == 3
+    stack = stack_of(SLIDING, checkpoint_tokens=0)
+    prefill(stack, "first", range(30), max_new=60)
+    assert stack.half.index.counts()[1].ready <= 3 + 3 + 4 + 4
+
+
+def test_events_tell_what_came_and_went():
+    stack = stack_of()
+    stack.half.take_events()
+    prefill(stack, "first", range(16))
+    events, _ = stack.half.take_events()
+    names = stack.done[-1].hashes(4)
+    assert set(events.stored) == {(0, name) for name in names}
+    stack.half.clear()
+    events, _ = stack.half.take_events()
+    assert events.cleared or set(events.removed) == {(0, name) for name in names}
+
+
+def test_too_little_memory_for_one_hit_is_said():
+    kinds = (Kind(4), Kind(4, window=64))
+    with pytest.raises(ConfigError, match="cache group 1 .* rows, and the shortest hit needs 16"):
+        Stack(kinds, 4, rows=8)
+
+
+def test_block_sizes_that_do_not_align_are_said():
+    with pytest.raises(ConfigError, match="prefix caching"):
+        OffloadScheduler(
+            OffloadConfig(cpu_bytes=1 << 20),
+            [Kind(16).spec()],
+            hashes=lambda view, size: [],
+            align_tokens=24,
+            row_bytes={0: 64},
+            clock=Clock(),
+        )
+
+
+def test_restores_that_keep_failing_are_left_alone_for_a_while():
+    stack = stack_of()
+    for serial in range(5):
+        prefill(stack, f"r{serial}", range(100 * serial, 100 * serial + 64))
+    stack.ranks.fail = 1.0
+    hits = []
+    for serial in range(4):
+        request = stack.add("again", range(100 * serial, 100 * serial + 64))
+        stack.run(everything=True)
+        hits.append(sum(request.hits[0]))
+    assert hits == [56, 56, 56, 0]
+    stack.ranks.fail = 0.0
+    stack.clock.now += 31
+    assert prefill(stack, "last", range(400, 464)).hits == [(0, 56)]
+    stack.check_idle()
+
+
+def test_no_job_becomes_overdue_while_nothing_is_stepped():
+    stack = stack_of()
+    request = stack.add("r", range(64))
+    while request.request_id in stack.requests:
+        stack.step(everything=True)
+    stack.clock.now += 3600
+    stack.settle()
+    assert not failures(stack)
+    stack.check_idle()
