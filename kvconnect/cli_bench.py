@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -55,6 +56,60 @@ def bench_scheduler_command(
     bench_scheduler(requests=requests, json_output=json_output)
 
 
+@bench_app.command("index")
+def bench_index_command(
+    contents: Annotated[
+        list[int] | None,
+        typer.Option(min=65536, help="Contents in the index (several times for several); 10^5 and 10^6."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="lru or arc (several times for several); default: both.")
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Calls of each kind; ten times as many of short ones.")
+    ] = 100,
+    json_output: JsonLines = False,
+) -> None:
+    """Time what the index of kept blocks takes of a scheduler's thread: look-ups, evictions, reservations."""
+    from kvconnect.bench_offload_index import SIZES, bench_index
+
+    bench_index(
+        sizes=tuple(contents or SIZES),
+        policies=tuple(policy or ("lru", "arc")),
+        repeat=repeat,
+        json_output=json_output,
+    )
+
+
+@bench_app.command("disk")
+def bench_disk_command(
+    path: Annotated[
+        str, typer.Option(help="A folder on the disk that is meant; left out, one for temporary files.")
+    ] = "",
+    record_bytes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Bytes of a row (several times for several); default: 1 MiB and 64 KiB."),
+    ] = None,
+    total_bytes: Annotated[int, typer.Option(min=1, help="Bytes written and read each time.")] = 1 << 30,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = 3,
+    records: Annotated[int, typer.Option(min=0, help="Records to recover; 0 for none.")] = 100_000,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each, of which the median counts.")] = 3,
+    json_output: JsonLines = False,
+) -> None:
+    """Time the disk tier beside plain sequential I/O of as many bytes, and what a restart takes."""
+    from kvconnect.bench_disk import bench_disk
+
+    bench_disk(
+        path=path,
+        record_bytes=record_bytes or (1 << 20, 64 << 10),
+        total_bytes=total_bytes,
+        threads=threads,
+        recovery_records=records,
+        repeat=repeat,
+        json_output=json_output,
+    )
+
+
 @bench_app.command("pack")
 def bench_pack_command(
     device: Annotated[
@@ -66,6 +121,78 @@ def bench_pack_command(
     from kvconnect.bench_pack import bench_pack
 
     bench_pack(device=device, json_output=json_output)
+
+
+@bench_app.command("offload")
+def bench_offload_command(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; left out, the GPU if there is one.")
+    ] = None,
+    page_bytes: Annotated[
+        list[int] | None, typer.Option(help="Bytes of a page (several times for several); default: 16384.")
+    ] = None,
+    regions: Annotated[int, typer.Option(min=1, help="Layers, each in its own allocation.")] = 64,
+    blocks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Blocks at a time; default: 256 and 1024, on a CPU 16 and 64."),
+    ] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="auto, dma or kernel (several times for several); default: all.")
+    ] = None,
+    staging_bytes: Annotated[
+        int, typer.Option(min=0, help="Device memory for copies under way; 0 suits the device.")
+    ] = 0,
+    programs: Annotated[
+        int, typer.Option(min=0, help="Programs of a kernel that copies; 0 suits the device.")
+    ] = 0,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Time decode steps beside copies instead.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="With --decode: 8b or tiny, random weights; default: 8b, on a CPU tiny.")
+    ] = "",
+    batch: Annotated[int, typer.Option(help="With --decode: requests; default: 32, on a CPU 4.")] = 0,
+    context: Annotated[
+        int, typer.Option(help="With --decode: tokens of each; default: 4096, on a CPU 64.")
+    ] = 0,
+    gb_per_s: Annotated[
+        float, typer.Option(help="With --decode: GB/s in each direction; default: 10, on a CPU 0.01.")
+    ] = 0.0,
+    rounds: Annotated[int, typer.Option(help="With --decode: how often without and with alternate.")] = 3,
+    seconds: Annotated[float, typer.Option(help="With --decode: seconds of each.")] = 2.0,
+    json_output: JsonLines = False,
+) -> None:
+    """Time blocks on their way to host memory and back, beside contiguous copies and one copy per page."""
+    from kvconnect.bench_kit import default_device
+    from kvconnect.bench_offload.decode import DecodeOptions
+    from kvconnect.bench_offload.runner import bench_offload, bench_offload_decode
+
+    chosen = device or default_device()
+    if decode:
+        options = DecodeOptions(
+            device=chosen,
+            model=model,
+            batch=batch,
+            context=context,
+            gb_per_s=gb_per_s,
+            rounds=rounds,
+            seconds=seconds,
+            staging_bytes=staging_bytes,
+            programs=programs,
+            mode=(mode or ["auto"])[0],
+        )
+        raise typer.Exit(bench_offload_decode(options, json_output=json_output))
+    code = bench_offload(
+        device=chosen,
+        page_bytes=tuple(page_bytes or (16384,)),
+        regions=regions,
+        blocks=tuple(blocks or ()),
+        modes=tuple(mode or ()),
+        staging_bytes=staging_bytes,
+        programs=programs,
+        json_output=json_output,
+    )
+    raise typer.Exit(code)
 
 
 @bench_app.command("transfer")
@@ -265,3 +392,36 @@ def bench_idle_command(
     from kvconnect.demo.measure import bench_idle
 
     raise typer.Exit(bench_idle(engine=engine, model=model, seconds=seconds))
+
+
+@bench_app.command("returning")
+def bench_returning_command(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Annotated[
+        str, typer.Option(help="8b or tiny, with random weights; default: 8b, on a CPU tiny.")
+    ] = "",
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Tokens of a prompt; default: 16384, on a CPU 2048.")
+    ] = 0,
+    prompts: Annotated[int, typer.Option(help="Prompts that come back.")] = 5,
+    batched_tokens: Annotated[int, typer.Option(help="Tokens that a step computes.")] = 8192,
+    disk_path: Annotated[
+        Path | None, typer.Option(help="A folder on the disk to measure; left out, a new temporary one.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that one prompt may take.")] = 300.0,
+    json_output: JsonLines = False,
+) -> None:
+    """Time the first token of a prompt that comes back: computed anew, from the GPU, host memory, or disk."""
+    from kvconnect.bench_returning.options import Options
+    from kvconnect.bench_returning.runner import bench_returning
+
+    options = Options(
+        device=device,
+        model=model,
+        prompt_tokens=prompt_tokens,
+        prompts=prompts,
+        batched_tokens=batched_tokens,
+        disk_path=disk_path,
+        timeout_s=timeout_s,
+    )
+    raise typer.Exit(bench_returning(options, json_output=json_output))

@@ -60,10 +60,10 @@ def run_demo(
     Raises:
         ConfigError: an unknown name, or an engine asked for by name cannot run here.
     """
-    chosen_models = _known("model", models, MODELS)
-    _known("engine", require, ENGINES)
-    _known("flow", [flow], pair.FLOWS)
-    _known("path", [path], pair.PATHS)
+    chosen_models = known("model", models, MODELS)
+    known("engine", require, ENGINES)
+    known("flow", [flow], pair.FLOWS)
+    known("path", [path], pair.PATHS)
     says = Console(stderr=True, highlight=False, soft_wrap=True)
     usable, skipped = _usable_engines(engines, device)
     for name, reason in skipped.items():
@@ -89,11 +89,16 @@ def run_demo(
     return 1 if failed else 0
 
 
-def _known(what: str, names: Sequence[str], known: Sequence[str]) -> list[str]:
+def known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str]:
+    """These names, each once; none of them means all that are accepted.
+
+    Raises:
+        ConfigError: one is not accepted.
+    """
     for name in names:
-        if name not in known:
-            raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(known)}")
-    return list(dict.fromkeys(names)) or list(known)
+        if name not in accepted:
+            raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(accepted)}")
+    return list(dict.fromkeys(names)) or list(accepted)
 
 
 def _usable_engines(asked: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
@@ -101,7 +106,7 @@ def _usable_engines(asked: Sequence[str], device: str) -> tuple[list[str], dict[
     from kvconnect.engine.registry import available_engines
 
     reasons = available_engines()
-    chosen = _known("engine", asked, ENGINES)
+    chosen = known("engine", asked, ENGINES)
     problems = {name: reasons.get(name, "this version has no such engine") for name in chosen}
     if device != "cpu" and "memory" in problems:
         problems["memory"] = problems["memory"] or f"it moves CPU memory, the nodes are on {device}"

@@ -7,15 +7,13 @@ request. This file knows nothing of queues, connectors or tensors.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.block_pool import NULL_BLOCK, BlockPool
+from kvconnect.node.hashes import extend_chain
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,12 @@ class RequestBlocks:
     def snapshot(self) -> tuple[list[int], ...]:
         """Copies of the id lists, one per group."""
         return tuple(list(ids) for ids in self.ids)
+
+    def content_hashes(self, token_ids: Sequence[int], block_tokens: int) -> Sequence[bytes]:
+        """The hashes of all whole blocks of so many tokens; ``token_ids`` begin as they did before."""
+        chain = self.hashes.setdefault(block_tokens, [])
+        extend_chain(chain, token_ids, block_tokens)
+        return chain
 
 
 @dataclass(frozen=True)
@@ -232,13 +236,8 @@ class BlockManager:
             blocks.remembered[index] = max(full, blocks.remembered[index])
 
     def _hash_blocks(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
-        """Extend the hash chains to all full blocks: each hash covers every token up to its block's end."""
         for size in {group.block_size for group in self._groups}:
-            chain = blocks.hashes.setdefault(size, [])
-            for position in range(len(chain), len(token_ids) // size):
-                tokens = np.asarray(token_ids[position * size : (position + 1) * size], dtype=np.int32)
-                previous = chain[-1] if chain else b""
-                chain.append(hashlib.blake2b(previous + tokens.tobytes(), digest_size=16).digest())
+            blocks.content_hashes(token_ids, size)
 
     def free(self, blocks: RequestBlocks) -> None:
         """Release all blocks of a request; its hash chains stay."""

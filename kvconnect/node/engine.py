@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvconnect.errors import LocalError
 from kvconnect.node.hooks import WorkerHooks
@@ -18,7 +19,7 @@ from kvconnect.node.request import Failure, Output, Request
 from kvconnect.node.request_book import Counts
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
-from kvconnect.orders import Results
+from kvconnect.orders import Orders, Results
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,28 @@ class _Inbox:
 
 
 class Engine:
-    """Runs ``scheduler`` and ``runner`` in a thread; ``worker`` is the connector's other half, if any."""
+    """Runs ``scheduler`` and ``runner`` in a thread; ``worker`` is the connector's other half, if any.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, worker: WorkerHooks | None = None) -> None:
+    ``before_step`` reads, on the current stream, what is to be kept of blocks that the next step may
+    overwrite; a worker half that is ordered to keep something needs it. ``offload_state`` says what is kept,
+    to any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        worker: WorkerHooks | None = None,
+        before_step: Callable[[Orders], None] | None = None,
+        offload_state: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
         if (worker is None) != (scheduler.transfers is None):
             raise LocalError("a connector has two halves: the scheduler's and the worker's")
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
+        self.offload_state = offload_state
+        self._before_step = before_step
         self.snapshot = self._take_snapshot(0)
         self._condition = threading.Condition()
         self._inbox = _Inbox()
@@ -180,10 +195,15 @@ class Engine:
         if self.worker is None or transfers is None:
             return
         orders = transfers.hooks.build_orders()
-        if orders:
+        if not orders:
+            return
+        if orders.holds or orders.loads or orders.progress:
             # A peer or an engine may touch the cache from here on: computing and zeroing are over.
             self.runner.synchronize()
-            self.worker.start(orders)
+        if orders.offload and self._before_step is not None:
+            # What is kept was computed by now, and nobody has been given the blocks yet.
+            self._before_step(orders)
+        self.worker.start(orders)
 
     def _sleep(self, wait_s: float) -> None:
         """Sleep until something arrives, at most ``wait_s``."""

@@ -2,16 +2,19 @@
 
 ``Transfers`` is the node's side of the contract: it calls the scheduler half's hooks, remembers which
 ended requests a peer may still read or write, and says which blocks become free. It knows nothing of
-queues or tensors; all calls come from the engine loop thread.
+queues or tensors; all calls come from the engine loop thread. What a connector that keeps blocks in other
+memory is told besides is in ``keeping``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvconnect.cache.region_table import CacheTensor
+from kvconnect.node.keeping import Keeping
 from kvconnect.node.request import Request
 from kvconnect.orders import Orders, RequestView, Results
 
@@ -101,13 +104,32 @@ class WorkerHooks(Protocol):
         ...
 
 
-class Transfers:
-    """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent."""
+@dataclass
+class Settled:
+    """Requests whose blocks are free now, those whose load succeeded, and those whose load failed.
 
-    def __init__(self, hooks: SchedulerHooks, *, recompute_failed_loads: bool) -> None:
+    Of the last, ``computed_here`` begin anew, and ``failed`` end, with the reason.
+    """
+
+    freed: list[Request] = field(default_factory=list)
+    loaded: list[Request] = field(default_factory=list)
+    computed_here: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+
+
+class Transfers:
+    """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent.
+
+    ``keeping`` is None where blocks are kept nowhere else.
+    """
+
+    def __init__(
+        self, hooks: SchedulerHooks, *, recompute_failed_loads: bool, keeping: Keeping | None = None
+    ) -> None:
         self.hooks = hooks
-        self.recompute_failed_loads = recompute_failed_loads
+        self.keeping = keeping
         self.loading: dict[str, Request] = {}
+        self._recompute_failed_loads = recompute_failed_loads
         self._abandoned: dict[str, Request] = {}
         self._unsent: dict[str, Request] = {}
         self._warned = False
@@ -139,28 +161,36 @@ class Transfers:
             self._unsent[request.request_id] = request
         return not keep, params
 
-    def settle(self, results: Results) -> tuple[list[Request], list[Request], list[tuple[Request, str]]]:
-        """Requests whose blocks are free now, those whose load succeeded, and those whose load failed."""
+    def settle(self, results: Results) -> Settled:
+        """What became of the requests that results came for."""
+        settled = Settled()
+        # Whose load it was is known only until the connector has heard of its end.
+        keeper = self.keeping.keeper if self.keeping is not None else None
+        restored = {name for name in results.failed if keeper is not None and keeper.restoring(name)}
         self.hooks.update_results(results)
-        freed, loaded, failed = [], [], []
         for request_id in results.sent:
             request = self._unsent.pop(request_id, None)
             if request is None:
                 self._report_unknown("sent", request_id)
             else:
-                freed.append(request)
+                settled.freed.append(request)
         for request_id in results.received:
             if request_id in self._abandoned:
-                freed.append(self._abandoned.pop(request_id))
+                settled.freed.append(self._abandoned.pop(request_id))
                 continue
             request = self.loading.pop(request_id, None)
             if request is None:
                 self._report_unknown("received", request_id)
-            elif request_id in results.failed:
-                failed.append((request, results.failed[request_id]))
+            elif request_id not in results.failed:
+                settled.loaded.append(request)
+            elif request_id in restored or self._recompute_failed_loads:
+                logger.warning(
+                    "loading %s failed, it is computed here: %s", request_id, results.failed[request_id]
+                )
+                settled.computed_here.append(request)
             else:
-                loaded.append(request)
-        return freed, loaded, failed
+                settled.failed.append((request, results.failed[request_id]))
+        return settled
 
     def _report_unknown(self, what: str, request_id: str) -> None:
         if not self._warned:

@@ -60,7 +60,8 @@ class Request:
 
     ``num_computed_tokens`` counts the tokens whose cache is valid, ``row`` is its place in the block
     tables while it runs. ``loaded``: its blocks were filled by a transfer, until it begins anew.
-    ``preemptions`` counts how often it began anew.
+    ``preemptions`` counts how often it began anew. ``checkpoints`` are numbers of tokens at which
+    a chunk of it has to end.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class Request:
     row: int | None = None
     loaded: bool = False
     preemptions: int = 0
+    checkpoints: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -7,7 +7,6 @@ preempted and recomputed later. It touches no tensor and no socket; all calls co
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 
 from kvconnect.errors import KVConnectError, LocalError
@@ -19,8 +18,6 @@ from kvconnect.node.request_book import RequestBook
 from kvconnect.node.step import Chunk, Step
 from kvconnect.orders import Results
 
-logger = logging.getLogger(__name__)
-
 
 class Scheduler:
     """Plans steps for ``manager``'s blocks. ``transfers`` is None for a node without a connector."""
@@ -31,6 +28,7 @@ class Scheduler:
         self.limits = limits
         self.manager = manager
         self.transfers = transfers
+        self._keeping = transfers.keeping if transfers is not None else None
         self.book = RequestBook(manager, transfers)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -96,7 +94,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            count = self._chunk_tokens(request, request.num_computed_tokens, budget)
             if not self._grow_running(request, count, step):
                 break
             self._add_chunk(request, count, step)
@@ -106,6 +104,11 @@ class Scheduler:
             self._admit(budget, step)
         step.released_rows, self._released_rows = self._released_rows, []
         return step
+
+    def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
+        """How many tokens after ``computed`` a step computes."""
+        count = min(request.num_tokens - computed, budget)
+        return count if self._keeping is None else self._keeping.cut(request, computed, count)
 
     def _add_chunk(self, request: Request, count: int, step: Step) -> None:
         assert request.row is not None
@@ -199,13 +202,16 @@ class Scheduler:
         request.state = RequestState.RUNNING
         request.row = self._free_rows.pop()
         request.num_computed_tokens = computed
-        if hit is not None and request.preemptions == 0:
-            self.book.count_cached(request, computed)
+        if hit is not None:
+            self._count_cached(request, computed)
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
         step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         if self.transfers is not None:
             self.transfers.hooks.update_after_alloc(request, block_ids, 0)
+            if self._keeping is not None:
+                # The blocks that this leaves without tokens are there for the next chunk.
+                count = self._keeping.admit(request, count)
         self._add_chunk(request, count, step)
         return count
 
@@ -244,16 +250,23 @@ class Scheduler:
         self.waiting.remove(request)
         request.state = RequestState.WAITING_FOR_KV
         request.num_computed_tokens = computed
-        self.book.count_cached(request, computed)
+        self._count_cached(request, computed)
         self.transfers.loading[request.request_id] = request
         step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
         return 0
 
+    def _count_cached(self, request: Request, num_tokens: int) -> None:
+        """What a request that begins anew finds, of its own answer too, was not cached for its client."""
+        if request.preemptions == 0:
+            self.book.count_cached(request, num_tokens)
+
     # --- what happened ----------------------------------------------------------------------------
 
     def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
         """The step was computed; ``sampled`` are the new token and draft token by request."""
+        if self._keeping is not None:
+            self._keeping.tell(step, self.book.find)
         for chunk in step.chunks:
             request = self.book.find(chunk.request_id)
             assert request is not None
@@ -287,21 +300,20 @@ class Scheduler:
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""
         assert self.transfers is not None
-        freed, loaded, failed = self.transfers.settle(results)
-        for request in freed:
+        settled = self.transfers.settle(results)
+        for request in settled.freed:
             assert request.blocks is not None
             self.manager.free(request.blocks)
-        for request in reversed(loaded):
+        for request in reversed(settled.loaded):
             assert request.blocks is not None
             request.state = RequestState.WAITING
             request.loaded = True
             self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
             self.waiting.appendleft(request)
-        for request, reason in failed:
-            self.book.count_cached(request, 0)
-            if self.transfers.recompute_failed_loads:
-                logger.warning("loading %s failed, it is computed here: %s", request.request_id, reason)
-                self._begin_anew(request)
-                self.waiting.appendleft(request)
-            else:
-                self.book.fail(request, Failure(502, reason, "kv_load_error"))
+        for request in settled.computed_here:
+            self._count_cached(request, 0)
+            self._begin_anew(request)
+            self.waiting.appendleft(request)
+        for request, reason in settled.failed:
+            self._count_cached(request, 0)
+            self.book.fail(request, Failure(502, reason, "kv_load_error"))

@@ -1,18 +1,12 @@
-"""Puts a node together and serves it until a signal ends it.
-
-The only file of the node that makes a connector: configuration in, two halves out.
-"""
+"""Puts a node together and serves it until a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
-import os
 import signal
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -27,61 +21,27 @@ from kvconnect.node.cache import (
     parse_cache_dtype,
     restrict_kernel_block_sizes,
 )
+from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_layout
-from kvconnect.node.hooks import SchedulerHooks, Transfers, WorkerHooks
+from kvconnect.node.hooks import Transfers
+from kvconnect.node.keeping import Keeping
 from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
+from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import NodeServer
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKENDS = ("sdpa", "flex")
 
-
-@dataclass(frozen=True)
-class NodeOptions:
-    """What an operator can say about a node. ``block_size`` None is the model's own.
-
-    ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
-    ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
-    fp8_e4m3. ``kernel_block_sizes`` are the only sizes in tokens that the attention kernels may take;
-    empty: all that they can. ``enable_graphs`` None captures decode steps in CUDA graphs where the
-    device and every backend allow it; True demands it. ``attention_backend`` is sdpa or flex.
-    """
-
-    model: str = "gqa"
-    seed: int = 0
-    device: str = "cpu"
-    num_blocks: int = 1024
-    block_size: int | None = None
-    max_model_len: int = 4096
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 1024
-    reserved_blocks: int = 0
-    kv_transfer_config: str | None = None
-    enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
-    kernel_block_sizes: tuple[int, ...] = ()
-    enable_graphs: bool | None = None
-    attention_backend: str = "sdpa"
-
-
-@dataclass(frozen=True)
-class Connector:
-    """Both halves, and what becomes of a request whose load failed."""
-
-    scheduler: SchedulerHooks
-    worker: WorkerHooks
-    recompute_failed_loads: bool = True
-
-
-def build_engine(options: NodeOptions, connector: Connector | None = None) -> Engine:
-    """A node's engine, not started. ``connector`` takes the place of the configured one.
+def build_engine(
+    options: NodeOptions, connector: Connector | None = None, model: Model | None = None
+) -> Engine:
+    """A node's engine, not started. ``connector`` and ``model`` take the place of the configured ones.
 
     Raises:
         ConfigError: the options do not fit together.
@@ -95,7 +55,7 @@ def build_engine(options: NodeOptions, connector: Connector | None = None) -> En
         )
     limits = SchedulerLimits(options.max_model_len, options.max_num_seqs, options.max_num_batched_tokens)
     pool = BlockPool(options.num_blocks, options.reserved_blocks)
-    model = build_model(options.model, seed=options.seed, device=device)
+    model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
     layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
     if options.attention_backend == "flex":
@@ -117,12 +77,18 @@ def build_engine(options: NodeOptions, connector: Connector | None = None) -> En
     )
     zeroer = KVBlockZeroer(cache.region_table(), device=device)
     runner = Runner(model, cache, zeroer, _make_decoder(options, model, cache))
-    if connector is None and options.kv_transfer_config is not None:
-        connector = _configured_connector(options, model, cache)
-    transfers = None
     if connector is not None:
         connector.worker.register_kv_caches(cache.tensors)
-        transfers = Transfers(connector.scheduler, recompute_failed_loads=connector.recompute_failed_loads)
+    elif options.kv_transfer_config is not None:
+        connector = configured_connector(options, model, cache)
+    transfers = None
+    if connector is not None:
+        keeping = Keeping(connector.keeper, cache.config) if connector.keeper is not None else None
+        transfers = Transfers(
+            connector.scheduler,
+            recompute_failed_loads=connector.recompute_failed_loads,
+            keeping=keeping,
+        )
     manager = BlockManager(
         cache.config,
         pool,
@@ -131,7 +97,9 @@ def build_engine(options: NodeOptions, connector: Connector | None = None) -> En
         zeroes_new_blocks=needs_zeroing(cache.config),
     )
     scheduler = Scheduler(limits, manager, transfers)
-    return Engine(scheduler, runner, connector.worker if connector else None)
+    if connector is None:
+        return Engine(scheduler, runner)
+    return Engine(scheduler, runner, connector.worker, connector.before_step, connector.offload_state)
 
 
 def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decoder | None:
@@ -152,45 +120,6 @@ def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decod
     if options.enable_graphs is False or refusal is not None:
         return None
     return Decoder(model, cache, sizes=padded_sizes(options.max_num_seqs), captured=True)
-
-
-def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = False) -> str:
-    """What two nodes must have in common for one to continue with the other's cache.
-
-    With ``convert_dtype`` the cache's type is not part of it, but that the other one says so too.
-    """
-    dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
-    kept = "convert_dtype=true" if convert_dtype else f"dtype={dtype}"
-    return f"{model.name}:seed={options.seed}:{model.describe()}:{kept}"
-
-
-def _configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
-    from kvconnect.config import parse_kv_transfer_config
-    from kvconnect.peer.allow_list import AllowList
-    from kvconnect.peer.keyring import load_keyring
-    from kvconnect.scheduler.connector import SchedulerConnector
-    from kvconnect.scheduler.handles import Handles
-    from kvconnect.scheduler.trust import PeerTrust
-    from kvconnect.worker.connector import WorkerConnector
-
-    assert options.kv_transfer_config is not None
-    config = parse_kv_transfer_config(options.kv_transfer_config)
-    worker = WorkerConnector(
-        config,
-        cache.config,
-        cache.kernel_block_sizes,
-        model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
-    )
-    keyring = load_keyring(config.extra, os.environ)
-    scheduler = SchedulerConnector(
-        config,
-        cache.config,
-        cache.kernel_block_sizes,
-        directory=(worker.address(),),
-        handles=Handles(keyring.handle_secret if keyring else b"", time.time),
-        trust=PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers),
-    )
-    return Connector(scheduler, worker, config.kv_load_failure_policy == "recompute")
 
 
 async def _drain(engine: Engine) -> None:

@@ -152,6 +152,8 @@ class NodeServer:
         state = getattr(self.engine.worker, "state", None)
         if state is not None:
             body["connector"] = state()
+        if self.engine.offload_state is not None:
+            body["offload"] = self.engine.offload_state()
         return web.Response(text=json.dumps(body, default=str), content_type="application/json")
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:

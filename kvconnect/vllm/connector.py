@@ -8,10 +8,8 @@ means "nothing to do".
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,31 +19,37 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
-from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.orders import Orders, RankAddress, Results
-from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.keyring import load_keyring
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Handles
-from kvconnect.scheduler.trust import PeerTrust
-from kvconnect.vllm.geometry import (
-    held_back,
-    running_states,
-    scheduler_config,
-    transferred_groups,
-    worker_cache,
-)
-from kvconnect.vllm.meaning import fingerprint, head_counts
+from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.orders import OffloadReport, Results
+from kvconnect.vllm.filled import FilledBlocks
+from kvconnect.vllm.geometry import running_states, transferred_groups
+from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, told_groups
+from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
+from kvconnect.vllm.recovery import Recovery
+from kvconnect.vllm.reports import (
+    PEER_SOURCE,
+    AddressMetadata,
+    OrdersMetadata,
+    ReportMetadata,
+    hit_sources,
+    kv_events,
+)
+from kvconnect.vllm.settings import (
+    computes_prompts_whole,
+    log_like_vllm,
+    read_config,
+    recompute_if_alone,
+    refuse_unsupported,
+)
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Steps
-from kvconnect.vllm.values import attention_layers
 from kvconnect.vllm.versions import check_vllm
-from kvconnect.worker.connector import WorkerConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,68 +58,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OURS = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_role",
-    "engine_id",
-    "kv_load_failure_policy",
-    "kv_connector_extra_config",
-)
 _DRAIN_S = 3.0
 """How long vLLM is kept from ending: about as long as it waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-
-
-@dataclass
-class OrdersMetadata(KVConnectorMetadata):
-    """One step's orders, on their way from the scheduler to the workers."""
-
-    orders: Orders
-
-
-@dataclass
-class AddressMetadata(KVConnectorHandshakeMetadata):
-    """Where a worker listens, on its way from the worker to the scheduler."""
-
-    address: RankAddress
-
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:
-    # Before 0.32 hits are not told apart by source.
-    _HIT_SOURCE = None
-else:
-    _HIT_SOURCE = CacheHitSource.P2P
-
 
 # Whoever names this class by its module may put it under a MultiConnector, which looks for it by name.
 register()
 
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
-    """Hands KV caches over between vLLM servers. See vLLM's base class for the hooks.
+    """Hands KV caches over between vLLM servers, and keeps them below the device's memory.
+
+    See vLLM's base class for the hooks.
 
     Raises:
         ConfigError: the configuration is wrong, or names something that this version refuses.
     """
 
-    _cache_hit_source = _HIT_SOURCE
+    _cache_hit_source = PEER_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_like_vllm()
+        log_like_vllm()
         check_vllm(base)
         self._vllm = vllm_config
         self._cache = kv_cache_config
-        self._config = _read_config(vllm_config)
-        _refuse_unsupported(vllm_config)
+        self._config = read_config(vllm_config)
+        refuse_unsupported(vllm_config, kv_cache_config, self._config)
+        if role is KVConnectorRole.SCHEDULER:
+            recompute_if_alone(vllm_config, self._config)
         self._moved = transferred_groups(kv_cache_config)
-        self._scheduler: SchedulerConnector | None = None
-        self._worker: WorkerConnector | None = None
-        self._addresses: dict[int, RankAddress] = {}
+        offload = self._config.extra.offload
+        self._kept = kept_groups(kv_cache_config) if offload else ()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._rank = 0
+        self._row_bytes: dict[int, int] = {}
+        self._told: dict[int, AddressMetadata] = {}
+        self._takes_all_but_one = computes_prompts_whole(vllm_config)
         self._steps = Steps()
+        self._filled = FilledBlocks(
+            told_groups(kv_cache_config, self._kept),
+            is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)),
+        )
+        self._recovery = Recovery(expects=bool(offload and offload.disk_path), clock=time.monotonic)
+        self._reports: tuple[OffloadReport, ...] = ()
+        kv_events = getattr(vllm_config, "kv_events_config", None)
+        self._tells_events = bool(kv_events and kv_events.enable_kv_cache_events)
 
     # What vLLM asks the class
 
@@ -147,8 +136,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A prefill node's KV is wanted by others."""
-        return self._config.is_producer
+        """A prefill node's KV is wanted by others; what is kept for later may as well be left out."""
+        return self._config.is_producer and self._config.extra.engine != "none"
 
     # The scheduler's half
 
@@ -160,8 +149,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """The workers' addresses. May be told again; another connector's metadata is not for us."""
         for meta in metadata.values():
             if isinstance(meta, AddressMetadata):
-                self._addresses[meta.address.rank] = meta.address
-        if not self._addresses:
+                self._told[meta.rank] = meta
+        if not self._told:
             kinds = sorted({type(meta).__name__ for meta in metadata.values()})
             raise ConfigError(
                 f"the workers told where they listen by {', '.join(kinds)}, which is not ours: vLLM passes "
@@ -174,21 +163,36 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             # More of its prompt comes later, and vLLM does not say when it is whole.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
-        self._half.new_request(request)
+        # With prompt log probabilities vLLM computes the whole prompt anew, whatever could be loaded.
+        reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)
+        self._half.new_request(request, reads=reads, writes=writes)
+        if self._kept:
+            self._filled.begin(request)
         excess = request.num_tokens - self._half.prefill_tokens(request)
-        # With prompt log probabilities D loads nothing, and computes the whole prompt itself.
-        if excess > 0 and not request.get_skip_reading_prefix_cache():
+        if excess > 0 and reads:
             _shorten(request, excess)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be fetched beyond those computed here, asynchronously."""
-        return self._half.matched_tokens(request, num_computed_tokens)
+        """Tokens that can be loaded beyond those computed here, asynchronously."""
+        half = self._half
+        count, in_background = half.matched_tokens(request, num_computed_tokens)
+        missing = request.num_tokens - num_computed_tokens - (count or 0)
+        if count and missing > 1 and self._takes_all_but_one and half.offload is not None:
+            half.offload.withdraw(request.request_id)
+            return 0, False
+        return count, in_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A load fills every group that is transferred; vLLM must neither zero nor replay it."""
-        return self._moved
+        """The groups that a load fills: vLLM must neither zero nor replay them."""
+        return self._kept if self._half.restoring(request.request_id) else self._moved
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        """The tiers that a hit came from, as far as vLLM tells them apart."""
+        if not num_external_tokens:
+            return {}
+        return hit_sources(self._half.sources(request.request_id, num_external_tokens))
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -200,17 +204,43 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's orders for the workers."""
         half = self._half
-        self._steps.tell(half, scheduler_output)
+        if half.transfer is not None:
+            self._steps.tell(half.transfer, scheduler_output)
+        if half.offload is not None:
+            self._recovery.step()
+            self._filled.tell(half.offload, scheduler_output)
         return OrdersMetadata(half.build_orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
+        told = getattr(connector_output, "kv_connector_worker_meta", None)
+        reports = told.reports if isinstance(told, ReportMetadata) else ()
+        self._recovery.heard(reports)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),
                 received=tuple(connector_output.finished_recving or ()),
+                failed=dict.fromkeys(connector_output.failed_recving or (), "see the workers' log"),
+                offload=reports,
             )
         )
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must step though it has nothing to compute: copies, or reports, are under way."""
+        return bool(self._kept) and (self._half.pending or self._recovery.is_under_way)
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that is kept: nobody will ask for it, since the weights change, say."""
+        if self._kept:
+            self._half.clear()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """What the tiers have got and lost since the last call."""
+        if not self._kept:
+            return ()
+        host, lower = self._half.take_events()
+        return list(kv_events(host, lower)) if self._tells_events else ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``."""
@@ -222,54 +252,39 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """A request ended: whether its blocks must be kept, and the parameters for D."""
         delivered = request.status.name in _DELIVERED
         self._steps.forget(request.request_id)
+        half = self._half
+        if half.offload is not None:
+            self._filled.end(half.offload, request.request_id)
         running = running_states(self._cache, block_ids)
-        return self._half.request_finished(request, running, delivered=delivered)
+        return half.request_finished(request, running, delivered=delivered)
 
     # The workers' half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        rank, world_size = _tensor_rank(), self._vllm.parallel_config.tensor_parallel_size
-        counts = head_counts(self._vllm)
-        cache = worker_cache(
-            self._cache,
-            kv_caches,
-            rank=rank,
-            world_size=world_size,
-            head_counts=counts,
-            layers=attention_layers(self._vllm),
-            convert_dtype=self._config.extra.convert_dtype,
+        self._rank = _tensor_rank()
+        self._worker, self._row_bytes = make_worker_half(
+            self._vllm, self._cache, self._config, kv_caches, self._rank
         )
-        self._worker = WorkerConnector(
-            self._config,
-            cache.config,
-            cache.kernel_block_sizes,
-            model=fingerprint(
-                self._vllm,
-                self._cache,
-                bound_to=world_size if cache.rank_bound else None,
-                convert_dtype=self._config.extra.convert_dtype,
-            ),
-            rank=rank,
-            world_size=world_size,
-            num_heads=counts.finest,
-        )
-        self._worker.register_kv_caches(cache.tensors, cache.heads, cache.scales)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this worker listens."""
-        return None if self._worker is None else AddressMetadata(self._worker.address())
+        """Where this worker listens, and the rows in which it keeps blocks."""
+        if self._worker is None:
+            return None
+        return AddressMetadata(self._rank, self._worker.address(), self._row_bytes)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
 
-        ``start_load_kv`` comes after the launch, and what is recorded there waits for this step too.
+        Blocks that are to be stored are read now, since this step may overwrite them. ``start_load_kv`` comes
+        after the launch, and what is recorded there waits for this step too.
         """
         if self._worker is None or not isinstance(kv_connector_metadata, OrdersMetadata):
             return
         orders = kv_connector_metadata.orders
         if orders.progress or orders.holds:
             self._worker.mark()
+        self._worker.before_step(orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's orders to the worker half. Never waits."""
@@ -295,6 +310,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
         results = self._results()
+        self._reports += results.offload
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -305,13 +321,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Failures are told by request, never by block: with several groups blocks would end vLLM."""
         return set()
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What this worker's tiers have done, or None."""
+        reports, self._reports = self._reports, ()
+        return ReportMetadata(reports) if reports else None
+
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""
-        worker = self._worker
-        changes = None if worker is None else worker.changes()
-        if worker is None or changes is None:
-            return None
-        return TransferStats.of_worker(worker.address().rank, changes)
+        changes = None if self._worker is None else self._worker.changes()
+        return None if changes is None else TransferStats.of_worker(self._rank, changes)
 
     def shutdown(self) -> None:
         """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
@@ -322,25 +340,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # Helpers
 
     @property
-    def _num_lookahead_tokens(self) -> int:
-        # vLLM before 0.31 does not say; what it would say there is 1, since several modules are refused.
-        return getattr(self._vllm, "num_prefill_lookahead_tokens", 0)
-
-    @property
-    def _half(self) -> SchedulerConnector:
-        """The scheduler half, made at the first hook: by then the workers have told where they listen."""
+    def _half(self) -> SchedulerHalf:
+        """The scheduler half, made at the first hook: by then the workers have told about themselves."""
         if self._scheduler is None:
-            extra = self._config.extra
-            keyring = load_keyring(extra, os.environ)
-            self._scheduler = SchedulerConnector(
-                self._config,
-                scheduler_config(self._cache),
-                {},
-                directory=tuple(self._addresses.values()),
-                held_back=held_back(self._cache, self._num_lookahead_tokens),
-                handles=Handles(keyring.handle_secret if keyring else b"", time.time),
-                trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
-            )
+            self._scheduler = make_scheduler_half(self._vllm, self._cache, self._config, self._told)
         return self._scheduler
 
     def _results(self) -> Results:
@@ -350,64 +353,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         for request_id, reason in results.failed.items():
             logger.warning("the KV of request %s could not be loaded: %s", request_id, reason)
         return results
-
-
-def _log_like_vllm() -> None:
-    """vLLM gives handlers to its own loggers only: what we say would be lost."""
-    ours, theirs = logging.getLogger("kvconnect"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
-
-
-def _read_config(vllm_config: VllmConfig) -> TransferConfig:
-    given = vllm_config.kv_transfer_config
-    values = {name: getattr(given, name) for name in _OURS}
-    extra = dict(values["kv_connector_extra_config"] or {})
-    if extra.get("port"):
-        # Every data-parallel engine of a host needs ports of its own.
-        parallel = vllm_config.parallel_config
-        extra["port"] += parallel.data_parallel_index * parallel.tensor_parallel_size
-    return parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
-
-
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Settings under which KV would be lost or wrong are refused at start, by name."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    for name, value in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1)),
-    ):
-        if value > 1:
-            raise ConfigError(f"{name} is {value}, this version of kvconnect accepts 1")
-    speculative = vllm_config.speculative_config
-    if not hasattr(vllm_config, "num_prefill_lookahead_tokens") and _has_several_modules(speculative):
-        raise ConfigError(
-            "speculative_config has a drafter of several modules, and this version of vLLM does not say how "
-            "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
-        )
-    cache = vllm_config.cache_config
-    if getattr(cache, "mamba_cache_mode", "none") == "all" and speculative is not None:
-        raise ConfigError(
-            "mamba_cache_mode is 'all' with speculative_config: which block holds the running state cannot "
-            "be told; accepted: none, align"
-        )
-    if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "
-            "turn it off, and use a checkpoint with scales or none"
-        )
-    if getattr(model, "enable_sleep_mode", False):
-        raise ConfigError(
-            "enable_sleep_mode is on, but registered KV memory must stay where it is; turn it off"
-        )
-
-
-def _has_several_modules(speculative_config: Any) -> bool:
-    ask = getattr(speculative_config, "use_multi_module_mtp", None)
-    return bool(ask and ask())
 
 
 def _shorten(request: Request, excess: int) -> None:

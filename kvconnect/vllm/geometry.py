@@ -147,6 +147,8 @@ def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
             kind = EncoderOnlySpec(block_size)
         elif is_state(group_spec(group)):
             kind = StateSpec(block_size, ((1,),), (torch.int8,))
+        elif window := _window(group_spec(group)):
+            kind = SlidingWindowSpec(block_size, 1, 1, torch.int8, sliding_window=window)
         else:
             kind = FullAttentionSpec(block_size, 1, 1, torch.int8)
         groups.append(KVCacheGroup(names, kind))
@@ -263,6 +265,14 @@ def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tenso
     return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
 
 
+def _window(theirs: Any) -> int | None:
+    """The last tokens of which blocks are kept, those that a draft model computes anew included."""
+    # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
+    if "SlidingWindow" not in type(theirs).__name__:
+        return None
+    return int(theirs.sliding_window) + int(getattr(theirs, "extra_retained_tokens", 0))
+
+
 def _by_block(tensor: torch.Tensor) -> torch.Tensor:
     """One row for each head of a kernel block: rows that are no token's must not be cut by token."""
     blocks, heads, _, _ = tensor.shape
@@ -278,8 +288,7 @@ def _spec(
     kind = type(theirs).__name__
     if is_state(theirs):
         return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
-    # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
-    window = int(theirs.sliding_window) if "SlidingWindow" in kind else None
+    window = _window(theirs)
     if divisible and tokens == 1 and "MLA" not in kind:
         return _by_head(block_size, heads, content, tensor.dtype, ratio, window)
     if not divisible or not _is_divided(theirs, tensor, ratio):

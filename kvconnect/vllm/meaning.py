@@ -79,11 +79,11 @@ def _states(kv_cache_config: Any) -> list[str]:
         if is_state(spec):
             shapes = getattr(spec, "shapes", ())
             dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in getattr(spec, "dtypes", ()))
-            described.add(f"state {shapes} {dtypes} {_conv_layout()}")
+            described.add(f"state {shapes} {dtypes} {conv_layout()}")
     return sorted(described)
 
 
-def _conv_layout() -> str:
+def conv_layout() -> str:
     """The order within a convolution's state. It is set by the environment or the platform."""
     from vllm import envs
 

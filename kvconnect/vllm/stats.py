@@ -18,6 +18,7 @@ from kvconnect.metrics import (
     LOAD_SECONDS,
     LOAD_SECONDS_BUCKETS,
     LOAD_SECONDS_TEXT,
+    OFFLOAD_ROWS,
     PREFIX,
     Changes,
 )
@@ -71,7 +72,7 @@ class TransferStats(KVConnectorStats):
             for labels, growth in numbers.items():
                 ours[labels] = ours.get(labels, 0) + growth
         for rank, gauges in other.data["gauges"].items():
-            self.data["gauges"][rank] = dict(gauges)
+            self.data["gauges"].setdefault(rank, {}).update(gauges)
         self.data["load_seconds"].extend(other.data["load_seconds"])
         return self
 
@@ -90,6 +91,9 @@ class TransferStats(KVConnectorStats):
         if loads:
             line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
             line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
+        for labels, growth in counters.get(OFFLOAD_ROWS.name, {}).items():
+            name = f"Blocks {labels.split(',')[0]}"
+            line[name] = round(line.get(name, 0) + growth)
         for reason, growth in counters.get("failures", {}).items():
             line[f"Failures ({reason})"] = round(growth)
         for family in FAMILIES:

@@ -9,9 +9,11 @@ import torch
 
 from kvconnect.cache.block_table import expand_block_ids
 from kvconnect.errors import PeerError
+from kvconnect.node.connector import Connector
 from kvconnect.node.engine import Engine
+from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output, Request
-from kvconnect.node.serve import Connector, NodeOptions, build_engine
+from kvconnect.node.serve import build_engine
 from kvconnect.orders import LetGo, Orders, Results
 
 torch.set_num_threads(1)

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
+from kvconnect.node.connector import fingerprint
 from kvconnect.node.models import build_model
-from kvconnect.node.serve import NodeOptions, fingerprint
+from kvconnect.node.options import NodeOptions
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -9,9 +9,11 @@ from kvconnect.cache.attention_groups import GraphSupport
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.cache import CACHE_DTYPES, NodeCache
+from kvconnect.node.connector import fingerprint
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
-from kvconnect.node.serve import NodeOptions, build_engine, fingerprint
+from kvconnect.node.options import NodeOptions
+from kvconnect.node.serve import build_engine
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
 
 

@@ -12,7 +12,9 @@ import aiohttp
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.node.serve import Connector, NodeOptions, build_engine
+from kvconnect.node.connector import Connector
+from kvconnect.node.options import NodeOptions
+from kvconnect.node.serve import build_engine
 from kvconnect.node.server import NodeServer
 from tests.node.node_harness import CopyConnector, make_client, make_prompt
 

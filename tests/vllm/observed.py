@@ -37,10 +37,9 @@ class KVConnect(Observed):
         super().register_kv_caches(kv_caches)
         self._observed = dict(kv_caches)
         self._ordered: dict[str, tuple[GroupBlocks, ...]] = {}
-        address = self.get_handshake_metadata().address
+        rank = self.get_handshake_metadata().rank
         folder = Path(os.environ["KVCONNECT_TEST_OBSERVATIONS"])
-        self._lines = folder / f"rank{address.rank}.jsonl"
-        self._rank = address.rank
+        self._lines = folder / f"rank{rank}.jsonl"
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -54,6 +53,9 @@ class KVConnect(Observed):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving:
+            if request_id not in self._ordered:
+                # Restored from what this server kept itself.
+                continue
             handle, groups = self._ordered.pop(request_id)
             failed = request_id in results.failed_recving
             self._write("failed" if failed else "load", handle, groups)

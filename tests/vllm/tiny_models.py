@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -143,9 +145,35 @@ def _mla(kind: str, folder: Path) -> Recipe:
 def _mtp(kind: str, folder: Path) -> Recipe:
     """A latent model with a module that predicts one token more: its cache is a layer like the others."""
     model = DeepseekV3ForCausalLM(_latent_config())
+    _save(model, folder, _module_weights(model.state_dict()), num_nextn_predict_layers=1)
+    return Recipe(kind, folder, (*_WHOLE, *_speculate(method="mtp", num_speculative_tokens=1)))
+
+
+def _mtp_gqa(kind: str, folder: Path) -> Recipe:
+    """The same with heads of keys and values, of which vLLM's CPU build keeps prefixes."""
+    config = Glm4MoeConfig(
+        num_hidden_layers=3,
+        # vLLM wants a layer with experts, and takes the module for one too.
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        partial_rotary_factor=0.5,
+        **_COMMON,
+        **_HEADS,
+    )
+    _save(Glm4MoeForCausalLM(config), folder, num_nextn_predict_layers=1)
+    # On disk experts have other names than in memory.
+    weights = _filled(_module_weights(load_file(folder / "model.safetensors")))
+    save_file(weights, folder / "more.safetensors", {"format": "pt"})
+    return Recipe(kind, folder, _speculate(method="mtp", num_speculative_tokens=1))
+
+
+def _module_weights(model: Mapping[str, torch.Tensor]) -> _Weights:
+    """The weights of a module like the last layer of three, and of what it has besides."""
     weights = {
         name.replace("layers.2.", "layers.3."): tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in model.items()
         if "layers.2." in name
     }
     prefix = "model.layers.3."
@@ -155,8 +183,7 @@ def _mtp(kind: str, folder: Path) -> Recipe:
     weights[prefix + "shared_head.head.weight"] = torch.empty(vocabulary, hidden)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{prefix}{norm}.weight"] = torch.ones(hidden)
-    _save(model, folder, weights, num_nextn_predict_layers=1)
-    return Recipe(kind, folder, (*_WHOLE, *_speculate(method="mtp", num_speculative_tokens=1)))
+    return weights
 
 
 def _eagle(kind: str, folder: Path) -> Recipe:
@@ -172,6 +199,7 @@ KINDS: dict[str, Callable[[str, Path], Recipe]] = {
     "hybrid": _hybrid,
     "mla": _mla,
     "mtp": _mtp,
+    "mtp_gqa": _mtp_gqa,
     "eagle": _eagle,
 }
 

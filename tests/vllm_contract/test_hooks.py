@@ -31,23 +31,18 @@ LEFT_TO_BASE: dict[str, str] = {
     "set_host_xfer_buffer_ops": "pages are moved from where they lie, not through vLLM's host copies",
     "finish_forward": "loads go to blocks that no forward reads, and are ordered after it was launched",
     "reset_capture_state": "nothing is called, and nothing changes, while CUDA graphs are captured",
-    "get_kv_connector_kv_cache_events": "a hand-over stores nothing that others could look up",
-    "build_connector_worker_meta": "what the scheduler half must hear of the workers are transfer results",
+    "get_kv_connector_kv_cache_events": "what is kept the scheduler half knows, and tells by take_events",
     "get_mem_pool_context": "both engines register the memory that vLLM allocates",
     "bind_kv_cache_manager": "block ids come with each hook, vLLM's manager is not asked",
     "bind_gpu_block_pool": "block ids come with each hook, vLLM's pool is not asked",
-    "register_finished_partial_tail": "a partly filled last block is fetched like any other",
-    "take_events": "a hand-over stores nothing that others could look up",
+    "register_finished_partial_tail": "a partly filled last block is fetched like any other, and never kept",
     "get_finished": "only the base's get_transfer_results asks for it, and ours tells failures too",
     "get_finished_count": "every rank reports every request, which is what vLLM assumes",
     "supports_divergent_local_hybrid_hits": "a fetch starts where every group of D's own cache agrees",
     "get_required_kvcache_layout": "any layout is moved as it is",
-    "has_pending_push_work": "orders are made when a request starts or ends, and vLLM steps then anyway",
     "has_pending_block_frees": "when a peer will fetch, nobody here can promise: waiting could last for ever",
-    "reset_cache": "nothing is kept between requests, a lease is one request's",
     "unregister_kv_caches": "supports_sleep_mode refuses the mode that would call it",
     "restore_kv_caches": "supports_sleep_mode refuses the mode that would call it",
-    "get_external_cache_hit_sources": "the base class answers with _cache_hit_source",
 }
 """Hooks that are not overridden, and why what the base class does is right for us."""
 
@@ -169,7 +164,7 @@ def test_the_configuration_has_the_fields_that_are_read(version):
     fields = recorded(version)["classes"]["KVTransferConfig"]["fields"]
     assignment = next(
         node
-        for node in trees()["connector.py"].body
+        for node in trees()["settings.py"].body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_OURS"
     )
     assert set(ast.literal_eval(assignment.value)) <= set(fields)

@@ -21,19 +21,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.plugins import load_general_plugins
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvconnect.metrics import FAMILIES, Metrics
+from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_changes
+from kvconnect.offload.index.tier_index import IndexEvents
+from kvconnect.orders import OffloadReport, TierChange
 from kvconnect.vllm.connector import KVConnect
+from kvconnect.vllm.reports import PEER_SOURCE, ReportMetadata, hit_sources, kv_events
 from kvconnect.vllm.stats import TransferStats
 from kvconnect.vllm.versions import vllm_version
 from tests.vllm_contract.sources import VERSIONS, recorded
@@ -280,11 +285,14 @@ def test_engines_are_kept_apart(clean_registry):
 
 def test_every_number_of_a_worker_has_a_series(clean_registry):
     exported = prom()
-    metrics = Metrics(CollectorRegistry())
-    for family in FAMILIES:
-        number = metrics.families[family.name].labels(*family.labels)
-        (number.inc if family.kind == "counter" else number.set)(5)
-    exported.observe(over_the_wire(worker_stats(metrics)))
+    halves = [Metrics(CollectorRegistry()), OffloadMetrics(CollectorRegistry())]
+    for metrics in halves:
+        for numbers in metrics.families.values():
+            if metrics is halves[0] or numbers.family.name not in halves[0].families:
+                number = numbers.labels(*numbers.family.labels)
+                (number.inc if numbers.family.kind == "counter" else number.set)(5)
+    both = merge_changes(*(metrics.changes() for metrics in halves))
+    exported.observe(over_the_wire(TransferStats.of_worker(0, both)))
     for family in FAMILIES:
         if family.kind == "counter":
             assert shown(f"{family.name}_total", **{label: label for label in family.labels}) == 5
@@ -324,6 +332,81 @@ def test_the_log_line():
     assert len(lines) == 1
 
 
+def kept(stored: int, **gauges: float) -> TransferStats:
+    rows = {"stored,host": stored, "restored,host": 2.0, "kept,disk": 1.0, "kept,store": 3.0}
+    return TransferStats.of_worker(0, Changes({"offload_rows": rows}, gauges, []))
+
+
+def test_the_log_line_tells_what_is_kept():
+    both = kept(5, offload_stores_open=2.0).aggregate(kept(6, loads_in_flight=1.0))
+    line = both.reduce()
+    assert {name: line[name] for name in line if name.startswith("Blocks")} == {
+        "Blocks stored": 11,
+        "Blocks restored": 4,
+        "Blocks kept": 8,
+    }
+    # Two parts of a worker tell gauges of their own.
+    assert (line["Offload stores open"], line["Loads in flight"]) == (2, 1)
+
+
+# What the tiers tell
+
+
+def test_reports_of_all_ranks_arrive_together():
+    def output(rank: int) -> ModelRunnerOutput:
+        report = OffloadReport(rank, stored={7: ()}, changes=(TierChange("disk", 0, (b"h",)),))
+        meta = ReportMetadata((report,)) if rank != 1 else None
+        made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        made.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=meta)
+        # Workers are processes of their own.
+        return pickle.loads(pickle.dumps(made))
+
+    assert not output(0).kv_connector_output.is_empty()
+    assert output(1).kv_connector_output.is_empty()
+    merged = KVOutputAggregator(3).aggregate([output(rank) for rank in range(3)])
+    told = merged.kv_connector_output.kv_connector_worker_meta
+    assert [report.rank for report in told.reports] == [0, 2]
+    assert told.reports[0].stored == {7: ()}
+
+
+def test_somebody_else_s_worker_metadata_is_left_alone():
+    ours = ReportMetadata((OffloadReport(0),))
+    assert ours.aggregate(SimpleNamespace()) is ours
+
+
+def test_what_tiers_got_and_lost_is_told_as_vllm_s_events():
+    hashes = [bytes([number]) * 32 for number in range(5)]
+    host = IndexEvents(stored=((0, hashes[0]), (1, hashes[1]), (0, hashes[2])), removed=((0, hashes[3]),))
+    events = list(kv_events(host, (TierChange("disk", 1, (hashes[4],), (hashes[1],)),)))
+    batch = KVEventBatch(ts=1.0, events=events)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
+    found = [(type(event).__name__, event.medium, event.group_idx, event.block_hashes) for event in decoded]
+    named = [maybe_convert_block_hash(content) for content in hashes]
+    assert [type(event).__name__ for event in kv_events(IndexEvents(cleared=True), ())] == [
+        "AllBlocksCleared"
+    ]
+    assert found == [
+        ("BlockRemoved", "CPU", 0, [named[3]]),
+        ("BlockStored", "CPU", 0, [named[0], named[2]]),
+        ("BlockStored", "CPU", 1, [named[1]]),
+        ("BlockRemoved", "STORAGE", 1, [named[1]]),
+        ("BlockStored", "STORAGE", 1, [named[4]]),
+    ]
+
+
+def test_hits_are_told_by_where_they_came_from():
+    if PEER_SOURCE is None:
+        assert hit_sources({"host": 3}) == {}
+        return
+    told = hit_sources({"host": 3, "disk": 4, "store": 5, "peer": 6})
+    assert {source.value: count for source, count in told.items()} == {
+        "host": 3,
+        "disk": 4,
+        "external_unspecified": 5,
+        "p2p": 6,
+    }
+
+
 # Beside others, in a MultiConnector
 
 MULTI = {
@@ -337,7 +420,7 @@ MULTI = {
 
 def test_a_multi_connector_carries_our_stats(clean_registry):
     children = [SimpleNamespace(get_kv_connector_stats=lambda: None), object.__new__(KVConnect)]
-    children[1]._worker = SimpleNamespace(changes=busy().changes, address=lambda: SimpleNamespace(rank=0))
+    children[1]._worker, children[1]._rank = SimpleNamespace(changes=busy().changes), 0
     multi = object.__new__(MultiConnector)
     multi._connectors = children
     stats = multi.get_kv_connector_stats()

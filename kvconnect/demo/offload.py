@@ -1,0 +1,191 @@
+"""The demo's other part: one node, whose prompts come back when its pool was overwritten, and it restarted.
+
+Judged from outside, over HTTP: the tokens against those of a node that keeps nothing, and how many tokens
+of a prompt the node says it had not to compute.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvconnect.demo.children import Child, Children
+from kvconnect.demo.http import BadAnswer, fetch_json
+from kvconnect.demo.outcome import Tokens, difference, tokens_of
+from kvconnect.demo.pair import START_TIMEOUT_S, ask, ask_all
+from kvconnect.demo.prompts import make_prompts
+from kvconnect.demo.runner import known
+from kvconnect.errors import KVConnectError
+
+# Blocks of each model's pool, so that the prompts below do not fit into it together.
+POOLS = {"gqa": 64, "mla": 64, "mixed": 12, "sliding": 160, "hybrid": 40}
+_BLOCK_TOKENS = {"mixed": 128, "hybrid": 32}
+_USUAL_BLOCK_TOKENS = 16
+_SEED = 23
+# Of the demo's prompts these are long enough for whole blocks of every model.
+_RETURNING = (4, 7, 11)
+_OTHERS = (3, 9, 11, 14)
+_CPU_BYTES = 64 << 20
+_DISK_BYTES = 64 << 20
+_SEGMENT_BYTES = 4 << 20
+_STOP_TIMEOUT_S = 20.0
+_SETTLE_TIMEOUT_S = 20.0
+
+
+@dataclass
+class Returned:
+    """One line of the report: tokens found of those that could be, from memory and after a restart."""
+
+    model: str
+    prompts: int
+    could_be_found: int = 0
+    from_memory: int = 0
+    from_disk: int = 0
+    token_exact: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def run_offload(*, models: Sequence[str], json_output: bool, node_options: Sequence[str] = ()) -> int:
+    """Show it with each of these models, none for all. Returns the exit code: 1 if anything was wrong.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    says = Console(stderr=True, highlight=False, soft_wrap=True)
+    folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
+    outcomes = []
+    for model in known("model", models, tuple(POOLS)):
+        outcome = Returned(model, len(_RETURNING))
+        outcomes.append(outcome)
+        started = time.monotonic()
+        with Children(folder) as children:
+            try:
+                _run(outcome, children, folder / f"kept-{model}", node_options)
+            except KVConnectError as error:
+                outcome.problems.append(str(error))
+            if outcome.problems:
+                says.print(children.tails(), markup=False)
+        outcome.seconds = round(time.monotonic() - started, 2)
+        _say(outcome, says)
+        if json_output:
+            print(json.dumps(asdict(outcome)), flush=True)
+    failed = any(outcome.problems for outcome in outcomes)
+    if failed:
+        says.print(f"logs are kept in {folder}", markup=False)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not json_output:
+        _print_table(outcomes)
+    return 1 if failed else 0
+
+
+def _run(outcome: Returned, children: Children, disk: Path, node_options: Sequence[str]) -> None:
+    model = outcome.model
+    made = make_prompts(max(_RETURNING) + 1, _SEED)
+    prompts = [made[index] for index in _RETURNING]
+    other = make_prompts(max(_OTHERS) + 1, _SEED + 1)
+    size = _BLOCK_TOKENS.get(model, _USUAL_BLOCK_TOKENS)
+    outcome.could_be_found = sum((len(prompt) - 1) // size * size for prompt in prompts)
+    plain = children.start("plain", "serve", "--model", model, "--port", "0", *node_options)
+    node = _start(children, "first", model, disk, node_options)
+    expected = ask_all(plain.wait_ready(time.monotonic() + START_TIMEOUT_S), model, prompts)
+    url = node.wait_ready(time.monotonic() + START_TIMEOUT_S)
+    _ask(outcome, url, prompts, expected)
+    outcome.token_exact = 0
+    ask_all(url, model, [other[index] for index in _OTHERS])
+    outcome.from_memory = _ask(outcome, url, prompts, expected)
+    node.ask_to_end()
+    node.end(time.monotonic() + _STOP_TIMEOUT_S)
+    again = _start(children, "again", model, disk, node_options)
+    url = again.wait_ready(time.monotonic() + START_TIMEOUT_S)
+    _wait_settled(url)
+    outcome.from_disk = _ask(outcome, url, prompts, expected)
+    for where, found in (("memory", outcome.from_memory), ("disk after a restart", outcome.from_disk)):
+        if found != outcome.could_be_found:
+            outcome.problems.append(
+                f"{found} tokens were found in {where}, {outcome.could_be_found} were kept"
+            )
+
+
+def _start(children: Children, name: str, model: str, disk: Path, node_options: Sequence[str]) -> Child:
+    """A node that keeps blocks, and whose own pool is of no use to a prompt that comes back."""
+    offload: dict[str, Any] = {
+        "cpu_bytes": _CPU_BYTES,
+        "disk_path": str(disk),
+        "disk_bytes": _DISK_BYTES,
+        "disk_segment_bytes": _SEGMENT_BYTES,
+    }
+    config = {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "none", "offload": offload}}
+    pool = ("--num-blocks", str(POOLS[model]), "--no-enable-prefix-caching")
+    return children.start(
+        f"{name}-{model}",
+        *("serve", "--model", model, "--port", "0", "--kv-transfer-config", json.dumps(config)),
+        *pool,
+        *node_options,
+    )
+
+
+def _wait_settled(url: str) -> None:
+    """Until a node has looked through what is on its disk."""
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while any((state := fetch_json(url + "/debug/state"))["offload"]["busy"].values()):
+        if time.monotonic() > deadline:
+            raise BadAnswer(f"{url} did not come to rest: {state['offload']}")
+        time.sleep(0.05)
+
+
+def _ask(
+    outcome: Returned, url: str, prompts: Sequence[Sequence[int]], expected: Sequence[Tokens | BadAnswer]
+) -> int:
+    """Ask for all prompts, one after the other, and judge the tokens. Returns how many were found."""
+    found = 0
+    for index, (prompt, single) in enumerate(zip(prompts, expected, strict=True)):
+        answer = ask(url, outcome.model, prompt)
+        problem = difference(tokens_of(answer), single)
+        if problem:
+            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
+        else:
+            outcome.token_exact += 1
+        found += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def _say(outcome: Returned, says: Console) -> None:
+    verdict = "FAILED" if outcome.problems else "ok"
+    says.print(
+        f"{verdict:6} offload/{outcome.model}: {outcome.token_exact} of {2 * outcome.prompts} token-exact; "
+        f"of {outcome.could_be_found} tokens {outcome.from_memory} found in memory and {outcome.from_disk} "
+        f"on disk after a restart, {outcome.seconds:.1f} s",
+        markup=False,
+    )
+    for problem in outcome.problems:
+        says.print(f"offload/{outcome.model}: {problem}", markup=False)
+
+
+def _print_table(outcomes: Sequence[Returned]) -> None:
+    table = Table(title="prompts that come back to a node whose pool was overwritten")
+    table.add_column("model", no_wrap=True)
+    for name in ("exact", "tokens kept", "found in memory", "on disk after a restart", "s"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.model,
+            f"{outcome.token_exact}/{2 * outcome.prompts}",
+            str(outcome.could_be_found),
+            str(outcome.from_memory),
+            str(outcome.from_disk),
+            f"{outcome.seconds:.1f}",
+            "[red]failed[/red]" if outcome.problems else "[green]ok[/green]",
+        )
+    Console().print(table)

@@ -1,0 +1,159 @@
+"""The two halves of a connector, made from what vLLM was configured with and what its workers told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvconnect.config import TransferConfig
+from kvconnect.errors import ConfigError
+from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.tiers import lower_tier_names
+from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.keyring import load_keyring
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.trust import PeerTrust
+from kvconnect.vllm.geometry import VllmCache, group_spec, held_back, is_state, scheduler_config, worker_cache
+from kvconnect.vllm.meaning import fingerprint, head_counts
+from kvconnect.vllm.offload import (
+    BlockHashes,
+    align_tokens,
+    draft_groups,
+    hash_block_tokens,
+    offload_cache,
+    offload_config,
+    stack_facts,
+)
+from kvconnect.vllm.reports import AddressMetadata
+from kvconnect.vllm.values import attention_layers
+from kvconnect.worker.connector import WorkerConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def told_groups(kv_cache_config: Any, kept: Sequence[int]) -> list[bool]:
+    """By group, whether its blocks are kept by their position in the sequence."""
+    return [
+        index in kept and not is_state(group_spec(group))
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+
+
+def make_scheduler_half(
+    vllm_config: VllmConfig,
+    kv_cache_config: Any,
+    config: TransferConfig,
+    told: Mapping[int, AddressMetadata],
+) -> SchedulerHalf:
+    """The scheduler half, once the workers have told about themselves."""
+    extra = config.extra
+    transfer = None
+    if extra.engine != "none":
+        keyring = load_keyring(extra, os.environ)
+        transfer = SchedulerConnector(
+            config,
+            scheduler_config(kv_cache_config),
+            {},
+            directory=tuple(meta.address for meta in told.values() if meta.address is not None),
+            held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
+            handles=Handles(keyring.handle_secret if keyring else b"", time.time),
+            trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
+        )
+    offload = None
+    if extra.offload is not None:
+        offload = OffloadScheduler(
+            extra.offload,
+            offload_config(kv_cache_config).groups,
+            hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
+            align_tokens=align_tokens(kv_cache_config),
+            row_bytes=_same_rows(told),
+            draft_groups=draft_groups(vllm_config, kv_cache_config),
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            lower_tiers=lower_tier_names(extra.offload),
+            clock=time.monotonic,
+        )
+    return SchedulerHalf(transfer, offload)
+
+
+def make_worker_half(
+    vllm_config: VllmConfig,
+    kv_cache_config: Any,
+    config: TransferConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    rank: int,
+) -> tuple[WorkerHalf, dict[int, int]]:
+    """The worker half, with the caches registered, and the bytes of its rows by cache group."""
+    world_size = vllm_config.parallel_config.tensor_parallel_size
+    counts = head_counts(vllm_config)
+
+    def described(*, convert_dtype: bool) -> VllmCache:
+        return worker_cache(
+            kv_cache_config,
+            kv_caches,
+            rank=rank,
+            world_size=world_size,
+            head_counts=counts,
+            layers=attention_layers(vllm_config),
+            convert_dtype=convert_dtype,
+        )
+
+    transfer = None
+    if config.extra.engine != "none":
+        cache = described(convert_dtype=config.extra.convert_dtype)
+        transfer = WorkerConnector(
+            config,
+            cache.config,
+            cache.kernel_block_sizes,
+            model=fingerprint(
+                vllm_config,
+                kv_cache_config,
+                bound_to=world_size if cache.rank_bound else None,
+                convert_dtype=config.extra.convert_dtype,
+            ),
+            rank=rank,
+            world_size=world_size,
+            num_heads=counts.finest,
+        )
+        transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales)
+    offload = None
+    if config.extra.offload is not None:
+        # What comes back to the same rank is bytes: nothing of it is converted.
+        cache = offload_cache(described(convert_dtype=False), kv_cache_config)
+        offload = OffloadWorker(
+            config.extra.offload,
+            cache.config,
+            cache.kernel_block_sizes,
+            facts=stack_facts(vllm_config, kv_cache_config),
+            rank=rank,
+            world_size=world_size,
+        )
+        offload.register_kv_caches(cache.tensors, cache.heads, cache.scales)
+    return WorkerHalf(transfer, offload), {} if offload is None else offload.row_bytes
+
+
+def _num_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    # vLLM before 0.31 does not say; what it would say there is 1, since several modules are refused.
+    return getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+
+
+def _same_rows(told: Mapping[int, AddressMetadata]) -> dict[int, int]:
+    """The rows of all ranks. The scheduler numbers rows once for all of them.
+
+    Raises:
+        ConfigError: the ranks' rows differ.
+    """
+    rows = {rank: meta.row_bytes for rank, meta in sorted(told.items())}
+    first = next(iter(rows.values()), {})
+    if not first or any(other != first for other in rows.values()):
+        raise ConfigError(
+            f"offload needs equal rows on all ranks; by rank and cache group they are {rows} bytes"
+        )
+    return dict(first)

@@ -1,0 +1,240 @@
+"""What vLLM's cache configuration says to the tiers below the device's memory.
+
+Which cache groups are kept, in blocks of how many tokens and hashes, which of them a draft model reads ahead
+in, and what else the bytes of a block depend on besides its tokens. Imports no vLLM but where an older one
+keeps something elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import msgspec
+
+from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import TransferConfig
+from kvconnect.errors import ConfigError
+from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
+from kvconnect.vllm.meaning import conv_layout
+from kvconnect.vllm.versions import vllm_version
+from kvconnect.vllm.weights import folder_facts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# What of a layer's spec says how to read its bytes, as far as a vLLM's specs have it.
+_READ_OF_SPECS = (
+    "dtype",
+    "head_size",
+    "head_size_v",
+    "kv_quant_mode",
+    "cache_dtype_str",
+    "tokens_per_state",
+    "state_content_bytes",
+    "sliding_window",
+    "attention_chunk_size",
+    "model_version",
+    "mamba_type",
+    "shapes",
+    "dtypes",
+)
+# Facts of a model's configuration that say nothing of its values.
+_OF_NO_EFFECT = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """The groups whose blocks vLLM finds again by their hashes: these are kept, the others are replayed."""
+    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    if ids is not None:
+        return tuple(ids)
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(
+        index
+        for index in transferred_groups(kv_cache_config)
+        if getattr(groups[index].kv_cache_spec, "prefix_cacheable", True)
+    )
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
+    """Tokens that each of a request's block hashes stands for."""
+    told = getattr(kv_cache_config, "hash_block_size", None)
+    if told:
+        return int(told)
+    # vLLM before 0.32 works it out where it is needed.
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def check_blocks(kv_cache_config: Any, hash_tokens: int) -> None:
+    """Every block that is kept must be a whole number of hash blocks, and every state be handed off.
+
+    Raises:
+        ConfigError: one is not; the text gives both numbers.
+    """
+    kept = kept_groups(kv_cache_config)
+    if not kept:
+        raise ConfigError("offload is configured, but no cache group of this model is kept under hashes")
+    advice = (
+        "hybrid models (for example Mamba and attention) need prefix caching enabled so that block sizes "
+        "align; accepted: --enable-prefix-caching, or no offload"
+    )
+    for index in kept:
+        group = kv_cache_config.kv_cache_groups[index]
+        block_tokens = int(group.kv_cache_spec.block_size)
+        if block_tokens % hash_tokens:
+            raise ConfigError(
+                f"cache group {index} has blocks of {block_tokens} tokens, which are not divisible by the "
+                f"hash block size, {hash_tokens}: {advice}"
+            )
+        mode = getattr(group_spec(group), "mamba_cache_mode", "align")
+        if is_state(group_spec(group)) and mode != "align":
+            raise ConfigError(
+                f"cache group {index} keeps states in blocks of {block_tokens} tokens (hash block size "
+                f"{hash_tokens}) with mamba_cache_mode {mode!r}, which hands off none to be kept: {advice}"
+            )
+
+
+def align_tokens(kv_cache_config: Any) -> int:
+    """What the end of a hit is a multiple of: where the blocks of all groups end together."""
+    return math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
+
+
+def offload_config(kv_cache_config: Any) -> KVCacheConfig:
+    """The scheduler's copy of the cache with the groups that are not kept taken out."""
+    config = scheduler_config(kv_cache_config)
+    return _only(config, kept_groups(kv_cache_config))
+
+
+def offload_cache(cache: VllmCache, kv_cache_config: Any) -> VllmCache:
+    """A worker's caches with the groups that are not kept taken out."""
+    kept = kept_groups(kv_cache_config)
+    config = _only(cache.config, kept)
+    names = {name for index in kept for name in config.groups[index].layer_names}
+    return VllmCache(
+        config,
+        {group: size for group, size in cache.kernel_block_sizes.items() if group in kept},
+        {name: tensor for name, tensor in cache.tensors.items() if name in names},
+        {name: heads for name, heads in cache.heads.items() if name in names},
+        tuple(name for name in cache.rank_bound if name in names),
+        {name: scales for name, scales in cache.scales.items() if name in names},
+    )
+
+
+def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
+    """Groups with a draft model's layers: what these keep of a token depends on the one after it."""
+    speculative = vllm_config.speculative_config
+    ask = getattr(speculative, "use_eagle_block_drop", None)
+    if ask is None or not ask():
+        return ()
+    kept, groups = kept_groups(kv_cache_config), kv_cache_config.kv_cache_groups
+    marked = tuple(index for index in kept if getattr(groups[index], "is_eagle_group", False))
+    # Where vLLM does not know which group it is, it takes it for all that keep tokens.
+    return marked or tuple(index for index in kept if not is_state(group_spec(groups[index])))
+
+
+class BlockHashes:
+    """A request's content hashes, by blocks of any whole number of hash blocks."""
+
+    def __init__(self, hash_tokens: int) -> None:
+        self._hash_tokens = hash_tokens
+
+    def __call__(self, view: Any, block_tokens: int) -> Sequence[bytes]:
+        """The hash at the end of each whole block that vLLM knows the tokens of. May be vLLM's own list."""
+        hashes: Sequence[bytes] = view.block_hashes
+        step = block_tokens // self._hash_tokens
+        return hashes if step == 1 else _EveryHash(hashes, step)
+
+
+class _EveryHash(Sequence[bytes]):
+    """The last of every ``step`` hashes, without a copy of them."""
+
+    def __init__(self, hashes: Sequence[bytes], step: int) -> None:
+        self._hashes, self._step = hashes, step
+
+    def __len__(self) -> int:
+        return len(self._hashes) // self._step
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self._hashes[(at + 1) * self._step - 1]
+
+
+def with_own_folder(config: TransferConfig, vllm_config: VllmConfig) -> TransferConfig:
+    """The configuration of one data-parallel engine: a folder is one process's."""
+    offload, index = config.extra.offload, int(vllm_config.parallel_config.data_parallel_index)
+    if offload is None or not offload.disk_path or not index:
+        return config
+    own = msgspec.structs.replace(offload, disk_path=str(Path(offload.disk_path) / f"dp{index}"))
+    extra = msgspec.structs.replace(config.extra, offload=own)
+    return msgspec.structs.replace(config, kv_connector_extra_config=extra)
+
+
+def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:
+    """What the bytes of a block depend on that only vLLM knows, as plain values.
+
+    The cache's own geometry, its scales, the rank and the salt are known elsewhere. vLLM's version counts,
+    since what its kernels keep in a block may change with it.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    layout = getattr(cache, "get_resolved_kv_cache_layout", None)
+    return {
+        "stack": f"vllm {vllm_version()}",
+        "model": _model_facts(model),
+        "draft": None if draft is None else _model_facts(draft),
+        "cache_dtype": str(cache.cache_dtype),
+        "layout": None if layout is None else str(layout()),
+        "conv_layout": conv_layout(),
+        "hash": [
+            str(getattr(cache, "prefix_caching_hash_algo", "")),
+            os.environ.get("PYTHONHASHSEED", ""),
+            hash_block_tokens(vllm_config, kv_cache_config),
+        ],
+        "specs": [_spec_facts(group) for group in kv_cache_config.kv_cache_groups],
+    }
+
+
+def _only(config: KVCacheConfig, kept: Sequence[int]) -> KVCacheConfig:
+    groups = tuple(
+        group if index in kept else KVCacheGroup(group.layer_names, EncoderOnlySpec(group.block_size))
+        for index, group in enumerate(config.groups)
+    )
+    return KVCacheConfig(config.num_blocks, groups)
+
+
+def _model_facts(model: Any) -> dict[str, Any]:
+    stated = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_NO_EFFECT}
+    text = json.dumps(stated, sort_keys=True, default=str)
+    folder = Path(str(model.model))
+    local = folder.is_dir()
+    return {
+        # Paths differ between hosts; a folder's contents say more than its name.
+        "name": "" if local else str(model.model),
+        "revision": str(model.revision or ""),
+        "commit": str(getattr(model.hf_config, "_commit_hash", None) or ""),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "config": hashlib.sha256(text.encode()).hexdigest(),
+        "weights": folder_facts(folder) if local else None,
+    }
+
+
+def _spec_facts(group: Any) -> Mapping[str, str]:
+    spec = group_spec(group)
+    found = {name: str(getattr(spec, name)) for name in _READ_OF_SPECS if hasattr(spec, name)}
+    return {"kind": type(spec).__name__, **found}

@@ -1,0 +1,44 @@
+"""How long an idle vLLM must step so that its scheduler hears what lower tiers hold from before.
+
+vLLM takes reports of its workers with its steps only, and steps only while it has something to do: without
+this, prompts that come first after a restart would find nothing. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvconnect.orders import OffloadReport
+
+WAIT_S = 5.0
+"""How long nothing may be heard after the start. What takes longer is heard with the first requests."""
+
+
+class Recovery:
+    """Whether more of what tiers hold is on its way."""
+
+    def __init__(self, *, expects: bool, clock: Callable[[], float]) -> None:
+        self._expects = expects
+        self._clock = clock
+        self._until: float | None = None
+        self._is_telling = False
+
+    def step(self) -> None:
+        """A step begins."""
+        self._is_telling = False
+
+    def heard(self, reports: Iterable[OffloadReport]) -> None:
+        """What a step brought. Reports are of bounded length, so that more may follow."""
+        if any(report.changes for report in reports):
+            self._is_telling = True
+            self._expects = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the next step may bring more."""
+        if self._is_telling or not self._expects:
+            return self._is_telling
+        if self._until is None:
+            self._until = self._clock() + WAIT_S
+        self._expects = self._clock() < self._until
+        return self._expects

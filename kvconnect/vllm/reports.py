@@ -1,0 +1,129 @@
+"""What the workers tell the scheduler, and the scheduler tells routers, in vLLM's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from kvconnect.offload.halves import PEER
+from kvconnect.offload.index.tier_index import IndexEvents
+from kvconnect.offload.scheduler.half import HOST
+from kvconnect.offload.tiers import DISK, STORE
+from kvconnect.orders import OffloadReport, Orders, RankAddress, TierChange
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    # Before 0.32 hits are not told apart by source.
+    PEER_SOURCE = None
+    _SOURCES: dict[str, Any] = {}
+else:
+    PEER_SOURCE = CacheHitSource.P2P
+    _SOURCES = {
+        HOST: CacheHitSource.HOST,
+        DISK: CacheHitSource.DISK,
+        STORE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+        PEER: CacheHitSource.P2P,
+    }
+
+
+@dataclass
+class OrdersMetadata(KVConnectorMetadata):
+    """One step's orders, on their way from the scheduler to the workers."""
+
+    orders: Orders
+
+
+@dataclass
+class AddressMetadata(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler once.
+
+    Where it listens, or None where it hands nothing over; and the bytes of a row by cache group, none where
+    nothing is kept.
+    """
+
+    rank: int
+    address: RankAddress | None
+    row_bytes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """What the tiers of one or more ranks have done, on its way from the workers to the scheduler."""
+
+    reports: tuple[OffloadReport, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """With the reports of other ranks. What is not ours is left out."""
+        if not isinstance(other, ReportMetadata):
+            return self
+        return ReportMetadata(self.reports + other.reports)
+
+
+def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
+    """Tokens by tier, as vLLM names tiers."""
+    found: dict[Any, int] = {}
+    for tier, count in by_tier.items():
+        if (source := _SOURCES.get(tier)) is not None:
+            found[source] = found.get(source, 0) + count
+    return found
+
+
+def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
+    """vLLM's events of what host memory and lower tiers have got and lost.
+
+    The tokens are not told again: a router has learnt them with the same hashes when the blocks were filled.
+    """
+    if host.cleared:
+        # It has no medium: a router that forgets what the device has too learns that anew.
+        yield AllBlocksCleared()
+    for group, hashes in _by_group(host.removed).items():
+        yield BlockRemoved(block_hashes=_external(hashes), medium=MEDIUM_CPU, group_idx=group)
+    for group, hashes in _by_group(host.stored).items():
+        yield _stored(group, hashes, MEDIUM_CPU)
+    for change in lower:
+        if change.removed:
+            yield BlockRemoved(
+                block_hashes=_external(change.removed), medium=MEDIUM_STORAGE, group_idx=change.group
+            )
+        if change.added:
+            yield _stored(change.group, change.added, MEDIUM_STORAGE)
+
+
+def _stored(group: int, hashes: Sequence[bytes], medium: str) -> Any:
+    return BlockStored(
+        block_hashes=_external(hashes),
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=group,
+    )
+
+
+def _by_group(contents: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
+    found: dict[int, list[bytes]] = {}
+    for group, content in contents:
+        found.setdefault(group, []).append(content)
+    return found
+
+
+def _external(hashes: Sequence[bytes]) -> list[Any]:
+    return [maybe_convert_block_hash(BlockHash(content)) for content in hashes]

@@ -1,0 +1,114 @@
+"""What vLLM was configured with: our part of it, and what of the rest is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvconnect.config import TransferConfig, parse_kv_transfer_config
+from kvconnect.errors import ConfigError
+from kvconnect.vllm.offload import check_blocks, hash_block_tokens, with_own_folder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+_OURS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "engine_id",
+    "kv_load_failure_policy",
+    "kv_connector_extra_config",
+)
+
+
+def log_like_vllm() -> None:
+    """vLLM gives handlers to its own loggers only: what we say would be lost."""
+    ours, theirs = logging.getLogger("kvconnect"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+def read_config(vllm_config: VllmConfig) -> TransferConfig:
+    """What is ours of it, as this engine of several has to take it.
+
+    Raises:
+        ConfigError: it is not valid.
+    """
+    given = vllm_config.kv_transfer_config
+    values = {name: getattr(given, name) for name in _OURS}
+    extra = dict(values["kv_connector_extra_config"] or {})
+    if extra.get("port"):
+        # Every data-parallel engine of a host needs ports of its own.
+        parallel = vllm_config.parallel_config
+        extra["port"] += parallel.data_parallel_index * parallel.tensor_parallel_size
+    config = parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
+    return with_own_folder(config, vllm_config)
+
+
+def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
+    """Settings under which KV would be lost or wrong are refused at start, by name.
+
+    Raises:
+        ConfigError: there is one; the text names it, its value and what is accepted.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    for name, value in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
+        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1)),
+    ):
+        if value > 1:
+            raise ConfigError(f"{name} is {value}, this version of kvconnect accepts 1")
+    speculative = vllm_config.speculative_config
+    if not hasattr(vllm_config, "num_prefill_lookahead_tokens") and _has_several_modules(speculative):
+        raise ConfigError(
+            "speculative_config has a drafter of several modules, and this version of vLLM does not say how "
+            "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
+        )
+    cache = vllm_config.cache_config
+    if getattr(cache, "mamba_cache_mode", "none") == "all" and speculative is not None:
+        raise ConfigError(
+            "mamba_cache_mode is 'all' with speculative_config: which block holds the running state cannot "
+            "be told; accepted: none, align"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "
+            "turn it off, and use a checkpoint with scales or none"
+        )
+    if getattr(model, "enable_sleep_mode", False):
+        raise ConfigError(
+            "enable_sleep_mode is on, but registered KV memory must stay where it is; turn it off"
+        )
+    if config.extra.offload is not None:
+        check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
+
+
+def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
+    """Whether this vLLM cannot compute the rest of a prompt of which it has the beginning.
+
+    So it is with latent caches on some platforms, which switch both settings off. One token, the last, is
+    computed as if it were an answer's.
+    """
+    chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
+    return not chunked and not vllm_config.cache_config.enable_prefix_caching
+
+
+def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
+    """Where nothing is fetched from peers, a request whose blocks could not be restored is computed.
+
+    What ``kv_load_failure_policy`` is for does not happen there, and a cache must not fail a request. Called
+    before vLLM's scheduler reads it.
+    """
+    if config.extra.engine == "none":
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def _has_several_modules(speculative_config: Any) -> bool:
+    ask = getattr(speculative_config, "use_multi_module_mtp", None)
+    return bool(ask and ask())

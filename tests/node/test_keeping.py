@@ -1,0 +1,121 @@
+"""Content hashes, and what a connector that keeps blocks is asked and told of a node's steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.hashes import extend_chain
+from kvconnect.node.keeping import Keeping, align_tokens
+from kvconnect.node.request import Request
+from kvconnect.node.step import Chunk, Step
+
+TOKENS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def chain(token_ids: list[int], block_tokens: int) -> list[bytes]:
+    made: list[bytes] = []
+    extend_chain(made, token_ids, block_tokens)
+    return made
+
+
+@given(TOKENS, TOKENS, st.integers(1, 7))
+def test_hashes_are_equal_exactly_where_all_tokens_up_to_them_are(one, other, size):
+    for number, (a, b) in enumerate(zip(chain(one, size), chain(other, size), strict=False), 1):
+        assert (a == b) == (one[: number * size] == other[: number * size])
+
+
+@given(TOKENS, st.integers(1, 7), st.lists(st.integers(0, 40), max_size=4))
+def test_a_chain_that_grows_is_that_of_all_tokens(tokens, size, cuts):
+    grown: list[bytes] = []
+    for cut in sorted(cuts):
+        extend_chain(grown, tokens[:cut], size)
+    extend_chain(grown, tokens, size)
+    assert grown == chain(tokens, size)
+    assert len(grown) == len(tokens) // size
+
+
+@dataclass
+class Keeper:
+    """A scheduler half that writes down what it is told."""
+
+    places: tuple[int, ...] = ()
+    due: dict[str, int] = field(default_factory=dict)
+    told: list[tuple] = field(default_factory=list)
+
+    def checkpoints(self, request):
+        return self.places
+
+    def state_at(self, request_id, group, num_tokens, block_id):
+        self.told.append(("state", request_id, group, num_tokens, block_id))
+
+    def computed(self, request_id, num_computed_tokens, new_block_ids):
+        self.told.append(("computed", request_id, num_computed_tokens, new_block_ids))
+
+    def restoring(self, request_id):
+        return False
+
+
+def config(*sizes: int, states: int = 0) -> KVCacheConfig:
+    attention = [
+        KVCacheGroup((f"a{index}",), FullAttentionSpec(size, 1, 8, torch.bfloat16))
+        for index, size in enumerate(sizes)
+    ]
+    recurrent = [
+        KVCacheGroup((f"s{index}",), StateSpec(512, ((4,),), (torch.float32,))) for index in range(states)
+    ]
+    return KVCacheConfig(8, (*attention, *recurrent))
+
+
+def request(*blocks: list[int]) -> Request:
+    made = Request("r", list(range(100)), 5, lambda _: None)
+    made.blocks = RequestBlocks(list(blocks), [0] * len(blocks), [0] * len(blocks))
+    return made
+
+
+def test_blocks_align_at_their_least_common_multiple_and_states_do_not_count():
+    assert align_tokens(config(16, 24, states=2)) == 48
+
+
+def test_a_chunk_ends_at_the_next_checkpoint():
+    keeper = Keeper(places=(32, 64, 96))
+    keeping, one = Keeping(keeper, config(16, states=1)), request([1], [2])
+    assert keeping.admit(one, 100) == 32
+    one.num_computed_tokens = 40
+    assert keeping.admit(one, 100) == 24
+    assert [keeping.cut(one, computed, 100) for computed in (0, 31, 32, 95, 96)] == [32, 1, 32, 1, 100]
+    assert keeping.cut(one, 33, 5) == 5
+
+
+def test_where_there_are_no_states_chunks_are_not_cut():
+    keeping, one = Keeping(Keeper(places=(32,)), config(16)), request([1])
+    assert keeping.admit(one, 100) == 100
+    assert keeping.cut(one, 0, 100) == 100
+
+
+def test_a_step_is_told_once_something_came_of_it():
+    keeper = Keeper(due={"r": 40, "other": 0})
+    keeping, one = Keeping(keeper, config(16, states=2)), request([5, 6, 7], [8], [9])
+
+    def tell(start: int, end: int, **given) -> list[tuple]:
+        keeper.told = []
+        step = Step(chunks=[Chunk("r", 3, start, list(range(start, end)), False)], **given)
+        keeping.tell(step, lambda name: one if name == "r" else None)
+        return keeper.told
+
+    assert tell(0, 20, new_rows=[(3, [[5, 6], [8], [9]])]) == [("computed", "r", 20, [[5, 6], [8], [9]])]
+    assert tell(20, 25) == []
+    assert tell(25, 33, grown_rows=[(3, [[7], [], []])]) == [("computed", "r", 33, [[7], [], []])]
+    assert tell(33, 39, grown_rows=[(4, [[7], [], []])]) == []
+    assert tell(39, 41) == [("computed", "r", 41, None)]
+    # The states come first, and at whole blocks of the others only.
+    assert tell(41, 48) == [
+        ("state", "r", 1, 48, 8),
+        ("state", "r", 2, 48, 9),
+        ("computed", "r", 48, None),
+    ]

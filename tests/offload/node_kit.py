@@ -1,0 +1,205 @@
+"""Nodes that keep blocks, in this process, and what an unbounded cache would find, by brute force."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tests.node.node_harness import Client, make_client
+
+DEADLINE_S = 60.0
+PLENTY_BYTES = 64 << 20
+
+
+class Keeper(Client):
+    """A node whose steps are done by hand, and which waits where its loop would sleep."""
+
+    def run(self, *names: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(self.last(name) for name in names):
+            assert time.monotonic() < deadline, f"{names} did not end: {self.busy()}"
+            self.step()
+
+    def step(self) -> None:
+        wait_s = self.engine.run_once()
+        self.engine.scheduler.manager.pool.check()
+        if wait_s > 0:
+            self.engine._sleep(min(wait_s, 0.02))
+
+    def settle(self) -> None:
+        """Steps until nothing is under way; then nothing may be left."""
+        deadline = time.monotonic() + DEADLINE_S
+        while any(self.busy().values()):
+            assert time.monotonic() < deadline, self.busy()
+            self.step()
+        assert self.held == 0
+
+    def busy(self) -> dict[str, int]:
+        return self.engine.offload_state()["busy"]
+
+    def ask(self, prompt: list[int], max_tokens: int = 8, params: dict | None = None) -> list[int]:
+        """The tokens of one request, and its drafts, when all of it has been kept."""
+        tokens = self.complete(prompt, max_tokens, params)
+        self.settle()
+        return tokens
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the last request that were not computed."""
+        last = self.last(next(reversed(self.outputs)))
+        assert last is not None
+        return last.cached_tokens
+
+    def close(self) -> None:
+        self.engine.stop()
+
+
+def offload_config(role: str = "kv_both", engine: str = "none", extra: dict | None = None, **offload) -> str:
+    """A connector's configuration that keeps blocks, in host memory if nothing else is said."""
+    settings = {
+        "engine": engine,
+        "insecure": True,
+        "offload": {"cpu_bytes": PLENTY_BYTES, "wait_s": 20.0, **offload},
+        **(extra or {}),
+    }
+    return json.dumps({"kv_role": role, "kv_connector_extra_config": settings})
+
+
+def disk_settings(folder: Path, **more) -> dict:
+    return {"disk_path": str(folder), "disk_bytes": 64 << 20, "disk_segment_bytes": 1 << 20, **more}
+
+
+def make_keeper(config: str | None = None, offload: dict | None = None, **options) -> Keeper:
+    """A node that keeps blocks; its own prefix cache is off if nothing else is said."""
+    options = {"enable_prefix_caching": False, **options}
+    made = make_client(kv_transfer_config=config or offload_config(**(offload or {})), **options)
+    made.engine.worker.on_results(made.engine.wake)
+    keeper = Keeper(made.engine)
+    # What is on disk from before is known then.
+    keeper.settle()
+    return keeper
+
+
+@dataclass
+class Oracle:
+    """What can be found of prompts whose predecessors were all kept.
+
+    ``block_tokens`` is the block size of every group, ``windows`` those of sliding groups. Windows and states
+    are kept at the ends of prompts and answers, every ``checkpoint`` tokens of a prompt, and where a prompt
+    was found to leave an earlier one.
+    """
+
+    block_tokens: int
+    windows: tuple[int, ...] = ()
+    states: bool = False
+    checkpoint: int = 4096
+    whole: set[tuple[int, ...]] = field(default_factory=set)
+    tails: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+    after: set[tuple[int, ...]] = field(default_factory=set)
+
+    def add(self, prompt: list[int], answer: list[int], found: int = 0) -> None:
+        """A request ended, of which ``found`` tokens were not computed, nor was its last one."""
+        tokens = [*prompt, *answer][:-1]
+        size = self.block_tokens
+        shared = self._shared(prompt)
+        for end in range(size, len(tokens) + 1, size):
+            self.whole.add(tuple(tokens[:end]))
+        places = {(len(prompt) - 1) // size, len(prompt) // size, len(tokens) // size, shared}
+        if self.checkpoint:
+            places |= {end // size for end in range(self.checkpoint, len(prompt) + 1, self.checkpoint)}
+        for blocks in places:
+            if blocks * size <= found:
+                continue
+            self.after.add(tuple(tokens[: blocks * size]))
+            for window in self.windows:
+                # What the token after the boundary can still see.
+                first = max(0, blocks * size - window + 1) // size
+                for block in range(first, blocks):
+                    self.tails.add((window, tuple(tokens[: (block + 1) * size])))
+
+    def hit(self, prompt: list[int]) -> int:
+        """How many tokens need not be computed. The last one always is."""
+        fitting = [n for n in range(1, self._shared(prompt) + 1) if self._ends_here(prompt, n)]
+        return max(fitting, default=0) * self.block_tokens
+
+    def _shared(self, prompt: list[int]) -> int:
+        """How many blocks of groups that see everything are known, from the first on."""
+        blocks = 0
+        while (blocks + 1) * self.block_tokens < len(prompt) and (
+            tuple(prompt[: (blocks + 1) * self.block_tokens]) in self.whole
+        ):
+            blocks += 1
+        return blocks
+
+    def _ends_here(self, prompt: list[int], blocks: int) -> bool:
+        size = self.block_tokens
+        if self.states and tuple(prompt[: blocks * size]) not in self.after:
+            return False
+        for window in self.windows:
+            first = max(0, blocks * size - window + 1) // size
+            if any(
+                (window, tuple(prompt[: (block + 1) * size])) not in self.tails
+                for block in range(first, blocks)
+            ):
+                return False
+        return True
+
+
+ORACLES = {
+    "gqa": lambda **more: Oracle(16, **more),
+    "mla": lambda **more: Oracle(16, **more),
+    "wide": lambda **more: Oracle(16, **more),
+    "mixed": lambda **more: Oracle(128, **more),
+    "sliding": lambda **more: Oracle(16, windows=(96,), **more),
+    "hybrid": lambda **more: Oracle(32, states=True, **more),
+}
+
+# Room for one request of 400 tokens in each model's pool, and for little more.
+POOLS = {"gqa": 34, "mla": 34, "wide": 34, "mixed": 7, "sliding": 84, "hybrid": 24}
+
+
+def wipe(client: Client) -> None:
+    """Put bytes of no use into the whole pool, whoever has the blocks."""
+    for cached in client.engine.runner.cache.tensors.values():
+        cached.tensor.view(torch.int8).fill_(0x55)
+
+
+class Twin:
+    """A node that keeps blocks, one that does not, and the oracle: every request is put to all three."""
+
+    def __init__(
+        self, model: str, keeper: Keeper | None = None, oracle: Oracle | None = None, **more
+    ) -> None:
+        self.model = model
+        self.keeper = keeper or make_keeper(model=model, num_blocks=POOLS[model], **more)
+        self.oracle = oracle or ORACLES[model]()
+        self._plain = make_client(model=model, enable_prefix_caching=False)
+        self._expected: dict[tuple, list[int]] = {}
+
+    def expected(self, prompt: list[int], max_tokens: int) -> list[int]:
+        key = (tuple(prompt), max_tokens)
+        if key not in self._expected:
+            self._expected[key] = self._plain.complete(prompt, max_tokens)
+        return self._expected[key]
+
+    def ask(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        """One request: its tokens are right, and as many were found as could be. Returns its answer."""
+        tokens = self.keeper.ask(prompt, max_tokens)
+        assert tokens == self.expected(prompt, max_tokens)
+        found = self.keeper.cached
+        assert found == self.oracle.hit(prompt)
+        self.oracle.add(prompt, tokens[:max_tokens], found)
+        return tokens[:max_tokens]
+
+    def restart(self, make: Callable[[], Keeper]) -> None:
+        """The node ends, and another goes on with what it has kept."""
+        self.keeper.close()
+        self.keeper = make()
+
+    def close(self) -> None:
+        self.keeper.close()

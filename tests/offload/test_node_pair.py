@@ -1,0 +1,133 @@
+"""A prefill and a decode node that keep blocks as well, with one connector each."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.node.node_harness import make_client, make_prompt
+from tests.offload.node_kit import (
+    DEADLINE_S,
+    ORACLES,
+    Keeper,
+    disk_settings,
+    make_keeper,
+    offload_config,
+    wipe,
+)
+
+TRANSFER = {"path": "packed", "slot_bytes": 64 << 10, "stream_min_tokens": 100}
+ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
+
+
+def node(name: str, role: str, offload: dict | None = None, **options) -> Keeper:
+    config = offload_config(role, "memory", TRANSFER, **(offload or {}))
+    return make_keeper(config, **options)
+
+
+@contextmanager
+def pair(offload: dict | None = None, **options):
+    prefill = node("P", "kv_producer", offload, **options)
+    decode = node("D", "kv_consumer", reserved_blocks=61, **options)
+    try:
+        yield prefill, decode
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def until(is_true, *clients: Keeper) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline, [client.busy() for client in clients]
+        for client in clients:
+            client.engine.run_once()
+        time.sleep(0.001)
+
+
+def both(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, max_tokens: int = 8) -> list[int]:
+    """One request by both legs, one after the other, until nothing is left. D's tokens and drafts."""
+    prefill.submit(name, prompt, 1, ASK_FOR_KV)
+    until(lambda: prefill.last(name), prefill, decode)
+    params = prefill.last(name).kv_transfer_params
+    assert params is not None
+    decode.submit(name, prompt, max_tokens, dict(params))
+    until(lambda: decode.last(name), prefill, decode)
+    assert decode.last(name).failure is None, decode.last(name).failure
+    until(lambda: not (prefill.held or decode.held), prefill, decode)
+    until(lambda: not any([*prefill.busy().values(), *decode.busy().values()]), prefill, decode)
+    for client in (prefill, decode):
+        assert not any(client.engine.worker.state()[key] for key in ("leases", "sendings", "loads"))
+    return decode.tokens(name) + decode.drafts(name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_p_restores_what_it_hands_over_and_d_keeps_what_it_was_given(model):
+    oracle = ORACLES[model]()
+    plain = make_client(model=model, enable_prefix_caching=False)
+    with pair(model=model) as (prefill, decode):
+        first = make_prompt(300, seed=1)
+        answer = both(prefill, decode, first, "first", 30)
+        assert answer == plain.complete(first, 30)
+        oracle.add(first, [0])
+        wipe(prefill)
+        wipe(decode)
+        longer = [*first, *make_prompt(90, seed=2)]
+        assert both(prefill, decode, longer, "longer") == plain.complete(longer)
+        assert prefill.last("longer").cached_tokens == oracle.hit(longer) > 0
+        # D was given or has computed all of this, and needs no P for it.
+        wipe(decode)
+        turn = [*first, *answer[:30], *make_prompt(20, seed=3)]
+        assert decode.ask(turn) == plain.complete(turn)
+        assert decode.cached >= 256
+
+
+def test_both_at_once_while_prompts_are_sent_as_they_are_computed(tmp_path):
+    with pair(model="gqa", max_num_batched_tokens=64, offload=disk_settings(tmp_path)) as (prefill, decode):
+        plain = make_client(enable_prefix_caching=False)
+        base = make_prompt(160, seed=7)
+        both(prefill, decode, base, "base")
+        wipe(prefill)
+        address = prefill.engine.worker.address()
+        prompts = {}
+        for number in range(4):
+            name, prompt = f"r{number}", [*base, *make_prompt(100 + 40 * number, seed=number)]
+            prompts[name] = prompt
+            told = {"transfer_id": name}
+            prefill.submit(name, prompt, 1, {**ASK_FOR_KV, **told})
+            told |= {"remote_host": address.host, "remote_port": address.port}
+            decode.submit(name, prompt, 8, {"do_remote_prefill": True, "do_remote_decode": False, **told})
+        until(lambda: all(decode.last(name) and prefill.last(name) for name in prompts), prefill, decode)
+        until(lambda: not (prefill.held or decode.held), prefill, decode)
+        for name, prompt in prompts.items():
+            assert decode.last(name).failure is None
+            assert decode.tokens(name) == plain.complete(prompt)
+            assert prefill.last(name).cached_tokens == 160
+        until(lambda: not any([*prefill.busy().values(), *decode.busy().values()]), prefill, decode)
+
+
+def test_a_request_that_d_cannot_fetch_is_restored_or_computed():
+    """What P does not have any more D may have kept itself."""
+    config = offload_config("kv_consumer", "memory", TRANSFER).replace(
+        '"kv_connector_extra_config"', '"kv_load_failure_policy": "recompute", "kv_connector_extra_config"'
+    )
+    prefill = node("P", "kv_producer")
+    decode = make_keeper(config, reserved_blocks=61)
+    try:
+        prompt = make_prompt(200, seed=1)
+        tokens = both(prefill, decode, prompt, "first")
+        prefill.submit("again", prompt, 1, ASK_FOR_KV)
+        until(lambda: prefill.last("again"), prefill)
+        params = dict(prefill.last("again").kv_transfer_params)
+        prefill.close()
+        wipe(decode)
+        decode.submit("again", prompt, 8, params)
+        until(lambda: decode.last("again"), decode)
+        assert decode.tokens("again") == tokens
+        until(lambda: not decode.held, decode)
+    finally:
+        prefill.close()
+        decode.close()

@@ -1,0 +1,137 @@
+"""Servers that keep blocks on disk: stopped, killed, damaged. What is found afterwards is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from kvconnect.demo.children import Children
+from kvconnect.demo.http import fetch_json, growth, read_metrics
+from kvconnect.demo.pair import ask
+from tests.node.node_harness import make_prompt
+
+FIRST, SECOND = make_prompt(300, seed=1), make_prompt(200, seed=2)
+KEPT = {"gqa": (288, 192), "hybrid": (288, 192)}
+
+
+def serve(children, name, model, folder, *more, **offload):
+    settings = {
+        "cpu_bytes": 32 << 20,
+        "disk_path": str(folder),
+        "disk_bytes": 32 << 20,
+        "disk_segment_bytes": 1 << 20,
+        "wait_s": 20,
+        **offload,
+    }
+    extra = {"engine": "none", "offload": settings}
+    config = json.dumps({"kv_role": "kv_both", "kv_connector_extra_config": extra})
+    options = ("--num-blocks", "64", "--no-enable-prefix-caching", "--num-threads", "1")
+    started = children.start(
+        name, "serve", "--model", model, "--port", "0", "--kv-transfer-config", config, *options, *more
+    )
+    url = started.wait_ready(time.monotonic() + 60)
+    settle(url)
+    return started, url
+
+
+def asked(url, model, prompt):
+    """Tokens of an answer, and how many of the prompt's were found."""
+    answer = ask(url, model, prompt, max_tokens=8)
+    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def settle(url):
+    deadline = time.monotonic() + 30
+    while True:
+        state = fetch_json(url + "/debug/state")
+        if not any(state["offload"]["busy"].values()):
+            assert state["blocks"]["held"] == 0
+            return state["offload"]["usage"]
+        assert time.monotonic() < deadline, state
+        time.sleep(0.05)
+
+
+def stop(child):
+    child.ask_to_end()
+    child.end(time.monotonic() + 20)
+
+
+@pytest.mark.parametrize("model", KEPT)
+def test_a_restarted_server_finds_everything_on_disk(model, tmp_path):
+    with Children(tmp_path) as children:
+        node, url = serve(children, "first", model, tmp_path / "kept")
+        expected = [asked(url, model, prompt)[0] for prompt in (FIRST, SECOND)]
+        # Nothing is waited for: what was promised to be kept is written before the node ends.
+        stop(node)
+        assert node.exit_code() == 0
+        node, url = serve(children, "second", model, tmp_path / "kept")
+        for prompt, tokens, kept in zip((FIRST, SECOND), expected, KEPT[model], strict=True):
+            assert asked(url, model, prompt) == (tokens, kept)
+        settle(url)
+        metrics = read_metrics(url)
+        assert growth({}, metrics, "kvconnect_node_cached_tokens_total") == sum(KEPT[model])
+
+
+@pytest.mark.full
+def test_other_weights_and_another_salt_find_nothing(tmp_path):
+    with Children(tmp_path) as children:
+        node, url = serve(children, "first", "gqa", tmp_path / "kept")
+        tokens, _ = asked(url, "gqa", FIRST)
+        stop(node)
+        node, url = serve(children, "salted", "gqa", tmp_path / "kept", salt="other")
+        assert asked(url, "gqa", FIRST) == (tokens, 0)
+        stop(node)
+        node, url = serve(children, "other", "gqa", tmp_path / "kept", "--seed", "1")
+        others, found = asked(url, "gqa", FIRST)
+        assert found == 0
+        assert others != tokens
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_was_killed_while_it_wrote_serves_nothing_wrong(tmp_path):
+    rng = random.Random(5)
+    prompts = [make_prompt(rng.randrange(60, 400), seed=100 + number) for number in range(6)]
+    with Children(tmp_path) as children:
+        plain = children.start("plain", "serve", "--model", "gqa", "--port", "0", "--num-threads", "1")
+        alone = plain.wait_ready(time.monotonic() + 60)
+        expected = [asked(alone, "gqa", prompt)[0] for prompt in prompts]
+        found = 0
+        for turn in range(3):
+            node, url = serve(children, f"node-{turn}", "gqa", tmp_path / "kept")
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                got, cached = asked(url, "gqa", prompt)
+                assert got == tokens
+                found += cached
+            os.kill(node.pid, signal.SIGKILL)
+            node.end(time.monotonic() + 5)
+        assert found > 0
+
+
+def test_damaged_records_are_misses(tmp_path):
+    with Children(tmp_path) as children:
+        node, url = serve(children, "first", "gqa", tmp_path / "kept")
+        expected = asked(url, "gqa", FIRST)[0]
+        settle(url)
+        stop(node)
+        rng = random.Random(3)
+        segments = [path for path in (tmp_path / "kept").rglob("*") if path.stat().st_size > 1 << 16]
+        assert segments
+        for path in segments:
+            content = bytearray(path.read_bytes())
+            for at in range(4096, len(content), 4096):
+                content[at + rng.randrange(1024)] ^= 1 << rng.randrange(8)
+            path.write_bytes(content)
+        node, url = serve(children, "second", "gqa", tmp_path / "kept")
+        tokens, found = asked(url, "gqa", FIRST)
+        assert tokens == expected
+        assert found == 0
+        assert growth({}, read_metrics(url), "kvconnect_failures_total") > 0
+        # It is kept anew, and found.
+        settle(url)
+        assert asked(url, "gqa", FIRST) == (expected, 288)
+        stop(node)

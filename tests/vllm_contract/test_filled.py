@@ -1,0 +1,313 @@
+"""Which blocks are told as filled, against a small scheduler that keeps every token's KV by its block.
+
+The scheduler drafts, rejects, preempts, ends requests at any time, and may plan a step before it knows what
+the last one sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.vllm.filled import FilledBlocks
+
+STATE_GROUP = 1
+
+
+class Request:
+    """A request as vLLM has it, and the truth about it: token ``t`` of it is ``(id, t)``."""
+
+    def __init__(self, request_id, num_prompt, num_output):
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt
+        self.num_tokens = num_prompt
+        self.ends_at = num_prompt + num_output
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.is_known = False
+        # Tokens that were sampled, but that the scheduler has not heard of.
+        self.unheard = 0
+
+    @property
+    def num_computed_tokens(self):
+        return self.computed
+
+
+class Half:
+    """Follows what is told, and looks at the memory each time."""
+
+    def __init__(self, memory, block_tokens):
+        self.memory, self.block_tokens = memory, block_tokens
+        self.tables: dict[str, list[int]] = {}
+        self.certain: dict[str, int] = {}
+        self.states: list[tuple] = []
+        self.gone: list = []
+
+    @property
+    def due(self):
+        tokens = self.block_tokens
+        return {name: (certain // tokens + 1) * tokens for name, certain in self.certain.items()}
+
+    def computed(self, request_id, num_computed_tokens, new_block_ids):
+        if new_block_ids is not None:
+            assert not new_block_ids[STATE_GROUP], "states are not told by position"
+            self.tables.setdefault(request_id, []).extend(new_block_ids[0])
+        table = self.tables[request_id]
+        assert num_computed_tokens >= self.certain.get(request_id, 0)
+        self.certain[request_id] = num_computed_tokens
+        for token in range(num_computed_tokens // self.block_tokens * self.block_tokens):
+            block, slot = divmod(token, self.block_tokens)
+            assert self.memory[table[block]][slot] == (request_id, token)
+
+    def state_at(self, request_id, group, num_tokens, block_id, *, chosen):
+        assert chosen
+        self.states.append((request_id, group, num_tokens, block_id))
+
+    def preempted(self, request_id):
+        self.tables.pop(request_id, None)
+        self.certain.pop(request_id, None)
+
+    def overwritten(self, block_ids):
+        self.gone.append(set(block_ids))
+
+
+class Scheduler:
+    """Plans steps, carries them out in memory, and tells ``FilledBlocks`` of them."""
+
+    def __init__(self, block_tokens, drafts, *, ahead):
+        self.block_tokens, self.drafts, self.ahead = block_tokens, drafts, ahead
+        self.memory: dict[int, dict[int, tuple]] = {}
+        self.half = Half(self.memory, block_tokens)
+        self.filled = FilledBlocks((True, False), is_zeroed_first=False)
+        self.running: dict[str, Request] = {}
+        self.ended: dict[str, tuple[Request, list[int]]] = {}
+        self.late: list = []
+
+    def begin(self, request):
+        self.running[request.request_id] = request
+        self.filled.begin(request)
+
+    def step(self, chosen, preempted, chunk, rng):
+        new, cached, counts = [], [], {}
+        lost = [self.running[name] for name in preempted if self.running[name].is_known]
+        for request in lost:
+            self._learn(request)
+            request.computed, request.blocks, request.resumes = 0, [], True
+        lost_names = {request.request_id for request in lost}
+        plans = []
+        for name in chosen:
+            request = self.running[name]
+            if name in lost_names:
+                continue
+            known = request.num_tokens + request.unheard
+            count = min(chunk, known - request.computed)
+            guesses = self.drafts if count == 1 and known == request.computed + 1 else 0
+            counts[name] = count + guesses
+            blocks = div_ceil(request.computed + count + guesses + self.drafts, self.block_tokens)
+            fresh = [len(self.memory) + 1 + at for at in range(blocks - len(request.blocks))]
+            for block in fresh:
+                self.memory[block] = {}
+            anew = not request.is_known or getattr(request, "resumes", False)
+            entry = (request, request.computed, ([*fresh], [5]) if fresh else None, anew)
+            (cached if request.is_known else new).append(entry)
+            request.blocks += fresh
+            plans.append((request, count, guesses))
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=r.request_id, num_computed_tokens=c, block_ids=ids)
+                for r, c, ids, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r.request_id for r, *_ in cached],
+                num_computed_tokens=[c for _, c, _, _ in cached],
+                new_block_ids=[ids for _, _, ids, _ in cached],
+                resumed_req_ids={r.request_id for r, _, _, anew in cached if anew},
+            ),
+            num_scheduled_tokens=counts,
+            preempted_req_ids=lost_names,
+            kv_connector_block_state=None,
+        )
+        self.filled.tell(self.half, output)
+        if self.ahead:
+            # What the step before this one sampled.
+            self._hear()
+        for request, count, guesses in plans:
+            request.is_known, request.resumes = True, False
+            self._run(request, count, guesses, rng)
+        if not self.ahead:
+            self._hear()
+
+    def _run(self, request, count, guesses, rng):
+        start = request.computed
+        accepted = rng.randint(0, guesses)
+        for token in range(start, start + count + guesses):
+            right = token < start + count + accepted
+            content = (request.request_id, token) if right else ("guess", token)
+            self.memory[request.blocks[token // self.block_tokens]][token % self.block_tokens] = content
+        request.computed = start + count + accepted
+        if request.computed >= request.num_tokens + request.unheard:
+            request.unheard += 1 + accepted
+
+    def _learn(self, request):
+        request.num_tokens += request.unheard
+        request.unheard = 0
+
+    def _hear(self):
+        """What was sampled is known now, and some requests end of it."""
+        for request in list(self.running.values()):
+            self._learn(request)
+            if request.num_tokens >= request.ends_at:
+                self.end(request.request_id)
+
+    def end(self, name):
+        request = self.running.pop(name)
+        self.filled.end(self.half, name)
+        self.ended[name] = (request, self.half.tables.get(name, []))
+
+
+@given(
+    seed=st.integers(0, 10**6), block_tokens=st.integers(1, 6), drafts=st.integers(0, 4), ahead=st.booleans()
+)
+def test_what_is_told_lies_in_memory_and_nothing_is_left_out(seed, block_tokens, drafts, ahead):
+    rng = random.Random(seed)
+    scheduler = Scheduler(block_tokens, drafts, ahead=ahead)
+    for number in range(3):
+        scheduler.begin(Request(f"r{number}", rng.randint(1, 20), rng.randint(1, 25)))
+    for _ in range(60):
+        names = list(scheduler.running)
+        chosen = [name for name in names if rng.random() < 0.8]
+        preempted = [name for name in names if rng.random() < 0.05]
+        scheduler.step(chosen, preempted, rng.randint(1, 9), rng)
+        if scheduler.running and rng.random() < 0.02:
+            scheduler.end(rng.choice(list(scheduler.running)))
+    for name in list(scheduler.running):
+        scheduler.end(name)
+    for name, (request, table) in scheduler.ended.items():
+        told = scheduler.half.certain.get(name, 0) // block_tokens
+        whole = min(request.computed, max(request.num_prompt_tokens, request.num_tokens - 1)) // block_tokens
+        if request.blocks:
+            assert told == whole, "a block that is full at the end was told"
+            assert table[:whole] == request.blocks[:whole]
+    assert len(scheduler.filled) == 0
+
+
+def test_a_state_is_told_with_the_next_step_or_at_the_end():
+    scheduler = Scheduler(4, 0, ahead=False)
+    request = Request("r", 8, 5)
+    scheduler.begin(request)
+    state = SimpleNamespace(boundary_state_offloads={"r": [(STATE_GROUP, 77, 8), (STATE_GROUP, 0, 4)]})
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2], [77]))],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={"r": 8},
+        preempted_req_ids=None,
+        kv_connector_block_state=state,
+    )
+    scheduler.memory.update({1: {i: ("r", i) for i in range(4)}, 2: {i: ("r", 4 + i) for i in range(4)}})
+    scheduler.filled.tell(scheduler.half, output)
+    assert not scheduler.half.states, "the step that fills it has not run"
+    request.computed = 8
+    scheduler.filled.end(scheduler.half, "r")
+    assert scheduler.half.states == [("r", STATE_GROUP, 8, 77)], "the null block holds no state"
+
+
+def _decoding(count, with_blocks=()):
+    names = [f"r{number}" for number in range(count)]
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names,
+            num_computed_tokens=[1000] * count,
+            new_block_ids=[([7], []) if name in with_blocks else None for name in names],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        preempted_req_ids=set(),
+        kv_connector_block_state=None,
+        new_block_ids_to_zero=[3, 4],
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=9)],
+    )
+
+
+class Silent:
+    def __init__(self):
+        self.calls = []
+        self.due = {f"r{number}": 5000 for number in range(256)}
+
+    def computed(self, request_id, num_computed_tokens, new_block_ids):
+        self.calls.append((request_id, num_computed_tokens))
+
+    def preempted(self, request_id):
+        self.calls.append(("preempted", request_id))
+
+    def overwritten(self, block_ids):
+        self.calls.append(("overwritten", set(block_ids)))
+
+
+def _running(count, *, is_zeroed_first=False):
+    filled = FilledBlocks((True, False), is_zeroed_first=is_zeroed_first)
+    for number in range(count):
+        filled.begin(SimpleNamespace(request_id=f"r{number}", num_prompt_tokens=500, num_tokens=1002))
+    return filled
+
+
+def test_of_requests_that_got_no_block_nothing_is_told():
+    filled, half = _running(256), Silent()
+    for _ in range(3):
+        filled.tell(half, _decoding(256, with_blocks={"r17"}))
+    assert half.calls == [("r17", 1001)] * 2
+
+
+def test_a_request_that_is_due_is_told_without_new_blocks():
+    filled, half = _running(3), Silent()
+    half.due |= {"r1": 1001, "r2": 1002}
+    for _ in range(2):
+        filled.tell(half, _decoding(3))
+    assert half.calls == [("r1", 1001)]
+
+
+def test_a_step_of_256_requests_takes_little_time():
+    filled, half = _running(256), Silent()
+    outputs = [_decoding(256, with_blocks={f"r{at}", f"r{at + 1}"}) for at in range(50)]
+    best = min(_timed(filled, half, output) for output in outputs)
+    assert best < 1e-3
+
+
+def _timed(filled, half, output):
+    begin = time.perf_counter()
+    filled.tell(half, output)
+    return time.perf_counter() - begin
+
+
+def test_what_a_worker_overwrites_before_its_orders_is_told():
+    filled, half = _running(2, is_zeroed_first=True), Silent()
+    filled.tell(half, _decoding(2))
+    assert half.calls == [("overwritten", {3, 4, 9})]
+
+
+def test_an_output_that_cannot_be_read_ends_nothing_but_the_keeping(caplog):
+    filled, half = _running(2), Silent()
+    with caplog.at_level(logging.WARNING):
+        filled.tell(half, SimpleNamespace())
+        filled.tell(half, SimpleNamespace())
+    assert "no more blocks are kept" in caplog.text
+    assert len(caplog.records) == 1
+    assert sorted(half.calls) == [("preempted", "r0"), ("preempted", "r1")]
+
+
+@pytest.mark.parametrize("copies", [None, []])
+def test_a_step_that_overwrites_nothing_is_not_told(copies):
+    filled, half = _running(1, is_zeroed_first=True), Silent()
+    output = _decoding(1)
+    output.new_block_ids_to_zero, output.kv_cache_block_copies = None, copies
+    filled.tell(half, output)
+    assert not half.calls

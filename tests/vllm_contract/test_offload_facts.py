@@ -1,0 +1,201 @@
+"""What vLLM's configuration says to the tiers: which groups, in which blocks, and of which weights."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.errors import ConfigError
+from kvconnect.vllm.offload import (
+    BlockHashes,
+    align_tokens,
+    check_blocks,
+    draft_groups,
+    hash_block_tokens,
+    kept_groups,
+    offload_config,
+    with_own_folder,
+)
+from kvconnect.vllm.settings import computes_prompts_whole, recompute_if_alone
+from kvconnect.vllm.weights import folder_facts
+
+
+class AttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpecOfVllm(SimpleNamespace):
+    """Known by its name."""
+
+
+def attention(block_size, **more):
+    return AttentionSpec(block_size=block_size, prefix_cacheable=True, **more)
+
+
+def window(block_size, tokens, retained=0):
+    return SlidingWindowSpecOfVllm(
+        block_size=block_size, sliding_window=tokens, extra_retained_tokens=retained, prefix_cacheable=True
+    )
+
+
+def mamba(block_size, mode="align"):
+    spec = attention(block_size, shapes=((1,),), dtypes=("int8",))
+    spec.mamba_cache_mode = mode
+    return spec
+
+
+def ring(block_size):
+    return AttentionSpec(block_size=block_size, prefix_cacheable=False)
+
+
+def cache_of(*specs, eagle=(), **more):
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l{index}"], is_eagle_group=index in eagle)
+        for index, spec in enumerate(specs)
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10, **more)
+
+
+def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
+    cache = cache_of(attention(16), ring(8), window(16, 100, retained=2), mamba(32))
+    assert kept_groups(cache) == (0, 2, 3)
+    groups = offload_config(cache).groups
+    assert isinstance(groups[1].spec, EncoderOnlySpec)
+    assert isinstance(groups[2].spec, SlidingWindowSpec)
+    assert groups[2].sliding_window == 102
+    assert isinstance(groups[3].spec, StateSpec)
+    assert kept_groups(cache_of(attention(16), prefix_cacheable_group_ids=(7,))) == (7,)
+
+
+def test_a_hit_ends_where_the_blocks_of_all_groups_end():
+    assert align_tokens(cache_of(attention(16), window(24, 100), ring(10))) == 240
+
+
+def test_blocks_of_whole_hash_blocks_are_accepted():
+    check_blocks(cache_of(attention(32), window(16, 100), mamba(64)), 16)
+
+
+@pytest.mark.parametrize(
+    ("cache", "numbers"),
+    [
+        (cache_of(attention(256), mamba(4096, "none")), ("256", "4096")),
+        (cache_of(attention(24)), ("24", "4096")),
+        (cache_of(mamba(4096, "none")), ("4096", "'none'")),
+        (cache_of(attention(4096), mamba(4096, "all")), ("4096", "'all'")),
+    ],
+)
+def test_others_are_refused_with_both_numbers_and_what_helps(cache, numbers):
+    with pytest.raises(ConfigError) as refused:
+        check_blocks(cache, 4096)
+    text = str(refused.value)
+    for number in (*numbers, "4096", "hybrid models (for example Mamba and attention)", "prefix caching"):
+        assert number in text
+
+
+def test_a_model_of_which_nothing_can_be_kept_is_refused():
+    with pytest.raises(ConfigError, match="no cache group"):
+        check_blocks(cache_of(ring(8)), 8)
+
+
+def test_the_hash_block_is_what_vllm_says():
+    assert hash_block_tokens(SimpleNamespace(), cache_of(attention(64), hash_block_size=32)) == 32
+
+
+def test_a_block_is_known_by_the_hash_at_its_end():
+    request = SimpleNamespace(block_hashes=[bytes([number]) for number in range(7)])
+    hashes = BlockHashes(16)
+    assert hashes(request, 16) is request.block_hashes, "no copy for every question"
+    of_three = hashes(request, 48)
+    assert list(of_three) == of_three[:] == [b"\x02", b"\x05"]
+    assert (of_three[1:], of_three[-1], of_three[5:]) == ([b"\x05"], b"\x05", [])
+    request.block_hashes += [bytes([number]) for number in (7, 8)]
+    assert len(of_three) == 3, "it grows with the request"
+
+
+def test_draft_groups_are_those_that_vllm_marks_or_all_that_keep_tokens():
+    eagle = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True))
+    assert draft_groups(eagle, cache_of(attention(16), attention(16), eagle={1})) == (1,)
+    assert draft_groups(eagle, cache_of(attention(16), mamba(16), window(16, 8))) == (0, 2)
+    other = SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: False))
+    for config in (other, SimpleNamespace(speculative_config=None)):
+        assert draft_groups(config, cache_of(attention(16))) == ()
+
+
+def test_every_data_parallel_engine_has_a_folder_of_its_own():
+    config = parse_kv_transfer_config(
+        {
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "engine": "none",
+                "offload": {"cpu_bytes": 1 << 20, "disk_path": "/data/kv", "disk_bytes": 1 << 30},
+            },
+        }
+    )
+    folders = [
+        with_own_folder(
+            config, SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
+        ).extra.offload.disk_path
+        for index in range(3)
+    ]
+    assert folders == ["/data/kv", "/data/kv/dp1", "/data/kv/dp2"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(os.urandom(1 << 20))
+    (tmp_path / "small.bin").write_bytes(b"abc")
+    (tmp_path / "README.md").write_text("not weights")
+    return tmp_path
+
+
+def test_weights_of_the_same_size_are_told_apart(folder):
+    before = folder_facts(folder)
+    assert before["files"] == {"model.safetensors": 1 << 20, "small.bin": 3}
+    (folder / "README.md").write_text("other words")
+    assert folder_facts(folder) == before
+    (folder / "model.safetensors").write_bytes(os.urandom(1 << 20))
+    assert folder_facts(folder)["files"] == before["files"]
+    assert folder_facts(folder) != before
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_first_and_the_last_byte_of_a_file_count(folder, place):
+    before = folder_facts(folder)
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[place] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert folder_facts(folder) != before
+
+
+def test_a_folder_without_weights_has_facts_too(tmp_path):
+    assert folder_facts(tmp_path)["files"] == {}
+
+
+def config_of(engine):
+    return parse_kv_transfer_config(
+        {
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"engine": engine, "offload": {"cpu_bytes": 1 << 20}},
+        }
+    )
+
+
+@pytest.mark.parametrize(("engine", "policy"), [("none", "recompute"), ("nixl", "fail")])
+def test_where_nothing_is_fetched_from_peers_a_failed_load_is_computed(engine, policy):
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
+    recompute_if_alone(vllm_config, config_of(engine))
+    assert vllm_config.kv_transfer_config.kv_load_failure_policy == policy
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_vllm_that_computes_prompts_whole_is_told_by_both_settings(chunked, prefixes):
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+    )
+    assert computes_prompts_whole(vllm_config) is not (chunked or prefixes)
