@@ -9,6 +9,7 @@ The folders are the data flow, and their order is the import order:
 ``peer``       two sides talking: messages, session, the encrypted ZeroMQ channel and its keys
 ``scheduler``  the half that lives with the request scheduler
 ``worker``     the half that lives with the tensors: leases, loads, slots
+``offload``    tiers below the device's memory: index, copies, disk, store, and their two halves
 ``vllm``       the connector class that vLLM loads, and everything that knows a vLLM type
 ``testing``    shipped doubles, contract suites and the simulator
 ``node``       a small real serving node, used by the demo, the tests and the benchmarks
