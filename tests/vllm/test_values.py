@@ -213,7 +213,7 @@ def test_types_that_are_not_converted_are_told_apart():
 
 
 def test_states_keep_the_type_of_the_model(monkeypatch):
-    monkeypatch.setattr("kvconnect.vllm.meaning._conv_layout", lambda: "SD")
+    monkeypatch.setattr("kvconnect.vllm.meaning.conv_layout", lambda: "SD")
     ours, theirs = (words("auto", dtype, spec=MambaSpec()) for dtype in (torch.bfloat16, torch.float16))
     assert ours != theirs
     assert words("fp8", spec=MambaSpec()) == ours
