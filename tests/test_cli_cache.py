@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from kvconnect.cli import app
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.record import HEADER_BYTES
 from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES
+from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.testing.tier_suite import some_rows
 from tests.offload.disk_kit import NAMESPACE, open_driver, segment_files
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import LocalError
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.record import HEADER_BYTES, Flaw, Header, RecordFormat, namespace_of
 from kvconnect.offload.disk.scan import scan
+from kvconnect.offload.record import HEADER_BYTES, Flaw, Header, RecordFormat, namespace_of
 
 OURS, THEIRS = "ab" * 32, "ab" * 31 + "ac"
 CONTENTS = st.tuples(st.integers(0, 2**31), st.binary(min_size=1, max_size=64))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.record import RecordFormat
 from kvconnect.offload.disk.scan import scan
 from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES, pack_table, read_trailer
+from kvconnect.offload.record import RecordFormat
 
 FORMAT = RecordFormat("ab" * 32)
 ROWS = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=10)

@@ -14,8 +14,8 @@ from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Verb
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.record import HEADER_BYTES
 from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
 from kvconnect.orders import Fetch, Restore, Seek, Store
 from kvconnect.testing.store_master import StoreMaster, free_port, master_binary

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvconnect.demo.faults import disk_rows
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.record import HEADER_BYTES
 from kvconnect.offload.disk.table import read_trailer
 from kvconnect.offload.disk.tier import DiskTier
+from kvconnect.offload.record import HEADER_BYTES
 
 _LONGEST_BYTES = 8 << 10
 _LIMIT_BYTES = 256 << 20

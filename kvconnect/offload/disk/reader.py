@@ -14,7 +14,7 @@ from kvconnect.offload.disk.files import Files
 from kvconnect.offload.disk.folder import segment_name
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.options import DISK_GONE
-from kvconnect.offload.disk.record import HEADER_BYTES, RecordFormat
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.tier import TierRow
 from kvconnect.offload.tier_desk import TierDesk
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.record import HEADER_BYTES, MAGIC, Flaw, Header, RecordFormat
 from kvconnect.offload.disk.table import Trailer, read_table, read_trailer
+from kvconnect.offload.record import HEADER_BYTES, MAGIC, Flaw, Header, RecordFormat
 from kvconnect.offload.tier import Content
 
 _SEARCH_BYTES = 1 << 20

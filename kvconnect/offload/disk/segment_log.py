@@ -19,8 +19,8 @@ from kvconnect.offload.disk.catalog import Catalog, Segment
 from kvconnect.offload.disk.files import Files, bytes_on_disk
 from kvconnect.offload.disk.folder import DiskFolder, segment_name
 from kvconnect.offload.disk.io_threads import IoThreads
-from kvconnect.offload.disk.record import HEADER_BYTES, Header, RecordFormat
 from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES, pack_table
+from kvconnect.offload.record import HEADER_BYTES, Header, RecordFormat
 from kvconnect.offload.tier import Content
 
 _MAX_SURVIVOR_BYTES = 64 << 20

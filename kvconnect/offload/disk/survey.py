@@ -24,9 +24,9 @@ from kvconnect.offload.disk.folder import (
     read_facts,
     segment_number,
 )
-from kvconnect.offload.disk.record import HEADER_BYTES, Flaw, RecordFormat, namespace_of
 from kvconnect.offload.disk.scan import scan, walk
 from kvconnect.offload.disk.table import read_table, read_trailer
+from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat, namespace_of
 
 _TEXTS = {
     Flaw.CORRUPT: "bytes that are no record",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.record import FORMAT_VERSION, HEADER_BYTES, MAGIC
+from kvconnect.offload.record import FORMAT_VERSION, HEADER_BYTES, MAGIC
 
 ENTRY_BYTES = HEADER_BYTES - len(MAGIC)
 """What a record adds to the table."""

@@ -24,10 +24,10 @@ from kvconnect.offload.disk.folder import DiskFolder, FolderHeld, folder_name, s
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.options import DISK_FULL, DISK_GONE, Complaints, DiskOptions, reason_of
 from kvconnect.offload.disk.reader import DiskReader
-from kvconnect.offload.disk.record import Flaw, RecordFormat
 from kvconnect.offload.disk.scan import Scan, scan
 from kvconnect.offload.disk.segment_log import FolderGone, Record, SegmentLog
 from kvconnect.offload.disk.writer import DiskWriter
+from kvconnect.offload.record import Flaw, RecordFormat
 from kvconnect.offload.tier import Content, TierNews, TierRow
 from kvconnect.offload.tier_desk import TierDesk
 

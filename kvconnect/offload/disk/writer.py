@@ -20,9 +20,9 @@ from kvconnect.offload.disk.options import (
     DiskOptions,
     reason_of,
 )
-from kvconnect.offload.disk.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.disk.segment_log import Record
 from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.tier import Content, TierRow
 from kvconnect.offload.tier_desk import TierDesk
 

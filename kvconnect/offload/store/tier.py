@@ -19,8 +19,8 @@ from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Verb
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.record import HEADER_BYTES, Flaw, RecordFormat
 from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
 from kvconnect.offload.store.link import LinkState, Process, StoreLink
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
 from kvconnect.offload.tier_desk import Kind, TierDesk
@@ -56,8 +56,7 @@ class _Item(NamedTuple):
     @property
     def record_bytes(self) -> int:
         """What it takes in shared memory."""
-        length = 0 if self.row is None else HEADER_BYTES + len(self.row.memory)
-        return -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
+        return 0 if self.row is None else _record_bytes(len(self.row.memory))
 
 
 class StoreTier:

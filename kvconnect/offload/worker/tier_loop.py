@@ -81,7 +81,7 @@ class TierLoop:
 
     def clear(self) -> None:
         """Have everything forgotten that was kept, or ordered to be kept, before."""
-        self.order(lambda now: self._clear(now))
+        self.order(self._clear)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all that it drives; whether it ended in time."""
