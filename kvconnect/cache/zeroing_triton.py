@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from kvconnect.cache.words_triton import word_pointer
 from kvconnect.cache.zeroing import PageTable, word_bytes
 
 _CHUNK_BYTES = 16 << 10
@@ -23,16 +24,8 @@ def _zero_kernel(pages, blocks, WORD: tl.constexpr, CHUNK: tl.constexpr):
     row = pages + tl.program_id(1) * 3
     address = tl.load(row)
     stride = tl.load(row + 1)
-    words = tl.load(row + 2) // (WORD // 8)
-    at = address + block * stride
-    if WORD == 64:
-        target = at.to(tl.pointer_type(tl.int64))
-    elif WORD == 32:
-        target = at.to(tl.pointer_type(tl.int32))
-    elif WORD == 16:
-        target = at.to(tl.pointer_type(tl.int16))
-    else:
-        target = at.to(tl.pointer_type(tl.int8))
+    words = tl.load(row + 2) // WORD
+    target = word_pointer(address + block * stride, WORD)
     lanes = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     tl.store(target + lanes, tl.zeros((CHUNK,), target.dtype.element_ty), mask=lanes < words)
 
@@ -65,6 +58,6 @@ class TritonZeroOps:
         host.numpy()[:] = blocks
         self._blocks[: len(blocks)].copy_(host, non_blocking=True)
         grid = (len(blocks), len(self._pages), self._chunks)
-        _zero_kernel[grid](self._pages, self._blocks, WORD=self._word_bytes * 8, CHUNK=self._chunk)
+        _zero_kernel[grid](self._pages, self._blocks, WORD=self._word_bytes, CHUNK=self._chunk)
         if self._events:
             self._events[self._turn].record()

@@ -1,4 +1,4 @@
-"""The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then the bytes of one row.
+"""The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then those of a row.
 
 The header names everything that it belongs to, and has a checksum of its own, so that a scan can tell a
 header from garbage without reading rows. The checksum of the row is keyed with the header: the bytes of one

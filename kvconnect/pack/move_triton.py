@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconnect.cache.words_triton import word_pointer
+
 
 @triton.jit
 def _mix(x, MULTIPLIER: tl.constexpr):
@@ -24,28 +26,15 @@ def _mix(x, MULTIPLIER: tl.constexpr):
 
 
 @triton.jit
-def _word_pointer(address, BYTES: tl.constexpr):
-    if BYTES == 8:
-        pointer = address.to(tl.pointer_type(tl.uint64))
-    elif BYTES == 4:
-        pointer = address.to(tl.pointer_type(tl.uint32))
-    elif BYTES == 2:
-        pointer = address.to(tl.pointer_type(tl.uint16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.uint8))
-    return pointer
-
-
-@triton.jit
 def _load_words(address, mask, WORD: tl.constexpr, MEMORY: tl.constexpr, UNIT: tl.constexpr):
     """Words as uint64, put together from smaller ones where memory is not aligned to them."""
     step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
     lanes = tl.arange(0, UNIT // WORD)[None, None, :]
     if step == WORD:
-        pointer = tl.multiple_of(_word_pointer(address, WORD), [1, 1, UNIT]) + lanes
+        pointer = tl.multiple_of(word_pointer(address, WORD), [1, 1, UNIT]) + lanes
         words = tl.load(pointer, mask=mask, other=0, eviction_policy="evict_first").to(tl.uint64)
     else:
-        pointer = _word_pointer(address, step) + lanes * (WORD // step)
+        pointer = word_pointer(address, step) + lanes * (WORD // step)
         words = tl.load(pointer, mask=mask, other=0).to(tl.uint64)
         for part in tl.static_range(1, WORD // step):
             piece = tl.load(pointer + part, mask=mask, other=0).to(tl.uint64)
@@ -58,10 +47,10 @@ def _store_words(address, words, mask, WORD: tl.constexpr, MEMORY: tl.constexpr,
     step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
     lanes = tl.arange(0, UNIT // WORD)[None, None, :]
     if step == WORD:
-        pointer = tl.multiple_of(_word_pointer(address, WORD), [1, 1, UNIT]) + lanes
+        pointer = tl.multiple_of(word_pointer(address, WORD), [1, 1, UNIT]) + lanes
         tl.store(pointer, words.to(pointer.dtype.element_ty), mask=mask)
     else:
-        pointer = _word_pointer(address, step) + lanes * (WORD // step)
+        pointer = word_pointer(address, step) + lanes * (WORD // step)
         for part in tl.static_range(WORD // step):
             piece = (words >> (8 * step * part)).to(pointer.dtype.element_ty)
             tl.store(pointer + part, piece, mask=mask)
@@ -204,7 +193,7 @@ def _cast_words(
     item: tl.constexpr = 1 if WIRE_TYPE == "float8_e4m3fn" else 2
     lanes = tl.arange(0, WORD // item)[None, None, :]
     shift = (lanes * (8 * item)).to(tl.uint64)
-    pointer = tl.multiple_of(_word_pointer(in_memory, memory_item), [1, 1, MEMORY]) + lanes
+    pointer = tl.multiple_of(word_pointer(in_memory, memory_item), [1, 1, MEMORY]) + lanes
     if PACK:
         value = _from_bits(tl.load(pointer, mask=kept, other=0), MEMORY_TYPE)
         if WIRE_TYPE == "float8_e4m3fn":

@@ -1,5 +1,3 @@
-# The kernel is Triton's language, not Python's: its parameters have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The kernel that moves blocks to rows and back, all layers and groups in one launch.
 
 It knows memory by absolute addresses: rows may be in the device's memory or in pinned memory of the host.
@@ -18,6 +16,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.words_triton import word_pointer
 from kvconnect.offload.copies.rows import Column
 from kvconnect.offload.copies.tiles import BATCH_FIELDS, TILE_FIELDS, Launch, TileTable
 
@@ -25,19 +24,6 @@ _INTERPRETED_PROGRAMS = 3
 _PROGRAMS_PER_SM = 8
 _NUM_WARPS = 8
 _LOADED_AT_ONCE = 1024
-
-
-@triton.jit
-def _pointer(address, BYTES: tl.constexpr):
-    if BYTES == 8:
-        pointer = address.to(tl.pointer_type(tl.uint64))
-    elif BYTES == 4:
-        pointer = address.to(tl.pointer_type(tl.uint32))
-    elif BYTES == 2:
-        pointer = address.to(tl.pointer_type(tl.uint16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.uint8))
-    return pointer
 
 
 # Numbers that differ from launch to launch are not specialised on: a new value must not mean a new compile.
@@ -74,8 +60,8 @@ def rows_kernel(
         page = tl.load(tile) + tl.load(pair) * tl.load(tile + 1)
         row = rows_at + tl.load(pair + 1) + tl.load(tile + 2)
         live = unit * UNIT < tl.load(tile + 3).to(tl.int32)
-        in_page = tl.multiple_of(_pointer(page, WORD), UNIT) + (unit * WORDS + word)
-        in_row = tl.multiple_of(_pointer(row, WORD), UNIT) + (unit * WORDS + word)
+        in_page = tl.multiple_of(word_pointer(page, WORD), UNIT) + (unit * WORDS + word)
+        in_row = tl.multiple_of(word_pointer(row, WORD), UNIT) + (unit * WORDS + word)
         if TO_ROWS:
             tl.store(in_row, tl.load(in_page, mask=live, eviction_policy="evict_first"), mask=live)
         else:
@@ -87,9 +73,7 @@ def load_kernel(device, host: tl.int64, length, COUNT: tl.constexpr):
     """Copy ``length`` numbers from the host's memory."""
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     live = at < length
-    # An interpreter takes an address below 2**31 for 32 bits, whatever the annotation says.
-    numbers = host.to(tl.int64).to(tl.pointer_type(tl.int64))
-    tl.store(device + at, tl.load(numbers + at, mask=live), mask=live)
+    tl.store(device + at, tl.load(word_pointer(host, 8) + at, mask=live), mask=live)
 
 
 class DeviceNumbers:
