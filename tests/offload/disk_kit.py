@@ -81,19 +81,6 @@ def open_driver(path: Path, *args, **settings) -> TierDriver:
     return driver
 
 
-def taken_bytes(path: Path) -> int:
-    """What everything below a path takes: the larger of what files say and what the disk says."""
-    total = 0
-    for folder, _names, files in os.walk(path):
-        for name in files:
-            try:
-                facts = os.stat(os.path.join(folder, name))
-            except FileNotFoundError:
-                continue
-            total += max(facts.st_size, facts.st_blocks * 512)
-    return total
-
-
 def segment_files(tier: DiskTier) -> list[Path]:
     """The files of a tier's segments, oldest first."""
     return sorted(tier.path.glob("*.kv"))

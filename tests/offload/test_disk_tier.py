@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvconnect.config import OffloadConfig
+from kvconnect.demo.faults.disk_rows import taken_bytes
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.options import DiskOptions
 from kvconnect.offload.disk.tier import DiskTier, open_disk_tier
@@ -30,7 +31,6 @@ from tests.offload.disk_kit import (
     open_driver,
     open_tier,
     segment_files,
-    taken_bytes,
     wait_until,
 )
 
