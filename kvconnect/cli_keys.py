@@ -196,7 +196,9 @@ def _show_node(folder: Path) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    from kvconnect.config import split_address
+
+    split = split_address(address)
+    if split is None:
         raise ConfigError(f"--peer is {address!r}; accepted: HOST:PORT")
-    return host.strip("[]"), int(port)
+    return split

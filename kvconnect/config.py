@@ -342,7 +342,7 @@ def _check_combination(config: TransferConfig) -> None:
             f"which is {extra.lease_s}"
         )
     for address in extra.warm_peers:
-        if not _is_address(address):
+        if split_address(address) is None:
             raise ConfigError(f"{where}.warm_peers names {address!r}, accepted: host:port")
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
@@ -375,11 +375,6 @@ def _check_bounds(settings: msgspec.Struct, where: str) -> None:
             raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")
         if name.startswith("max_") and value < 1:
             raise ConfigError(f"{where}.{name} is {value}, it must be at least 1")
-
-
-def _is_address(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) <= 65535
 
 
 def _check_offload(offload: OffloadConfig) -> None:
@@ -420,7 +415,7 @@ def _check_disk(offload: OffloadConfig) -> None:
 
 
 def _check_store(offload: OffloadConfig) -> None:
-    if offload.store and not _is_address(offload.store):
+    if offload.store and split_address(offload.store) is None:
         raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
     if offload.store and not offload.store_metadata:
         raise ConfigError(
@@ -442,6 +437,15 @@ def _check_security(extra: ExtraConfig, where: str) -> None:
             f"{where}.insecure is true and host is {extra.host!r}; accepted: a loopback address. For any "
             "other make a key with `kvconnect keys new` and give it as key_file"
         )
+
+
+def split_address(address: str) -> tuple[str, int] | None:
+    """Host and port of ``host:port``, an IPv6 host without its brackets; None if it is something else."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) <= 65535:
+        return None
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
+from kvconnect.config import (
+    ExtraConfig,
+    OffloadConfig,
+    TransferConfig,
+    parse_kv_transfer_config,
+    split_address,
+)
 from kvconnect.errors import ConfigError
 
 FULL = {
@@ -231,6 +237,30 @@ def test_what_is_wrong_with_offload_is_named(change, match):
 def test_an_offload_that_is_none(offload, match):
     with pytest.raises(ConfigError, match=match):
         parse_kv_transfer_config(with_offload(offload))
+
+
+@pytest.mark.parametrize(
+    ("address", "split"),
+    [
+        ("host:1", ("host", 1)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("[::1]:80", ("::1", 80)),
+        ("::1:80", ("::1", 80)),
+        ("", None),
+        ("host", None),
+        ("host:", None),
+        (":80", None),
+        ("[]:80", None),
+        ("host:0", None),
+        ("host:-1", None),
+        ("host:65536", None),
+        ("host:" + "9" * 5000, None),
+        ("host:port", None),
+        ("host:80 ", None),
+    ],
+)
+def test_an_address_is_split_where_it_is_one(address, split):
+    assert split_address(address) == split
 
 
 json_values = st.recursive(

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.config import split_address
 from kvconnect.engine.mooncake_library import prepare_environment
 from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
 from kvconnect.errors import EngineError
@@ -83,10 +84,12 @@ class MooncakeStore:
 
 def _reach(master: str) -> None:
     """A master that nobody listens at is found out here within seconds, and by the library in minutes."""
-    host, _, port = master.rpartition(":")
+    address = split_address(master)
+    if address is None:
+        raise EngineError(f"Mooncake Store's master is {master!r}, accepted: host:port")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
+        socket.create_connection(address, _CONNECT_TIMEOUT_S).close()
+    except OSError as error:
         raise EngineError(f"Mooncake Store's master does not answer at {master}: {error}") from error
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from kvconnect.config import OffloadConfig
+from kvconnect.config import OffloadConfig, split_address
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Verb
 from kvconnect.errors import ConfigError
@@ -398,8 +398,8 @@ def open_store_tier(
     Raises:
         ConfigError: the address of the master is none.
     """
-    host, _, port = config.store.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+    master = split_address(config.store)
+    if master is None:
         raise ConfigError(
             f"kv_connector_extra_config.offload.store is {config.store!r}, accepted: host:port of a Mooncake "
             "Store master"
@@ -414,7 +414,7 @@ def open_store_tier(
         start_timeout_s=_START_TIMEOUT_S,
     )
     return StoreTier(
-        lambda memory: start(memory=memory, host=_own_address(host, int(port))),
+        lambda memory: start(memory=memory, host=_own_address(*master)),
         namespace.digest.hex(),
         max_queued_bytes=config.max_queued_bytes,
         batch_bytes=max(_BATCH_BYTES, _record_bytes(most_row_bytes)),
@@ -429,7 +429,7 @@ def _own_address(host: str, port: int) -> str:
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((host.strip("[]"), port))
+                probe.connect((host, port))
             except OSError as error:
                 logger.debug("no way to %s: %s", host, error)
                 continue
