@@ -124,6 +124,18 @@ def has_of(reach, kept, tokens):
     return has
 
 
+def hit(reach, max_tokens, has, start=0):
+    """The longest hit, where ``has`` says of a group and a position whether its block is known."""
+
+    def known(group, first, end):
+        return [has(group.group, position) for position in range(first, end)]
+
+    def run(group, first, end):
+        return [*known(group, first, end), False].index(False)
+
+    return reach.hit(start, max_tokens, run, known)[0]
+
+
 @settings(max_examples=60, deadline=None)
 @given(mixes(), st.integers(0, 30), st.data())
 def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, data):
@@ -141,7 +153,9 @@ def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, da
         assert kept == oracle.kept
     for prompt in [*prompts, prompts[-1] + [7] * (align + 3)]:
         for start in range(0, len(prompt), align):
-            assert reach.hit(len(prompt) - 1, has_of(reach, kept, prompt), start) == oracle.hit(prompt, start)
+            assert hit(reach, len(prompt) - 1, has_of(reach, kept, prompt), start) == oracle.hit(
+                prompt, start
+            )
 
 
 @pytest.mark.parametrize("is_draft", [False, True])
@@ -163,18 +177,31 @@ def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length
             has = has_of(reach, kept, prompt)
             # Prompts that share less of it, too: each ends where another one of them begins to differ.
             for cut in range(len(prompt) + 1):
-                boundary = reach.hit(cut - 1, has) if cut else 0
+                boundary = hit(reach, cut - 1, has) if cut else 0
                 useful |= {(g, at) for g, span in reach.needed(boundary).items() for at in span}
         assert {(group, position) for group, position, _ in kept} <= useful
         # The same prompt gets all but what its last token, and the draft's next block, leave out.
         ahead = 4 if is_draft else 0
-        assert reach.hit(length - 1, has_of(reach, kept, tokens)) == max(0, length - 1 - ahead) // 8 * 8
+        assert hit(reach, length - 1, has_of(reach, kept, tokens)) == max(0, length - 1 - ahead) // 8 * 8
+
+
+@given(mixes(), st.integers(0, 4), st.integers(0, 4))
+def test_what_is_at_hand_is_not_needed(mix, boundary, start):
+    groups, align = mix
+    reach, oracle = Reach(groups, align), Oracle(groups, align, 0)
+    boundary, start = boundary * align, start * align
+    for group in groups:
+        assert list(reach.needed(boundary, start)[group.group]) == [
+            position
+            for position in range(start // group.block_tokens, boundary // group.block_tokens)
+            if oracle.reads(group, position, boundary)
+        ]
 
 
 def test_a_window_of_one_token_needs_no_block():
     reach = Reach((ReachGroup(0, 4, window=1),), 4)
     assert reach.needed(8) == {0: range(2, 2)}
-    assert reach.hit(9, lambda group, position: False) == 8
+    assert hit(reach, 9, lambda group, position: False) == 8
 
 
 @pytest.mark.parametrize("window", range(1, 40))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.scheduler.jobs import Job, JobKind, Jobs
@@ -243,22 +241,14 @@ class Hits:
 
         With ``search`` what is under way, and what lower tiers have, counts as there.
         """
-        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
-        for group in self._reach.whole:
-            first = start_tokens // group.block_tokens
-            names = self._names(tracked, group, first, limit // group.block_tokens)
-            limit = min(limit, (first + self._run(group.group, names, search)) * group.block_tokens)
-        limit = limit // self._reach.align_tokens * self._reach.align_tokens
-        if limit <= start_tokens:
-            return start_tokens, start_tokens
-        if not self._reach.partial:
-            return limit, limit
-        flags = {}
-        for group in self._reach.partial:
-            first = start_tokens // group.block_tokens
-            names = self._names(tracked, group, first, limit // group.block_tokens)
-            flags[group.group] = np.array(self._known(group.group, names, search), dtype=np.bool_)
-        return self._reach.longest(start_tokens, limit, flags), limit
+        return self._reach.hit(
+            start_tokens,
+            tracked.view.num_tokens - 1,
+            lambda group, first, end: self._run(group.group, self._names(tracked, group, first, end), search),
+            lambda group, first, end: self._known(
+                group.group, self._names(tracked, group, first, end), search
+            ),
+        )
 
     def _names(self, tracked: Tracked, group: ReachGroup, first: int, end: int) -> Sequence[bytes]:
         return group.names(self._hashes(tracked.view, group.block_tokens), first, end)
@@ -310,16 +300,9 @@ class Hits:
         self, tracked: Tracked, start_tokens: int, boundary: int
     ) -> list[tuple[ReachGroup, Sequence[bytes]]]:
         """The contents that a hit needs, by group, beyond those that are at hand."""
+        needed = self._reach.needed(boundary, start_tokens)
         return [
-            (
-                group,
-                self._names(
-                    tracked,
-                    group,
-                    max(group.first_needed(boundary), start_tokens // group.block_tokens),
-                    boundary // group.block_tokens,
-                ),
-            )
+            (group, self._names(tracked, group, needed[group.group].start, needed[group.group].stop))
             for group in self._reach.groups
         ]
 

@@ -105,10 +105,13 @@ class Reach:
         """The last boundary that a hit can end at when ``num_tokens`` tokens are known; 0 for none."""
         return max(0, num_tokens - self.ahead_tokens) // self.align_tokens * self.align_tokens
 
-    def needed(self, boundary: int) -> dict[int, range]:
-        """By group the positions that a hit of this length needs."""
+    def needed(self, boundary: int, start_tokens: int = 0) -> dict[int, range]:
+        """By group the positions that a hit of this length needs, of which ``start_tokens`` are at hand."""
         return {
-            group.group: range(group.first_needed(boundary), boundary // group.block_tokens)
+            group.group: range(
+                max(group.first_needed(boundary), start_tokens // group.block_tokens),
+                boundary // group.block_tokens,
+            )
             for group in self.groups
         }
 
@@ -170,28 +173,32 @@ class Reach:
             ends = ends[np.maximum.accumulate(missing)[last] < first] if len(known) else ends
         return int(ends[-1]) if len(ends) else start_tokens
 
-    def hit(self, max_tokens: int, has: Callable[[int, int], bool], start_tokens: int = 0) -> int:
-        """The longest hit of at most ``max_tokens``, of which ``start_tokens`` are at hand.
+    def hit(
+        self,
+        start_tokens: int,
+        max_tokens: int,
+        run: Callable[[ReachGroup, int, int], int],
+        known: Callable[[ReachGroup, int, int], Sequence[bool]],
+    ) -> tuple[int, int]:
+        """The longest hit, and how long it could be if all windows and states were known.
 
-        ``has`` says of a group and a position whether its block is known.
+        At most ``max_tokens``, of which ``start_tokens`` are at hand. ``known`` says of a group, from one
+        position to before another, which blocks are known, and ``run`` how many are, from the first on.
         """
         limit = self.last_boundary(max_tokens)
         for group in self.whole:
-            position = start_tokens // group.block_tokens
-            while (position + 1) * group.block_tokens <= limit and has(group.group, position):
-                position += 1
-            limit = min(limit, position * group.block_tokens)
-        flags = {
-            group.group: np.array(
-                [
-                    has(group.group, position)
-                    for position in range(start_tokens // group.block_tokens, limit // group.block_tokens)
-                ],
-                dtype=np.bool_,
-            )
-            for group in self.partial
-        }
-        return self.longest(start_tokens, limit, flags)
+            first = start_tokens // group.block_tokens
+            limit = min(limit, (first + run(group, first, limit // group.block_tokens)) * group.block_tokens)
+        limit = limit // self.align_tokens * self.align_tokens
+        if limit <= start_tokens:
+            return start_tokens, start_tokens
+        if not self.partial:
+            return limit, limit
+        flags = {}
+        for group in self.partial:
+            first, end = start_tokens // group.block_tokens, limit // group.block_tokens
+            flags[group.group] = np.array(known(group, first, end), dtype=np.bool_)
+        return self.longest(start_tokens, limit, flags), limit
 
     def least_rows(self, group: ReachGroup) -> int:
         """Rows of a group without which there can be no hit at all."""
