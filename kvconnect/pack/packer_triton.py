@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.lanes import Access
 from kvconnect.pack.move_triton import move_kernel
 from kvconnect.pack.packer import ChunkLayout, StagedChunk, Ticket
+from kvconnect.pack.staging import Lent, Staging
 from kvconnect.pack.tickets import Tickets
 
 FIELDS = 20
@@ -76,12 +77,12 @@ class _Prepared:
     places: tuple[tuple[PageRange, int], ...]
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """A chunk's launches, and the tensor with their numbers."""
+class _Numbers(NamedTuple):
+    """A chunk's launches, and the tensor with their numbers, which lies in ``lent``."""
 
     tensor: torch.Tensor
     launches: tuple[_Launch, ...]
+    lent: Lent
 
 
 class TritonPackOps:
@@ -116,6 +117,7 @@ class TritonPackOps:
             access: units_at_once(found, self._tile_units(access)) for access, found in sizes.items()
         }
         self._compiled: dict[tuple[Access, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
+        self._staging = Staging(device)
         with self._on_stream():
             self._tickets = Tickets(device, cuda_stream)
 
@@ -153,20 +155,19 @@ class TritonPackOps:
         """See ``PackOps``."""
         prepared: list[_Prepared] = [layout.handle for layout in layouts]
         lengths = [len(chunk.numbers) for chunk in prepared]
-        on_cuda = self._device.type == "cuda"
-        # The allocator of pinned memory keeps it from reuse until the copy is done.
-        host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=on_cuda)
-        numbers, at = host.numpy(), 0
-        for chunk, length in zip(prepared, lengths, strict=True):
-            numbers[at : at + length] = chunk.numbers
-            for pages, place in chunk.places:
-                numbers[at + place : at + place + pages.count] = blocks[pages]
-            at += length
-        if on_cuda:
-            with self._on_stream():
-                host = host.to(self._device, non_blocking=True)
-        parts = torch.split(host, lengths) if len(lengths) > 1 else (host,) * len(lengths)
-        return [_Numbers(part, chunk.launches) for part, chunk in zip(parts, prepared, strict=True)]
+        with self._on_stream():
+            lent = self._staging.lend(sum(lengths))
+            numbers, at = lent.values, 0
+            for chunk, length in zip(prepared, lengths, strict=True):
+                numbers[at : at + length] = chunk.numbers
+                for pages, place in chunk.places:
+                    numbers[at + place : at + place + pages.count] = blocks[pages]
+                at += length
+            lent.copy()
+        if len(prepared) == 1:
+            return (_Numbers(lent.tensor, prepared[0].launches, lent),)
+        parts = torch.split(lent.tensor[:at], lengths)
+        return [_Numbers(part, chunk.launches, lent) for part, chunk in zip(parts, prepared, strict=True)]
 
     def _tile_units(self, access: Access) -> int:
         return self._tuning.tile_bytes // access.memory_unit
@@ -232,7 +233,7 @@ class TritonPackOps:
         with self._on_stream():
             for launch in numbers.launches:
                 self._start(launch, numbers.tensor, slot, wrapped, pack, seed is not None)
-            return self._tickets.issue(seed is not None, numbers.tensor)
+            return self._tickets.issue(seed is not None, numbers.lent)
 
     def _start(
         self, launch: _Launch, numbers: torch.Tensor, slot: int, seed: int, pack: bool, digest: bool

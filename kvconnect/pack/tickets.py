@@ -44,8 +44,8 @@ class Tickets:
                 raise LocalError(f"{_PLACES} packs and unpacks are under way; accepted: fewer")
             self.settle(self._pending[0])
 
-    def issue(self, with_digest: bool, numbers: torch.Tensor) -> KernelTicket:
-        """A ticket of what was launched just now, which reads ``numbers``."""
+    def issue(self, with_digest: bool, reads: object) -> KernelTicket:
+        """A ticket of what was launched just now. It keeps ``reads``, which owns what the kernel reads."""
         place = self._issued % _PLACES
         self._issued += 1
         if with_digest:
@@ -55,7 +55,7 @@ class Tickets:
             # Whoever had this place before is settled, and asks its event no more.
             event = self._events[place]
             event.record(self._stream)
-        ticket = KernelTicket(self, place, event, with_digest, numbers)
+        ticket = KernelTicket(self, place, event, with_digest, reads)
         self._pending.append(ticket)
         return ticket
 
@@ -75,20 +75,20 @@ class KernelTicket:
     """A launched pack or unpack. See ``Ticket``."""
 
     def __init__(
-        self, tickets: Tickets, place: int, event: Any, with_digest: bool, numbers: torch.Tensor
+        self, tickets: Tickets, place: int, event: Any, with_digest: bool, reads: object
     ) -> None:
         self.place = place
         self.with_digest = with_digest
         self.settled = False
         self._tickets = tickets
         self._event = event
-        # The memory of the numbers must not be given to others before the kernel has read them.
-        self._numbers: torch.Tensor | None = numbers
+        # What the kernel reads must not be given to others before that.
+        self._reads: object = reads
         self._digest: int | None = None
 
     def settle(self, digest: int | None) -> None:
         """It is done, and this is its digest."""
-        self.settled, self._digest, self._numbers = True, digest, None
+        self.settled, self._digest, self._reads = True, digest, None
 
     @property
     def done(self) -> bool:
