@@ -29,7 +29,6 @@ SIZES = (100_000, 1_000_000)
 KEYS = 8192
 _CHUNK = 512
 _AT_ONCE = 4
-_TIDIED = 1024
 _HASH_BYTES = 32
 _GROUP = 0
 
@@ -65,11 +64,10 @@ class _Filled:
                 self.store(hashes[first : first + _CHUNK])
 
     def store(self, hashes: list[bytes]) -> None:
-        """Reserve and commit contents, and let the index tidy up."""
+        """Reserve and commit contents."""
         taken, _ = self.index.reserve(_GROUP, hashes)
         self.index.commit(_GROUP, taken)
         self.index.take_events()
-        self.index.tidy()
 
     def recent(self, draw: random.Random) -> list[bytes]:
         """One of the sequences that are in the index as a whole."""
@@ -127,14 +125,6 @@ def _evictions(filled: _Filled, draw: random.Random) -> Iterator[float]:
             filled.store(hashes[first : first + _CHUNK])
 
 
-def _tidying(filled: _Filled, draw: random.Random) -> Iterator[float]:
-    while True:
-        filled.index.make_room(_GROUP, KEYS)
-        for _ in range(KEYS // _TIDIED):
-            yield _timed(lambda: filled.index.tidy(_TIDIED))
-        filled.store(filled.new())
-
-
 def _reservations(count: int, commit: bool) -> Callable[[_Filled, random.Random], Iterator[float]]:
     """Reserve contents on a full index, or commit what was reserved."""
 
@@ -146,8 +136,6 @@ def _reservations(count: int, commit: bool) -> Callable[[_Filled, random.Random]
                 reserving = _timed(lambda part=part: filled.index.reserve(_GROUP, part))  # type: ignore[misc]
                 committing = _timed(lambda part=part: filled.index.commit(_GROUP, part))  # type: ignore[misc]
                 filled.index.take_events()
-                while filled.index.tidy():
-                    """Time passes between calls, and is used."""
                 yield committing if commit else reserving
 
     return timings
@@ -156,7 +144,6 @@ def _reservations(count: int, commit: bool) -> Callable[[_Filled, random.Random]
 _CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]]], ...] = (
     ("lookup", KEYS, _lookups),
     ("eviction", KEYS, _evictions),
-    ("tidying up after it", _TIDIED, _tidying),
     ("touch", KEYS, _touches),
     ("pin, unpin", KEYS, _pins),
     *(("reserve", count, _reservations(count, False)) for count in (KEYS, _CHUNK, 1)),

@@ -44,11 +44,6 @@ class SchedulerHalf:
         self.transfer = transfer
         self.offload = offload
 
-    @property
-    def keeps(self) -> bool:
-        """Whether blocks are kept: if not, ``computed``, ``checkpoints`` and ``state_at`` need no call."""
-        return self.offload is not None
-
     def drain(self) -> None:
         """Hold nothing for peers any more. From any thread."""
         if self.transfer is not None:
@@ -202,10 +197,6 @@ class SchedulerHalf:
         state = {} if self.transfer is None else self.transfer.state()
         return state if self.offload is None else {**state, **self.offload.state()}
 
-    def usage(self) -> dict[str, Any]:
-        """What is kept, for people. It stays when idle."""
-        return {} if self.offload is None else self.offload.usage()
-
 
 class WorkerHalf:
     """What lives with the tensors of one worker. See ``WorkerConnector`` and ``OffloadWorker``.
@@ -313,10 +304,6 @@ class WorkerHalf:
         if self.offload is None:
             return state
         return {**state, **{f"offload_{name}": count for name, count in self.offload.state().items()}}
-
-    def usage(self) -> dict[str, Any]:
-        """What is kept here, for people. It stays when idle."""
-        return {} if self.offload is None else self.offload.usage()
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait, within a bound, until nothing is held for peers any more. From any thread but the hooks'."""

@@ -9,7 +9,6 @@ import ctypes
 import random
 
 import numpy as np
-import torch
 
 from kvconnect.offload.copies.tiles import BATCH_FIELDS, TILE_FIELDS
 
@@ -79,8 +78,6 @@ class SlowQueue:
 
 
 class SlowDevice:
-    torch_device = torch.device("cpu")
-
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.queues = []

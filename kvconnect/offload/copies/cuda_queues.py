@@ -67,11 +67,6 @@ class CudaDevice:
     def __init__(self, device: torch.device, memory: CudaHostMemory) -> None:
         self._device, self._memory = device, memory
 
-    @property
-    def torch_device(self) -> torch.device:
-        """See ``Device``."""
-        return self._device
-
     def compute(self) -> CudaQueue:
         """See ``Device``."""
         return CudaQueue(torch.cuda.current_stream(self._device), self._memory, True)

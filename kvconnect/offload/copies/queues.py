@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from kvconnect.offload.copies.rows import Column
 
 
@@ -53,11 +51,6 @@ class Queue(Protocol):
 
 class Device(Protocol):
     """A device with queues."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where its tensors are."""
-        ...
 
     def compute(self) -> Queue:
         """The calling thread's queue, which runs the model's steps."""

@@ -35,9 +35,6 @@ class _Log:
         self._next_swept = 0
         self._to_sweep = 0
 
-    def __len__(self) -> int:
-        return sum(len(cells) for cells, _ in self._chunks) + len(self._tail_cells)
-
     def append_one(self, cell: int, stamp: int) -> None:
         """A new entry."""
         self._tail_cells.append(cell)
@@ -134,10 +131,6 @@ class Orders:
     def size(self, kind: int) -> int:
         """How many cells are of a kind."""
         return self._sizes[kind]
-
-    def num_entries(self, kind: int) -> int:
-        """Entries of a kind's log, those that count for nothing included."""
-        return len(self._logs[kind])
 
     def move(self, cells: Cells, kind: int) -> None:
         """The cells are of this kind now, and its newest: of equal cells the last one counts."""

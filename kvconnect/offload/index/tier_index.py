@@ -220,16 +220,6 @@ class TierIndex:
             self._give(group, shelf.drop_ready())
         self._changes, self._is_cleared = [], self._is_asked
 
-    def tidy(self, count: int = _TIDIED_AT_MOST) -> int:
-        """Forget hashes of up to ``count`` contents that are gone; returns how many were.
-
-        A caller with time to spare between steps can save the next reservations some of theirs.
-        """
-        left = count
-        for shelf in self._shelves.values():
-            left -= shelf.tidy(left)
-        return count - left
-
     def take_events(self) -> IndexEvents:
         """What has come and gone since the last call. The first one tells all that there is."""
         if not self._is_asked:
