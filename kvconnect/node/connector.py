@@ -76,11 +76,7 @@ def _transfer_halves(
     config: TransferConfig, options: NodeOptions, model: Model, cache: NodeCache
 ) -> tuple[SchedulerConnector, WorkerConnector]:
     """What hands KV over and fetches it."""
-    from kvconnect.peer.allow_list import AllowList
-    from kvconnect.peer.keyring import load_keyring
-    from kvconnect.scheduler.connector import SchedulerConnector
-    from kvconnect.scheduler.handles import Handles
-    from kvconnect.scheduler.trust import PeerTrust
+    from kvconnect.scheduler.factory import configured_scheduler
     from kvconnect.worker.connector import WorkerConnector
 
     worker = WorkerConnector(
@@ -89,14 +85,13 @@ def _transfer_halves(
         cache.kernel_block_sizes,
         model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
     )
-    keyring = load_keyring(config.extra, os.environ)
-    scheduler = SchedulerConnector(
+    scheduler = configured_scheduler(
         config,
         cache.config,
         cache.kernel_block_sizes,
         directory=(worker.address(),),
-        handles=Handles(keyring.handle_secret if keyring else b"", time.time),
-        trust=PeerTrust(AllowList(config.extra.allow_peers), config.extra.max_peers),
+        environ=os.environ,
+        clock=time.time,
     )
     return scheduler, worker
 

@@ -15,11 +15,7 @@ from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tiers import lower_tier_names
 from kvconnect.offload.worker.half import OffloadWorker
-from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.keyring import load_keyring
-from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Handles
-from kvconnect.scheduler.trust import PeerTrust
+from kvconnect.scheduler.factory import configured_scheduler
 from kvconnect.vllm.geometry import VllmCache, group_spec, held_back, is_state, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.offload import (
@@ -57,15 +53,14 @@ def make_scheduler_half(
     extra = config.extra
     transfer = None
     if extra.engine != "none":
-        keyring = load_keyring(extra, os.environ)
-        transfer = SchedulerConnector(
+        transfer = configured_scheduler(
             config,
             scheduler_config(kv_cache_config),
             {},
             directory=tuple(meta.address for meta in told.values() if meta.address is not None),
             held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
-            handles=Handles(keyring.handle_secret if keyring else b"", time.time),
-            trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
+            environ=os.environ,
+            clock=time.time,
         )
     offload = None
     if extra.offload is not None:
