@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -42,6 +43,11 @@ class StepTime:
 
 def _nothing() -> None:
     pass
+
+
+def percentile_ms(percent: float, windows: Sequence[Sequence[float]]) -> float:
+    """A percentile over all windows, of seconds, in milliseconds."""
+    return round(float(np.percentile(np.concatenate(windows), percent)) * 1e3, 4)
 
 
 class Loop(Protocol):

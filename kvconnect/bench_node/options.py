@@ -16,8 +16,10 @@ SIDES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
-class _Suited:
-    """What suits a device where nobody says."""
+class Suited:
+    """What suits a device where nobody says. ``context`` is of a request that decodes, ``prompt`` of one that
+    is computed.
+    """
 
     model: str
     batch: int
@@ -27,9 +29,9 @@ class _Suited:
     gb_per_s: float
 
 
-_SUITED = {
-    "cuda": _Suited("8b", 32, 4096, 2048, 256.0, 25.0),
-    "cpu": _Suited("tiny", 4, 64, 64, 0.25, 0.01),
+SUITED = {
+    "cuda": Suited("8b", 32, 4096, 2048, 256.0, 25.0),
+    "cpu": Suited("tiny", 4, 64, 64, 0.25, 0.01),
 }
 
 _SAME = Layouts.parse("nhd:nhd")
@@ -98,8 +100,8 @@ class Options:
             self.worker_config(programs)
 
     @property
-    def _suited(self) -> _Suited:
-        return _SUITED[self.device]
+    def _suited(self) -> Suited:
+        return SUITED[self.device]
 
     @property
     def used_model(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvconnect.bench_node.loops import percentile_ms
 from kvconnect.bench_node.options import Options
 from kvconnect.bench_node.side import Flow, NodeSettings, Window, WindowResult
 from kvconnect.bench_transfer.cases import Round
@@ -235,12 +236,12 @@ def _timing(
         tokens_per_s_windows_with=after,
         steps_without=sum(len(one.step_s) for one in without),
         steps_with=sum(len(one.step_s) for one in computed),
-        step_ms_p50_without=_ms(50, [one.step_s for one in without]),
-        step_ms_p50_with=_ms(50, [one.step_s for one in computed]),
-        step_ms_p99_without=_ms(99, [one.step_s for one in without]),
-        step_ms_p99_with=_ms(99, [one.step_s for one in computed]),
-        host_ms_p50_without=_ms(50, [one.host_s for one in without]),
-        host_ms_p50_with=_ms(50, [one.host_s for one in computed]),
+        step_ms_p50_without=percentile_ms(50, [one.step_s for one in without]),
+        step_ms_p50_with=percentile_ms(50, [one.step_s for one in computed]),
+        step_ms_p99_without=percentile_ms(99, [one.step_s for one in without]),
+        step_ms_p99_with=percentile_ms(99, [one.step_s for one in computed]),
+        host_ms_p50_without=percentile_ms(50, [one.host_s for one in without]),
+        host_ms_p50_with=percentile_ms(50, [one.host_s for one in computed]),
         device_ms_p50_without=_device_ms(without),
         device_ms_p50_with=_device_ms(computed),
         verified=verified,
@@ -251,10 +252,7 @@ def _token_rates(windows: Sequence[WindowResult]) -> tuple[float, ...]:
     return tuple(round(one.tokens / one.seconds, 1) for one in windows)
 
 
-def _ms(percent: float, windows: Sequence[Sequence[float]]) -> float:
-    """A percentile over all windows, of seconds, in milliseconds."""
-    return round(float(np.percentile(np.concatenate(windows), percent)) * 1e3, 4)
-
-
 def _device_ms(windows: Sequence[WindowResult]) -> float | None:
-    return _ms(50, [one.device_s for one in windows]) if any(one.device_s for one in windows) else None
+    return (
+        percentile_ms(50, [one.device_s for one in windows]) if any(one.device_s for one in windows) else None
+    )

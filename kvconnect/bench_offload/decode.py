@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvconnect.bench_node.loops import DecodeLoop, StepTime, fill_blocks, share_cache
+from kvconnect.bench_node.loops import DecodeLoop, StepTime, fill_blocks, percentile_ms, share_cache
 from kvconnect.bench_node.model import MODEL_SIZES, BenchModel
+from kvconnect.bench_node.options import SUITED
 from kvconnect.bench_transfer.cache import BenchCache
 from kvconnect.bench_transfer.cases import Layout
 from kvconnect.cache.region_table import RegionTable
@@ -52,6 +53,8 @@ class DecodeOptions:
     mode: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.device not in SUITED:
+            raise ConfigError(f"device is {self.device!r}; accepted: {', '.join(SUITED)}")
         if self.used_model not in MODEL_SIZES:
             raise ConfigError(f"model is {self.model!r}; accepted: {', '.join(MODEL_SIZES)}")
         for name, number, least in (
@@ -71,15 +74,15 @@ class DecodeOptions:
 
     @property
     def used_model(self) -> str:
-        return self.model or ("tiny" if self.on_cpu else "8b")
+        return self.model or SUITED[self.device].model
 
     @property
     def used_batch(self) -> int:
-        return self.batch or (4 if self.on_cpu else 32)
+        return self.batch or SUITED[self.device].batch
 
     @property
     def used_context(self) -> int:
-        return self.context or (64 if self.on_cpu else 4096)
+        return self.context or SUITED[self.device].context
 
     @property
     def request_bytes(self) -> int:
@@ -282,13 +285,6 @@ def measure_decode(options: DecodeOptions) -> Iterator[DecodeTiming]:
             )
             for windows in (without, having)
         ]
-        (step_without, host_without), (step_with, host_with) = (
-            (
-                sorted(itertools.chain.from_iterable(window.step_s for window in windows)),
-                sorted(itertools.chain.from_iterable(window.host_s for window in windows)),
-            )
-            for windows in (without, having)
-        )
         yield DecodeTiming(
             device=options.device,
             model=options.used_model,
@@ -302,16 +298,12 @@ def measure_decode(options: DecodeOptions) -> Iterator[DecodeTiming]:
             tokens_per_s_without=round(rates[0], 1),
             tokens_per_s_with=round(rates[1], 1),
             ratio=round(rates[1] / rates[0], 4),
-            step_ms_p50_without=_ms(step_without, 0.5),
-            step_ms_p50_with=_ms(step_with, 0.5),
-            step_ms_p99_without=_ms(step_without, 0.99),
-            step_ms_p99_with=_ms(step_with, 0.99),
-            host_ms_p50_without=_ms(host_without, 0.5),
-            host_ms_p50_with=_ms(host_with, 0.5),
+            step_ms_p50_without=percentile_ms(50, [window.step_s for window in without]),
+            step_ms_p50_with=percentile_ms(50, [window.step_s for window in having]),
+            step_ms_p99_without=percentile_ms(99, [window.step_s for window in without]),
+            step_ms_p99_with=percentile_ms(99, [window.step_s for window in having]),
+            host_ms_p50_without=percentile_ms(50, [window.host_s for window in without]),
+            host_ms_p50_with=percentile_ms(50, [window.host_s for window in having]),
             staging_waits=rig.copier.staging_waits - waits,
         )
     rig.close()
-
-
-def _ms(times: Sequence[float], part: float) -> float:
-    return round(times[min(len(times) - 1, int(part * len(times)))] * 1e3, 3)

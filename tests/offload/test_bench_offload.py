@@ -112,6 +112,11 @@ def test_decode_options_that_are_not_accepted(given, text):
         DecodeOptions("cpu", **given)
 
 
+def test_decode_options_of_a_device_that_does_not_exist():
+    with pytest.raises(ConfigError, match="device is 'tpu'; accepted: cuda, cpu"):
+        DecodeOptions("tpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there(capsys):
     with pytest.raises(ConfigError, match="torch sees no CUDA device here"):
