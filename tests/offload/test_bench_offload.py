@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 
+from kvconnect.bench_node.loops import DecodeLoop
 from kvconnect.bench_offload.copies import Case
 from kvconnect.bench_offload.decode import DecodeOptions
 from kvconnect.bench_offload.runner import bench_offload, bench_offload_decode
@@ -83,6 +85,20 @@ def test_decode_steps_beside_copies(capsys):
     for one in lines:
         assert one["tokens_per_s_with"] > 0
         assert one["ratio"] > 0
+
+
+def test_a_step_longer_than_the_window_counts(capsys, monkeypatch):
+    step = DecodeLoop.step
+
+    def slow(loop, *args):
+        time.sleep(0.4)
+        return step(loop, *args)
+
+    monkeypatch.setattr(DecodeLoop, "step", slow)
+    options = DecodeOptions("cpu", rounds=1, seconds=0.01, context=32, batch=2)
+    assert bench_offload_decode(options, json_output=True) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert 0 < json.loads(line)["tokens_per_s_with"] <= 2 / 0.4
 
 
 @pytest.mark.parametrize(
