@@ -17,7 +17,7 @@ from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
-from tests.offload.rows_by_hand import Image
+from tests.offload.rows_by_hand import Image, copy_back, copy_out
 from tests.pack.sides import Layer, Model, Shape, Side, models, shapes
 
 pytestmark = [
@@ -125,18 +125,13 @@ def there_and_back(rig: Rig, rng: random.Random) -> None:
         ticket = rig.copier.snapshot(out)
         ticket.wait()
         assert ticket.error is None
-        for one in out:
-            for block, row in zip(one.block_ids, one.rows, strict=True):
-                found = image.row(one.group, block)
-                rows[one.group][row, : len(found)] = found
+        copy_out(image, rows, out)
         rig.check(image, rows)
         back = [random_copies(rng, group) for group in rig.layout.groups]
         ticket = rig.copier.restore(back, rig.copier.mark())
         ticket.wait()
         assert ticket.error is None
-        for one in back:
-            for block, row in zip(one.block_ids, one.rows, strict=True):
-                image.write(one.group, block, rows[one.group][row])
+        copy_back(image, rows, back)
         rig.check(image, rows)
     rig.close()
 
@@ -154,10 +149,9 @@ def test_a_step_that_overwrites_blocks_at_once_changes_no_row(mode):
             for group in rig.layout.groups:
                 blocks = rng.sample(range(1, NUM_BLOCKS), 5)
                 numbers = tuple(range(turn * 5, turn * 5 + 5))
-                tickets.append(rig.copier.snapshot([RowCopies(group, tuple(blocks), numbers)]))
-                for block, row in zip(blocks, numbers, strict=True):
-                    found = image.row(group, block)
-                    rows[group][row, : len(found)] = found
+                out = [RowCopies(group, tuple(blocks), numbers)]
+                tickets.append(rig.copier.snapshot(out))
+                copy_out(image, rows, out)
             for cache in rig.side.tensors.values():
                 raw = cache.tensor.view(torch.uint8)
                 raw.add_(turn + 1)
@@ -175,9 +169,7 @@ def test_a_step_that_overwrites_blocks_at_once_changes_no_row(mode):
     assert not ticket.done
     ticket.wait()
     assert ticket.error is None
-    for one in back:
-        for block, row in zip(one.block_ids, one.rows, strict=True):
-            image.write(one.group, block, rows[one.group][row])
+    copy_back(image, rows, back)
     rig.check(image, rows)
     rig.close()
 

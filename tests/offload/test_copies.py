@@ -20,7 +20,7 @@ from kvconnect.offload.copies.tiles import TileTable
 from kvconnect.offload.copies.trial import Way
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
-from tests.offload.rows_by_hand import Image
+from tests.offload.rows_by_hand import Image, copy_back, copy_out
 from tests.offload.slow_device import PlainMover, SlowDevice
 from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
 
@@ -114,10 +114,7 @@ def test_rows_hold_what_blocks_held_and_blocks_what_rows_held(kind, data):
     ticket.wait()
     assert ticket.done
     assert ticket.error is None
-    for one in snapshot:
-        for block, row in zip(one.block_ids, one.rows, strict=True):
-            found = image.row(one.group, block)
-            rows[one.group][row, : len(found)] = found
+    copy_out(image, rows, snapshot)
     bench.check(image, rows)
 
     restore = data.draw(some_copies(list(bench.layout.groups)))
@@ -125,9 +122,7 @@ def test_rows_hold_what_blocks_held_and_blocks_what_rows_held(kind, data):
     ticket.wait()
     assert ticket.done
     assert ticket.error is None
-    for one in restore:
-        for block, row in zip(one.block_ids, one.rows, strict=True):
-            image.write(one.group, block, rows[one.group][row])
+    copy_back(image, rows, restore)
     bench.check(image, rows)
     bench.copier.close()
 
@@ -189,11 +184,10 @@ def test_nothing_overtakes_what_it_depends_on(kind, half_bytes, seed, rounds):
             blocks = [block for block in range(1, NUM_BLOCKS) if (group, block) not in restoring]
             count = random.randrange(min(len(free), len(blocks), 6) + 1)
             blocks, free = random.sample(blocks, count), random.sample(free, count)
-            ticket = copier.snapshot([RowCopies(group, tuple(blocks), tuple(free))])
-            for block, row in zip(blocks, free, strict=True):
-                found = image.row(group, block)
-                rows[group][row, : len(found)] = found
-                filling[group, row] = ticket
+            copies = [RowCopies(group, tuple(blocks), tuple(free))]
+            ticket = copier.snapshot(copies)
+            copy_out(image, rows, copies)
+            filling |= {(group, row): ticket for row in free}
             for block in blocks:
                 values = np.frombuffer(random.randbytes(len(image.row(group, block))), dtype=np.uint8)
                 image.write(group, block, values)
@@ -206,12 +200,12 @@ def test_nothing_overtakes_what_it_depends_on(kind, half_bytes, seed, rounds):
         blocks = [block for block in range(1, NUM_BLOCKS) if (group, block) not in restoring]
         count = random.randrange(min(len(ready), len(blocks), 5) + 1)
         ready, blocks = random.sample(ready, count), random.sample(blocks, count)
-        ticket = copier.restore([RowCopies(group, tuple(blocks), tuple(ready))], copier.mark())
-        for block, row in zip(blocks, ready, strict=True):
-            image.write(group, block, rows[group][row])
-            restoring[group, block] = ticket
-            # Nobody writes to a row that is being read.
-            filling[group, row] = ticket
+        copies = [RowCopies(group, tuple(blocks), tuple(ready))]
+        ticket = copier.restore(copies, copier.mark())
+        copy_back(image, rows, copies)
+        restoring |= {(group, block): ticket for block in blocks}
+        # Nobody writes to a row that is being read.
+        filling |= {(group, row): ticket for row in ready}
         device.work(random.randrange(30))
     device.finish()
     for ticket in (*filling.values(), *restoring.values()):
@@ -296,9 +290,7 @@ def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_ar
         assert not any(what == "do" for queue in bench.device.queues for what, _ in queue.work)
     image, rows = bench.image(), bench.rows()
     bench.copier.snapshot([everything]).wait()
-    for block in range(1, 10):
-        found = image.row(0, block)
-        rows[0][block - 1, : len(found)] = found
+    copy_out(image, rows, [everything])
     bench.check(image, rows)
 
 
@@ -324,9 +316,9 @@ def test_groups_that_lie_over_each_other_have_rows_of_their_own():
         bench = Bench(table, tensors, kind)
         assert bench.layout.row_bytes == {0: 512, 1: 256}
         image, rows = bench.image(), bench.rows()
-        bench.copier.snapshot([RowCopies(0, (1, 2), (3, 4)), RowCopies(1, (3, 4), (3, 4))]).wait()
-        for group, block, row in ((0, 1, 3), (0, 2, 4), (1, 3, 3), (1, 4, 4)):
-            rows[group][row, : len(image.row(group, block))] = image.row(group, block)
+        copies = [RowCopies(0, (1, 2), (3, 4)), RowCopies(1, (3, 4), (3, 4))]
+        bench.copier.snapshot(copies).wait()
+        copy_out(image, rows, copies)
         bench.check(image, rows)
 
 

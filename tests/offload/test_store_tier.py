@@ -17,7 +17,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
-from kvconnect.orders import Fetch, Restore, Seek, Store
+from kvconnect.orders import Fetch, Seek, Store
 from kvconnect.testing.store_master import StoreMaster, free_port, master_binary
 from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
 from tests.offload.worker_kit import NUM_GROUPS, Rig, copies
@@ -117,14 +117,7 @@ def test_two_nodes_over_one_store_find_each_others_blocks(master):
         rig.order(fetches=fetches)
         rig.until(lambda rig=rig: len(rig.fetched) == NUM_GROUPS, 30)
         assert set(rig.fetched.values()) == {(b"no",) if found else (b"no", *names)}
-    now = there.image()
-    every = tuple(copies(group, [(7, 4), (8, 5)]) for group in range(NUM_GROUPS))
-    there.order(restores=(Restore("r", every),))
-    there.until(lambda: there.received == ["r"])
-    for group in range(NUM_GROUPS):
-        now.write(group, 7, image.row(group, 1))
-        now.write(group, 8, image.row(group, 2))
-    assert there.image().same_as(now)
+    there.restore_all(image, [(7, 4, 1), (8, 5, 2)])
     for rig in (there, stranger, here):
         rig.until_idle()
         rig.close()

@@ -35,15 +35,7 @@ def test_what_is_stored_is_restored_though_the_blocks_were_overwritten(rig):
     rig.scribble(1)
     rig.worker.start(orders)
     rig.until(lambda: rig.stored == {0: (), 1: (), 2: ()})
-    now = rig.image()
-    both = tuple(copies(group, [(7, 2), (9, 0)]) for group in range(NUM_GROUPS))
-    rig.order(restores=(Restore("r", both),))
-    rig.until(lambda: rig.received == ["r"])
-    assert not rig.failed
-    for group in range(NUM_GROUPS):
-        now.write(group, 7, before.row(group, 5))
-        now.write(group, 9, before.row(group, 1))
-    assert rig.image().same_as(now)
+    rig.restore_all(before, [(7, 2, 5), (9, 0, 1)])
     rig.until_idle()
     assert not rig.kept
     assert rig.sample("offload_rows_total", move="stored", tier="cpu") == 9

@@ -62,14 +62,7 @@ def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):
         rig.order(fetches=(Fetch(10 + group, "disk", group, hashes(2, 9, 1), (3, 4, 5)),))
     rig.until(lambda: len(rig.fetched) == NUM_GROUPS)
     assert set(rig.fetched.values()) == {hashes(9)}
-    now = rig.image()
-    every = tuple(copies(group, [(6, 3), (7, 5)]) for group in range(NUM_GROUPS))
-    rig.order(restores=(Restore("r", every),))
-    rig.until(lambda: rig.received == ["r"])
-    for group in range(NUM_GROUPS):
-        now.write(group, 6, image.row(group, 2))
-        now.write(group, 7, image.row(group, 1))
-    assert rig.image().same_as(now)
+    rig.restore_all(image, [(6, 3, 2), (7, 5, 1)])
     assert rig.sample("offload_rows_total", move="kept", tier="disk") == 2 * NUM_GROUPS
     assert rig.sample("offload_rows_total", move="fetched", tier="disk") == 2 * NUM_GROUPS
     assert rig.sample("offload_rows_total", move="missed", tier="disk") == NUM_GROUPS

@@ -19,7 +19,7 @@ from kvconnect.cache.specs import (
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.tier import TierNews
 from kvconnect.offload.worker.half import OffloadWorker
-from kvconnect.orders import OffloadOrders, RowCopies
+from kvconnect.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
 from tests.offload.rows_by_hand import Image
 
@@ -78,6 +78,21 @@ class Rig:
         both = OffloadOrders(**orders)
         self.worker.before_step(both)
         self.worker.start(both)
+
+    def restore_all(self, image, moves):
+        """Restore rows into blocks of all groups, and nothing else changes.
+
+        ``moves`` are of block, row, and the block of ``image`` that has been stored in that row.
+        """
+        now = self.image()
+        every = tuple(copies(group, [(block, row) for block, row, _ in moves]) for group in range(NUM_GROUPS))
+        self.order(restores=(Restore("r", every),))
+        self.until(lambda: self.received == ["r"])
+        assert not self.failed
+        for group in range(NUM_GROUPS):
+            for block, _, stored in moves:
+                now.write(group, block, image.row(group, stored))
+        assert self.image().same_as(now)
 
     def collect(self):
         results = self.worker.results()
