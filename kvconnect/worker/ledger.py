@@ -215,7 +215,7 @@ class Leg:
     where the peer may still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch``
     is that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the
     packed path was not asked for. ``is_cut``: what was asked cannot arrive any more, since our registration
-    is another, and can be asked for anew.
+    is another, and can be asked for anew. ``is_answered``: the peer has given its one answer to the fetch.
     """
 
     rank: int
@@ -228,6 +228,7 @@ class Leg:
     epoch: int = 0
     closed: str = ""
     is_cut: bool = False
+    is_answered: bool = False
 
     def move(self, event: LegEvent) -> None:
         """Change state.

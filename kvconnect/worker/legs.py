@@ -76,7 +76,7 @@ class Legs:
         """A fetch is being sent."""
         leg.move(LegEvent.ASK)
         leg.transfer_id, leg.link, leg.epoch = transfer_id, link, 0
-        leg.path, leg.closed, leg.is_cut = asked.only_path, asked.closed, False
+        leg.path, leg.closed, leg.is_cut, leg.is_answered = asked.only_path, asked.closed, False, False
         self._loads[transfer_id] = loading
 
     def hear(self, message: AboutFetch, link: str, now: float) -> None:
@@ -124,11 +124,13 @@ class Legs:
             leg.path = "packed"
 
     def _written(self, loading: Loading, leg: Leg, written: Written, now: float) -> None:
+        is_first, leg.is_answered = not leg.is_answered, True
         if leg.state is LegState.BUSY:
             if written.quiet:
                 self._bay.settle(leg.transfer_id)
                 self.leave(leg, LegEvent.SETTLE)
-            else:
+            elif is_first:
+                # A fetch has one answer: whoever repeats it cannot keep our blocks from us for ever.
                 leg.quarantine.extend(now + self._config.quarantine_s)
             return
         if leg.state is LegState.UNPACKING and written.quiet:
