@@ -91,7 +91,9 @@ class Batch:
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_bytes", int(self.length.sum()))
+        # A chunk in a slot is one copy: its number is read sooner than a column is summed.
+        total_bytes = self.length[0] if len(self.length) == 1 else self.length.sum()
+        object.__setattr__(self, "total_bytes", int(total_bytes))
 
     @property
     def local(self) -> Addresses:

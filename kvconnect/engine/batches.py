@@ -42,7 +42,7 @@ def check_batch(
         )
     if copies > capabilities.max_copies:
         raise LocalError(f"{name}: {copies} copies, at most {capabilities.max_copies} are taken")
-    if copies and int(batch.length.min()) < 0:
+    if copies and int(batch.length[0] if copies == 1 else batch.length.min()) < 0:
         raise LocalError(f"{name}: a length is negative")
     if batch.total_bytes > capabilities.max_bytes:
         raise LocalError(f"{name}: {batch.total_bytes} bytes, at most {capabilities.max_bytes} are taken")

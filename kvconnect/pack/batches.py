@@ -158,7 +158,8 @@ def check_blocks(group: int, blocks: BlockIds, num_blocks: int) -> None:
     Raises:
         LocalError: there are some.
     """
-    if len(blocks) and (blocks.min() < 0 or blocks.max() >= num_blocks):
+    # Seen without a sign, what is below 0 is beyond every cache too.
+    if len(blocks) and blocks.view(np.uint64).max() >= num_blocks:
         raise LocalError(
             f"cache group {group}: kernel blocks {blocks.min()}..{blocks.max()} are to be moved, the "
             f"cache has 0..{num_blocks - 1}"

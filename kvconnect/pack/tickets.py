@@ -74,9 +74,7 @@ class Tickets:
 class KernelTicket:
     """A launched pack or unpack. See ``Ticket``."""
 
-    def __init__(
-        self, tickets: Tickets, place: int, event: Any, with_digest: bool, reads: object
-    ) -> None:
+    def __init__(self, tickets: Tickets, place: int, event: Any, with_digest: bool, reads: object) -> None:
         self.place = place
         self.with_digest = with_digest
         self.settled = False

@@ -79,6 +79,11 @@ class Chunker:
         # A chunk is placed where it is cut and where it is staged, and others like it follow.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
 
+    @property
+    def num_groups(self) -> int:
+        """Cache groups of the target that the wire's streams are of."""
+        return len(self._groups)
+
     def place(self, chunk: Chunk) -> Placement:
         """Where the rows of a chunk lie in its slot.
 
@@ -252,6 +257,11 @@ def _first_real(block_ids: Iterable[int]) -> int | None:
 
 def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
     """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
+    if geometry.blocks_per_kv_block == 1 and not geometry.is_state:
+        # A chunk of a long request converts its own blocks, not all of them.
+        at = first - blocks.first_block
+        if 0 <= at <= len(blocks.block_ids) - count:
+            return np.array(blocks.block_ids[at : at + count], dtype=np.int64)
     held_first, held = kernel_positions(blocks, geometry)
     if geometry.is_state:
         held_first = 0
@@ -268,6 +278,8 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
     Raises:
         LayoutError: one is, and not because it lies before the sliding window.
     """
+    if np.count_nonzero(ids) == len(ids):
+        return
     missing = ids == NULL_BLOCK
     tokens = geometry.block_tokens
     if geometry.sliding_window is not None and not geometry.is_state:

@@ -84,6 +84,7 @@ class DecodeSide:
         self._report_received = report_received
         self._metrics = metrics
         self._queue: deque[Loading] = deque()
+        self._unplanned: list[Loading] = []
         self._renew_at = math.inf
 
     # Orders of the scheduler
@@ -101,7 +102,7 @@ class DecodeSide:
         self._queue.append(loading)
         # Also where it has to wait for its turn: its lease is renewed meanwhile.
         self.peers.reach(key, now)
-        self._renew_at = now
+        self._unplanned.append(loading)
 
     def abort(self, request_id: str) -> None:
         """The request is of no use any more. It is still reported, once its blocks are quiet."""
@@ -152,16 +153,19 @@ class DecodeSide:
             self._renew_registration()
         for transfer_id, grants in self.bay.advance(now):
             self._grant(transfer_id, Granted(transfer_id, grants))
-        self._look_after(list(self.loads.values()), now)
+        is_any_wrong = self.bay.take_wrong()
+        self._look_after(
+            [load for load in self.loads.values() if is_any_wrong or load.error or load.is_due(now)], now
+        )
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)
         # What came to nothing there would wait to be reported until something else wakes us.
-        self._look_after([loading for loading in self.loads.values() if loading.error], now)
+        self._look_after([load for load in self.loads.values() if load.error], now)
         self._renew(now)
         owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
         self.peers.owe(owed, now)
         self.peers.advance(now)
-        self.peers.forget_idle({loading.peer for loading in self.loads.values()})
+        self.peers.forget_idle(self.loads.values())
         self._count()
 
     def _look_after(self, loads: Sequence[Loading], now: float) -> None:
@@ -316,6 +320,13 @@ class DecodeSide:
 
     def _renew(self, now: float) -> None:
         """Have peers hold what is not fetched yet: also what waits for its turn."""
+        unplanned, self._unplanned = self._unplanned, []
+        for loading in unplanned:
+            peer = self.peers.peers.get(loading.peer)
+            # A peer that is not known yet is planned with when it is met.
+            if peer is not None and peer.world_size is not None and not loading.error:
+                plan_first(loading, peer.lease_s, now)
+                self._renew_at = min(self._renew_at, loading.renew_at)
         if now < self._renew_at:
             return
         by_peer: dict[PeerKey, list[Loading]] = {}
@@ -365,7 +376,7 @@ class DecodeSide:
 
     def _admit(self, now: float) -> None:
         """Move queued loads on: meet their peer, then ask it."""
-        active = sum(loading.admitted for loading in self.loads.values())
+        active = sum(loading.admitted for loading in self.loads.values()) if self._queue else 0
         for _ in range(len(self._queue)):
             loading = self._queue.popleft()
             if loading.error:
@@ -382,7 +393,7 @@ class DecodeSide:
             loading.admitted = True
             self.peers.reach(loading.peer, now)
         for loading in self.loads.values():
-            if loading.admitted and not loading.error:
+            if loading.admitted and not loading.error and loading.is_to_ask:
                 self._ask(loading, now)
 
     def _ask(self, loading: Loading, now: float) -> None:

@@ -90,6 +90,7 @@ class LandingBay:
         self._landings: dict[int, Landing] = {}
         self._hungry: deque[Landing] = deque()
         self._lost: dict[int, _Lost] = {}
+        self._is_any_wrong = False
 
     @property
     def taken(self) -> int:
@@ -198,6 +199,11 @@ class LandingBay:
         yield from self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
+    def take_wrong(self) -> bool:
+        """Whether a landing's ``error`` was set since the last call."""
+        wrong, self._is_any_wrong = self._is_any_wrong, False
+        return wrong
+
     def next_deadline(self) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
         return min((lost.quarantine.until for lost in self._lost.values()), default=None)
@@ -256,6 +262,7 @@ class LandingBay:
         self._pool.move(unpacked.slot, SlotEvent.RETURN)
         if unpacked.ticket.digest != unpacked.expected:
             self._metrics.failures.labels("digest").inc()
+            self._is_any_wrong = True
             landing.error = landing.error or (
                 f"chunk {unpacked.chunk} landed with another digest than it was sent with"
             )

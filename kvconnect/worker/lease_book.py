@@ -14,7 +14,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold
 from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, LeaseState
-from kvconnect.worker.moves import counted
+from kvconnect.worker.moves import Counted
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class LeaseBook:
             return
         self._look_at = math.inf
         for lease in list(self.leases.values()):
-            with counted(self._metrics, f"the lease of request {lease.order.request_id}"):
+            with Counted(self._metrics, f"the lease of request {lease.order.request_id}"):
                 self.end_if_due(lease, now)
 
     def next_deadline(self) -> float | None:

@@ -133,6 +133,8 @@ LEG_MOVES: dict[tuple[LegState, LegEvent], LegState] = {
     (LegState.BUSY, LegEvent.SETTLE): LegState.FAILED,
 }
 
+_WAITING = (LegState.MEETING, LegState.ASKED)
+
 PeerKey = tuple[str, str, int]
 """A remote engine as a request names it: engine id, host, port of rank 0."""
 
@@ -289,6 +291,17 @@ class Loading:
         """
         self.move(LoadEvent.FAIL)
         self.error = self.error or reason
+
+    def is_due(self, now: float) -> bool:
+        """Something is to be done about it that nobody tells us: more than to wait for its peer."""
+        if now >= self.deadline:
+            return True
+        return any(leg.state not in _WAITING for leg in self.legs.values())
+
+    @property
+    def is_to_ask(self) -> bool:
+        """A rank of its peer, or the peer for its ranks, is still to be asked."""
+        return not self.legs or any(leg.state is LegState.MEETING for leg in self.legs.values())
 
     @property
     def over(self) -> bool:

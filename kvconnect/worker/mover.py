@@ -23,7 +23,7 @@ from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.local import Local
-from kvconnect.worker.moves import counted
+from kvconnect.worker.moves import Counted
 from kvconnect.worker.prefill_side import PrefillSide
 
 logger = logging.getLogger(__name__)
@@ -103,28 +103,28 @@ class Mover:
                 self.prefill.visitors.directory = orders.directory
             # In this order: a handle may be withdrawn, expected anew and held, all in one step.
             for withdrawn in orders.withdrawn:
-                with counted(self._metrics, "an order to withdraw"):
+                with Counted(self._metrics, "an order to withdraw"):
                     self.prefill.withdraw(withdrawn)
             for expected in orders.expected:
-                with counted(self._metrics, "an order to expect"):
+                with Counted(self._metrics, "an order to expect"):
                     self.prefill.expect(expected)
             for preempted in orders.preempted:
-                with counted(self._metrics, "an order of a preemption"):
+                with Counted(self._metrics, "an order of a preemption"):
                     self.prefill.preempted(preempted)
             for progress in orders.progress:
-                with counted(self._metrics, "an order of progress"):
+                with Counted(self._metrics, "an order of progress"):
                     self.prefill.progress(progress, is_computed)
             for hold in orders.holds:
-                with counted(self._metrics, "an order to hold"):
+                with Counted(self._metrics, "an order to hold"):
                     self.prefill.hold(hold, is_computed, now)
             for load in orders.loads:
-                with counted(self._metrics, "an order to load"):
+                with Counted(self._metrics, "an order to load"):
                     self.decode.load(load, ready, now)
             for release in orders.let_go:
-                with counted(self._metrics, "an order to let go"):
+                with Counted(self._metrics, "an order to let go"):
                     self.decode.let_go(release, now)
             for request_id in orders.aborted:
-                with counted(self._metrics, "an order to abort"):
+                with Counted(self._metrics, "an order to abort"):
                     self.decode.abort(request_id)
             if self._rank == 0:
                 # Every rank gets the orders, but what happened to the scheduler half happened once.
@@ -161,19 +161,19 @@ class Mover:
         progress = False
         while self._commands:
             progress = True
-            with counted(self._metrics, "an order"):
+            with Counted(self._metrics, "an order"):
                 self._commands.popleft()(now)
         for arrival in self._channel.receive():
             progress = True
-            with counted(self._metrics, "a message"):
+            with Counted(self._metrics, "a message"):
                 self._take(arrival, now)
         for completion in self._engine.poll():
             progress = True
-            with counted(self._metrics, "a completion"):
+            with Counted(self._metrics, "a completion"):
                 self.prefill.completed(completion, now)
-        with counted(self._metrics, "the loads"):
+        with Counted(self._metrics, "the loads"):
             self.decode.advance(now)
-        with counted(self._metrics, "the leases"):
+        with Counted(self._metrics, "the leases"):
             self.prefill.advance(now)
         if self._drained is not None and self.prefill.drained:
             drained, self._drained = self._drained, None
@@ -208,7 +208,8 @@ class Mover:
                 self.decode.lost(link, refused, reason, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
-        if not self._moving:
+        sends = self.prefill.busy
+        if not sends and not self._receives:
             self._polls_without_progress = 0
             deadlines = [
                 deadline
@@ -220,7 +221,9 @@ class Mover:
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:
             return 0.0
-        if not self._must_poll and self._polls_without_progress >= _FEW_POLLS:
+        # What is under way is slower the less often we look: what we send, and all between CPUs.
+        must_poll = sends or not self._on_cuda
+        if not must_poll and self._polls_without_progress >= _FEW_POLLS:
             # A message ends this nap, and who computes beside us needs the interpreter more.
             return _LONG_NAP_S
         if self._polls_without_progress < _ACTIVE_POLLS:
@@ -228,16 +231,11 @@ class Mover:
         return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S
 
     @property
-    def _moving(self) -> bool:
-        """Bytes may be under way that nobody will wake us for."""
-        if self.prefill.busy or self.decode.waiting_for_device:
+    def _receives(self) -> bool:
+        """Bytes may be under way to us, or be unpacked, and nobody will wake us for that."""
+        if self.decode.waiting_for_device:
             return True
         return self._engine.capabilities.target_must_poll and self.decode.waiting_for_writes
-
-    @property
-    def _must_poll(self) -> bool:
-        """What is under way is slower the less often we look: what we send, and all between CPUs."""
-        return not self._on_cuda or self.prefill.busy
 
     def _report_sent(self, request_id: str) -> None:
         with self._results_lock:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 from typing import TypeVar
 
 from kvconnect.errors import LocalError
@@ -40,13 +40,26 @@ def count_error(metrics: Metrics, error: Exception, what: str) -> None:
     logger.error("the transfer thread met an error of its own over %s", what, exc_info=error)
 
 
-@contextmanager
-def counted(metrics: Metrics, what: str) -> Iterator[None]:
-    """Keep an error of ours over one thing from all others: it is logged, and counted as a failure.
+class Counted:
+    """Keeps an error of ours over one thing from all others: it is logged, and counted as a failure.
 
-    Whatever hangs on that thing has a deadline.
+    Whatever hangs on that thing has a deadline. A context manager made of a generator takes four times as
+    long, several times a step.
     """
-    try:
-        yield
-    except Exception as error:
-        count_error(metrics, error, what)
+
+    __slots__ = ("_metrics", "_what")
+
+    def __init__(self, metrics: Metrics, what: str) -> None:
+        self._metrics = metrics
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        count_error(self._metrics, error, self._what)
+        return True

@@ -121,10 +121,8 @@ class _Parcel:
     length_bytes: int
 
     def columns(self) -> Columns:
-        source, target, length = np.array(
-            [[self.slot.address], [self.grant.address], [self.length_bytes]], dtype=np.int64
-        )
-        return source, target, length
+        numbers = np.array((self.slot.address, self.grant.address, self.length_bytes), dtype=np.int64)
+        return numbers[:1], numbers[1:2], numbers[2:]
 
 
 class SlotOutbox:

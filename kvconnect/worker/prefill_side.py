@@ -40,7 +40,7 @@ from kvconnect.worker.growing import Growing, Prefills
 from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, Sending, TransferKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.moves import counted
+from kvconnect.worker.moves import Counted
 from kvconnect.worker.outbox import Arrived
 from kvconnect.worker.path_choice import PathChoice
 from kvconnect.worker.sender import Sender
@@ -224,7 +224,7 @@ class PrefillSide:
         """Let time pass: retry early fetches, end leases, feed the engine, answer what is over."""
         if self.waiting:
             for early in self.waiting.take_due(self.leases, self._is_ready, now):
-                with counted(self._metrics, "a fetch that waited"):
+                with Counted(self._metrics, "a fetch that waited"):
                     self._fetch(early, now)
         if now >= self._drained_at:
             self._end_drain(now)
@@ -232,7 +232,7 @@ class PrefillSide:
             if now >= sending.deadline and not sending.error:
                 self._cancel(sending.key, "the time that the peer gave is over")
         for sending in self.sender.advance(now):
-            with counted(self._metrics, f"the end of transfer {sending.key[1]}"):
+            with Counted(self._metrics, f"the end of transfer {sending.key[1]}"):
                 self._finish(sending, now)
         self._slots.want_more()
         self.book.advance(now)
@@ -335,7 +335,7 @@ class PrefillSide:
         link = way.direct if fetch.groups else Link({}) if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
         if packer is not None:
-            check_chunks(fetch, packer.chunker.wire, way.slot_bytes)
+            check_chunks(fetch, packer.chunker, way.slot_bytes)
         if isinstance(source, Growing) and packer is not None:
             chunks = GrowingChunks(source, packer, self._geometry, fetch.chunks)
             sending.streamed, sending.told_due = True, 0

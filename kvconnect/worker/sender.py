@@ -159,7 +159,9 @@ class Sender:
         for peer, keys in self._of_peer.items():
             self._feed(keys, now)
             using = [key for key in keys if self.sendings[key].in_flight or self._outboxes[key].busy]
-            self._shares.setdefault(peer, TimeShares()).change(using, now)
+            if (shares := self._shares.get(peer)) is None:
+                shares = self._shares[peer] = TimeShares()
+            shares.change(using, now)
         over = [sending for key, sending in self.sendings.items() if self._is_over(key)]
         for sending in over:
             sending.move(SendEvent.END)
@@ -179,6 +181,8 @@ class Sender:
         return min((until for until, _ in self._lost), default=None)
 
     def _settle(self, now: float) -> None:
+        if not self._lost:
+            return
         for until, slot in self._lost:
             if now >= until:
                 self._pool.move(slot, SlotEvent.RETURN)

@@ -17,7 +17,7 @@ import msgspec
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.peer.messages import Fetch
-from kvconnect.plan.wire import Wire
+from kvconnect.plan.chunks import Chunker
 from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
@@ -43,7 +43,7 @@ class EarlyFetch:
         """The fetch as both sides know it."""
         return self.link, self.fetch.transfer_id
 
-    @property
+    @functools.cached_property
     def deadline(self) -> float:
         """When the time is over that the peer gives for all of it, by our clock."""
         until = self.fetch.until_s
@@ -90,7 +90,7 @@ def check_fetch(fetch: Fetch) -> None:
             raise PeerError(f"chunks go beyond the {fetch.num_tokens} tokens of the fetch")
 
 
-def check_chunks(fetch: Fetch, wire: Wire, slot_bytes: int) -> None:
+def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
     """Refuse chunks that name anything twice, or cut what they name smaller than slots ask for.
 
     Without a look at where any byte lies: that costs far more per chunk than to read it.
@@ -98,7 +98,7 @@ def check_chunks(fetch: Fetch, wire: Wire, slot_bytes: int) -> None:
     Raises:
         PeerError: they do.
     """
-    streams, groups = len(wire.streams), {stream.target_group for stream in wire.streams}
+    wire, streams = chunker.wire, len(chunker.wire.streams)
     longest = max(1, fetch.num_tokens)
     area = sum(
         max(0, min(chunk.stop_stream, streams) - chunk.first_stream) * (span.stop - span.start)
@@ -106,10 +106,12 @@ def check_chunks(fetch: Fetch, wire: Wire, slot_bytes: int) -> None:
         for span in chunk.spans
     )
     # A chunk of all streams names each token once for every group.
-    if area > streams * len(groups) * longest:
+    if area > streams * chunker.num_groups * longest:
         raise PeerError(
             f"{len(fetch.chunks)} chunks name more than the {fetch.num_tokens} tokens of the fetch"
         )
+    if len(fetch.chunks) <= _FEW_CHUNKS + streams:
+        return
     total_bytes = sum(stream.width_bytes * -(-longest // stream.row_tokens) for stream in wire.streams)
     most = _FEW_CHUNKS + streams + _CHUNKS_PER_SLOT * (total_bytes // slot_bytes if slot_bytes else 0)
     if len(fetch.chunks) > most:

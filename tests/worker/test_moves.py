@@ -30,7 +30,7 @@ from kvconnect.worker.ledger import (
     Sending,
     SendState,
 )
-from kvconnect.worker.moves import IllegalMove, counted
+from kvconnect.worker.moves import Counted, IllegalMove
 from kvconnect.worker.slots import SLOT_MOVES, SlotEvent, SlotPool, SlotState
 from tests.worker.pair import D_IDS, P_IDS, Pair
 
@@ -136,9 +136,9 @@ def test_illegal_moves_are_counted_apart_from_other_errors():
     metrics = Metrics(CollectorRegistry())
     record = loading()
     record.move(LoadEvent.ADMIT)
-    with counted(metrics, "a request"):
+    with Counted(metrics, "a request"):
         record.move(LoadEvent.ADMIT)
-    with counted(metrics, "a request"):
+    with Counted(metrics, "a request"):
         raise KeyError(1)
     assert metrics.failures.values() == {("illegal_move",): 1, ("internal",): 1}
 
