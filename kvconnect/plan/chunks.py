@@ -25,6 +25,7 @@ from kvconnect.plan.wire import Wire
 
 ALIGN_BYTES = 16
 _MOST_PLACED = 64
+_MOST_SIZES = 1024
 
 Column = NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1
@@ -78,6 +79,7 @@ class Chunker:
         self._width = np.array([stream.width_bytes for stream in wire.streams], dtype=np.int64)
         # A chunk is placed where it is cut and where it is staged, and others like it follow.
         self._placed = functools.lru_cache(_MOST_PLACED)(self._check_and_place)
+        self._bytes_of = functools.lru_cache(_MOST_SIZES)(self._measure)
 
     @property
     def num_groups(self) -> int:
@@ -186,19 +188,20 @@ class Chunker:
         spans = tuple(span for span in spans if span.group in groups)
         at = min(span.start for span in spans) // step
         end = div_ceil(max(span.stop for span in spans), step)
+        least = self._at_least(first, stop, step, slot_bytes)
         while at < end:
             # What fits for sure, then growing strides, then halves: a few looks, however many steps.
-            low, stride = min(at + self._at_least(first, stop, step, slot_bytes), end), 1
+            low, stride = min(at + least, end), 1
             high = end
             while low < end:
                 reached = min(low + stride, end)
-                if not self._fits(first, stop, _clip(spans, at * step, reached * step), slot_bytes):
+                if self._steps_bytes(first, stop, spans, step, at, reached) > slot_bytes:
                     high = reached - 1
                     break
                 low, stride = reached, 2 * stride
             while low < high:
                 middle = (low + high + 1) // 2
-                if self._fits(first, stop, _clip(spans, at * step, middle * step), slot_bytes):
+                if self._steps_bytes(first, stop, spans, step, at, middle) <= slot_bytes:
                     low = middle
                 else:
                     high = middle - 1
@@ -207,8 +210,17 @@ class Chunker:
                 yield Chunk(first, stop, clipped)
             at = low
 
-    def _fits(self, first: int, stop: int, spans: Iterable[Span], slot_bytes: int) -> bool:
-        return self._place(first, stop, spans).total_bytes <= slot_bytes
+    def _steps_bytes(
+        self, first: int, stop: int, spans: Iterable[Span], step: int, start_step: int, stop_step: int
+    ) -> int:
+        """Bytes of some steps of tokens. Where they begin makes no difference: rows divide a step."""
+        start = start_step * step
+        clipped = _clip(spans, start, stop_step * step)
+        moved = tuple(Span(span.group, span.start - start, span.stop - start) for span in clipped)
+        return self._bytes_of(first, stop, moved)
+
+    def _measure(self, first: int, stop: int, spans: tuple[Span, ...]) -> int:
+        return self._place(first, stop, spans).total_bytes
 
     def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
         """Steps that fit for sure, and one does: a step takes at most so much of every stream."""
