@@ -50,7 +50,8 @@ class ProbeOutbox:
         pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
         # The first batch makes the connection, and tells nothing.
         shapes = [(1, page_bytes)]
-        shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES, _FEW_COPIES, 1)]
+        # Each kind three times: one that was disturbed says nothing of the link.
+        shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
         self._batches: Iterator[Columns] = (
             _scattered(source, target, copies, length) for copies, length in shapes if copies
