@@ -106,6 +106,7 @@ class Keeping:
         start = time.perf_counter()
         for request in coming:
             self._admit(request)
+        for request in coming:
             self._computed(request)
         seconds = time.perf_counter() - start + self.decode()
         self._end(coming)

@@ -123,7 +123,6 @@ class OffloadScheduler:
         self._hashes = hashes
         self._state_groups = {group.group: group for group in self.reach.groups if group.is_state}
         self._requests: dict[str, Tracked] = {}
-        self._due: dict[str, int] = {}
         self._clear = False
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
@@ -143,12 +142,12 @@ class OffloadScheduler:
             self._reasons.count("offload_parameters_refused")
             most = NEVER
         self._requests[request.request_id] = Tracked(request, reads, writes, most)
-        self._due[request.request_id] = 0
+        self._outgoing.due[request.request_id] = 0
 
     @property
     def due(self) -> Mapping[str, int]:
         """By request the token count from which ``computed`` is of interest without new blocks. A view."""
-        return self._due
+        return self._outgoing.due
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``num_computed_tokens`` that can be restored, and whether that is asynchronous.
@@ -156,6 +155,7 @@ class OffloadScheduler:
         None: ask again, more of it is on its way to host memory. Asked on every attempt to admit the
         request; what was promised stays there until the request is admitted, or ends.
         """
+        self._outgoing.settle()
         tracked = self._tracked(request)
         tracked.arrive(self.reach, self._config.checkpoint_tokens)
         now = self._clock()
@@ -173,6 +173,7 @@ class OffloadScheduler:
         """What was promised to a request is not wanted: it gets its blocks from elsewhere."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
+            self._outgoing.settle()
             self._hits.release(tracked)
 
     def offers(self, request_id: str) -> bool:
@@ -192,12 +193,13 @@ class OffloadScheduler:
         ``num_external_tokens`` may be less than was promised, and is 0 whenever nothing is restored. Of a
         state group only the last block counts: it is the one that the state is restored to.
         """
+        self._outgoing.settle()
         tracked = self._tracked(request)
         tracked.arrive(self.reach, self._config.checkpoint_tokens)
         tracked.is_admitted = True
         tracked.lose_blocks()
         tracked.lay_out(self.reach, self._config.checkpoint_tokens)
-        self._due[request.request_id] = 0
+        self._outgoing.due[request.request_id] = 0
         if num_external_tokens > 0:
             self._restores.begin(tracked, tracked.offer, block_ids, num_external_tokens)
         self._hits.release(tracked)
@@ -214,11 +216,12 @@ class OffloadScheduler:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
+        self._outgoing.settle(request_id)
         if new_block_ids is not None:
             tracked.add_blocks(self.reach.groups, new_block_ids)
         tracked.before_tokens, tracked.told_tokens = tracked.told_tokens, num_computed_tokens
-        if num_computed_tokens >= self._due[request_id]:
-            self._due[request_id] = self._outgoing.gather(tracked, tracked.valid_tokens())
+        if num_computed_tokens >= self._outgoing.due[request_id]:
+            self._outgoing.note(tracked, tracked.valid_tokens())
 
     def checkpoints(self, request: RequestView) -> tuple[int, ...]:
         """Token counts of a request, in order, at which a chunk should end, for states to be kept there."""
@@ -243,26 +246,28 @@ class OffloadScheduler:
 
     def preempted(self, request_id: str) -> None:
         """A request lost its blocks, and begins anew. What was told before may still be read."""
+        self._outgoing.settle()
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.lose_blocks()
             tracked.known_tokens = tracked.view.num_tokens
-            self._due[request_id] = 0
+            self._outgoing.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> None:
         """A request ended, however; ``block_ids`` are about to be freed. They may be read until the next
         orders are carried out."""
+        self._outgoing.settle()
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
-        del self._due[request.request_id]
+        del self._outgoing.due[request.request_id]
         self._hits.release(tracked)
         if request.request_id in self._restores:
             return
         tracked.block_ids = {
             group.group: list(block_ids[group.group]) for group in self.reach.groups if not group.is_state
         }
-        self._outgoing.gather(tracked, tracked.final_tokens(), is_last=True)
+        self._outgoing.gather_last(tracked, tracked.final_tokens())
         for group in self.reach.whole:
             # So that of a prompt the end makes room first: without its beginning it would be of no use.
             end = tracked.next_position.get(group.group, 0)
@@ -291,6 +296,7 @@ class OffloadScheduler:
 
     def build_orders(self) -> OffloadOrders:
         """The orders since the last call."""
+        self._outgoing.settle()
         self._reports.check_deadlines(self._clock())
         fetches, seeks = self._hits.take()
         stores = self._outgoing.take()
@@ -302,6 +308,7 @@ class OffloadScheduler:
 
     def update_results(self, results: Results) -> None:
         """What workers report."""
+        self._outgoing.settle()
         for report in results.offload:
             self._reports.settle(report)
         for request_id in results.received:
@@ -328,6 +335,7 @@ class OffloadScheduler:
         Rows that are under way to a request arrive there.
         """
         self._clear = True
+        self._outgoing.settle()
         for tracked in self._requests.values():
             self._hits.release(tracked)
             if tracked.is_admitted:
@@ -339,6 +347,7 @@ class OffloadScheduler:
 
     def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have."""
+        self._outgoing.settle()
         return self.index.take_events(), self._reports.take_changes()
 
     def take_failures(self) -> tuple[str, ...]:

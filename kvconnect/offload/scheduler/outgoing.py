@@ -6,7 +6,7 @@ Nothing waits: where rows are short, blocks are passed over and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
@@ -28,6 +28,24 @@ class _Pending:
     names: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Positions of a request in one group, from ``first`` on, of no use without the contents ``before``."""
+
+    tracked: Tracked
+    first: int
+    before: list[bytes]
+    names: Sequence[bytes]
+    block_ids: list[int]
+
+    @property
+    def all_names(self) -> Sequence[bytes]:
+        return [*self.before, *self.names]
+
+    def seen_to(self, group: ReachGroup, count: int) -> None:
+        self.tracked.next_position[group.group] = self.first + count
 
 
 class Outgoing:
@@ -64,32 +82,65 @@ class Outgoing:
         self._keep = keep
         self._windows = tuple(group for group in reach.partial if not group.is_state)
         self._pending: dict[int, _Pending] = {}
+        self._noted: dict[str, tuple[Tracked, int]] = {}
+        self.due: dict[str, int] = {}
+        """By request the token count at which there is more to take, for those that are in here."""
 
     def __len__(self) -> int:
-        return sum(len(pending.names) for pending in self._pending.values())
+        return len(self._noted) + sum(len(pending.names) for pending in self._pending.values())
 
-    def gather(self, tracked: Tracked, valid_tokens: int, *, is_last: bool = False) -> int:
-        """Take what has become final of a request. The token count at which there is more to take.
+    def note(self, tracked: Tracked, valid_tokens: int) -> None:
+        """Take what has become final of a request, together with that of others: see ``settle``."""
+        self._noted[tracked.request_id] = (tracked, valid_tokens)
 
-        ``is_last``: the request has ended, and its blocks are those that it holds now.
+    def settle(self, request_id: str | None = None) -> None:
+        """See to the requests that were noted, if one of them is this one.
+
+        To be called before anything of that request changes, and before anybody else looks at the index.
         """
-        valid = self._limited(tracked, valid_tokens)
-        boundary = self._reach.last_boundary(valid)
-        behind = False
+        if self._noted and (request_id is None or request_id in self._noted):
+            noted, self._noted = self._noted, {}
+            if len(self._reach.groups) == 1:
+                self._gather(noted, is_last=False)
+                return
+            # Where rows are short a request gets them in all groups, rather than all requests in one.
+            for name, one in noted.items():
+                self._gather({name: one}, is_last=False)
+
+    def gather_last(self, tracked: Tracked, valid_tokens: int) -> None:
+        """Take what has become final of a request that has ended: its blocks are those that it holds now."""
+        self._gather({tracked.request_id: (tracked, valid_tokens)}, is_last=True)
+
+    def _gather(self, noted: Mapping[str, tuple[Tracked, int]], *, is_last: bool) -> None:
+        valid = {name: self._limited(tracked, tokens) for name, (tracked, tokens) in noted.items()}
+        behind: set[str] = set()
         for group in self._reach.whole:
-            end = boundary // group.block_tokens
-            first = tracked.next_position.get(group.group, 0)
-            if first < end:
-                most = end if is_last else min(end, first + MOST_AT_ONCE)
-                tracked.next_position[group.group] = first + self._gather_whole(tracked, group, first, most)
-                behind = behind or most < end
+            parts = []
+            for name, (tracked, _) in noted.items():
+                end = self._reach.last_boundary(valid[name]) // group.block_tokens
+                first = tracked.next_position.get(group.group, 0)
+                if end > first + MOST_AT_ONCE and not is_last:
+                    end = first + MOST_AT_ONCE
+                    behind.add(name)
+                if first < end:
+                    parts.append(self._part(tracked, group, first, end))
+            if parts:
+                self._gather_whole(group, parts)
+        for name, (tracked, _) in noted.items():
+            due = self._gather_partial(tracked, valid[name], is_last)
+            if name in self.due:
+                self.due[name] = 0 if name in behind else due
+
+    def _gather_partial(self, tracked: Tracked, valid: int, is_last: bool) -> int:
+        """Take what groups with windows have. The token count at which there is more to take of any group."""
+        boundary = self._reach.last_boundary(valid)
         due = boundary + self._reach.align_tokens + self._reach.ahead_tokens
         for group in self._windows:
             self._gather_window(tracked, group, group.num_named(valid), is_last)
             due = min(due, (group.num_named(valid) + 1 + group.is_draft) * group.block_tokens)
         if any(tracked.trail.values()):
             self._supersede(tracked, boundary)
-        if behind or tracked.told_tokens < tracked.known_tokens:
+        if tracked.told_tokens < tracked.known_tokens:
             return 0
         return NEVER if due > self._limited(tracked, NEVER) else due
 
@@ -103,6 +154,7 @@ class Outgoing:
         align = self._reach.align_tokens
         if num_tokens % align or not block_id or not 0 < num_tokens == self._limited(tracked, num_tokens):
             return
+        self.settle(tracked.request_id)
         if chosen and num_tokens not in tracked.boundaries and num_tokens <= tracked.known_tokens:
             tracked.boundaries = tuple(sorted({*tracked.boundaries, num_tokens}))
             tracked.kept = self._reach.kept(tracked.boundaries)
@@ -119,6 +171,7 @@ class Outgoing:
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         """These blocks are overwritten before the next orders are carried out."""
+        self.settle()
         gone = frozenset(block_ids)
         for group, pending in self._pending.items():
             if gone.isdisjoint(pending.block_ids):
@@ -136,6 +189,7 @@ class Outgoing:
 
     def take(self) -> tuple[Store, ...]:
         """The orders."""
+        self.settle()
         if not self._pending:
             return ()
         stores = []
@@ -150,6 +204,7 @@ class Outgoing:
 
     def clear(self) -> None:
         """Forget what was taken since the last orders."""
+        self.settle()
         for group, pending in self._pending.items():
             self._index.drop(group, pending.names)
         self._pending = {}
@@ -161,28 +216,44 @@ class Outgoing:
         most = min(tracked.most_tokens, self._most_tokens)
         return min(num_tokens, most if self._decoded else min(most, tracked.prompt_tokens))
 
-    def _gather_whole(self, tracked: Tracked, group: ReachGroup, first: int, end: int) -> int:
-        """How many positions from ``first`` on are seen to; what comes after a missing one is of no use."""
+    def _part(self, tracked: Tracked, group: ReachGroup, first: int, end: int) -> _Part:
         hashes = self._hashes(tracked.view, group.block_tokens)
         names = group.names(hashes, first, end)
         block_ids = tracked.block_ids.get(group.group, [])[first : first + len(names)]
         if 0 in block_ids:
             del block_ids[block_ids.index(0) :]
-        names = names[: len(block_ids)]
-        # What it began with may have made room for others; then what follows is of no use.
         before = [*group.names(hashes, 0, 1), *group.names(hashes, first - 1, first)] if first else []
-        states = self._index.states(group.group, [*before, *names])
-        absent = [at for at, state in enumerate(states, -len(before)) if state is ContentState.ABSENT]
-        if not absent:
-            return len(names)
-        if absent[0] < 0:
-            self._reasons.count("offload_rows_short")
-            return 0
-        taken = self._take(group, names, block_ids)
-        if taken == len(absent):
-            return len(names)
-        self._reasons.count("offload_rows_short")
-        return absent[taken]
+        return _Part(tracked, first, before, names[: len(block_ids)], block_ids)
+
+    def _gather_whole(self, group: ReachGroup, parts: Sequence[_Part]) -> None:
+        """Take of each request the positions of its part; what comes after a missing one is of no use."""
+        states = self._index.states(group.group, [name for part in parts for name in part.all_names])
+        wanted: list[_Part] = []
+        num_absent = at = 0
+        for part in parts:
+            first, at = at + len(part.before), at + len(part.before) + len(part.names)
+            absent = states[first:at].count(ContentState.ABSENT)
+            if ContentState.ABSENT in states[first - len(part.before) : first]:
+                # What it began with has made room for others; then what follows is of no use.
+                self._reasons.count("offload_rows_short")
+                part.seen_to(group, 0)
+                continue
+            part.seen_to(group, len(part.names))
+            if absent:
+                num_absent += absent
+                wanted.append(part)
+        if not wanted:
+            return
+        taken = self._take(
+            group,
+            [name for part in wanted for name in part.names],
+            [block_id for part in wanted for block_id in part.block_ids],
+        )
+        for part in wanted if taken < num_absent else ():
+            states = self._index.states(group.group, part.names)
+            if ContentState.ABSENT in states:
+                self._reasons.count("offload_rows_short")
+                part.seen_to(group, states.index(ContentState.ABSENT))
 
     def _gather_window(self, tracked: Tracked, group: ReachGroup, end: int, is_last: bool) -> None:
         # Of a draft's window no wider than a block nothing is kept: blocks leave it before they have a name.
