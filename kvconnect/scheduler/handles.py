@@ -120,6 +120,16 @@ class Handles:
         return hashlib.sha256(data).digest()
 
 
+def epoch_of(handle: str) -> str:
+    """The epoch that a handle names; empty where it is none. Unchecked: good only to refuse a handle for."""
+    if len(handle) > LONGEST_HANDLE or not _TEXT.fullmatch(handle):
+        return ""
+    try:
+        return _decoder.decode(_decoded(handle[3:])[_CODE_BYTES:]).epoch
+    except (PeerError, msgspec.MsgspecError):
+        return ""
+
+
 def _decoded(text: str) -> bytes:
     """Bytes from text that has exactly one spelling, so that no second one passes for another handle."""
     try:

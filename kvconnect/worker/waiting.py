@@ -18,6 +18,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.chunks import Chunker
+from kvconnect.scheduler.handles import epoch_of
 from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
@@ -131,6 +132,7 @@ class WaitingRoom:
         self._tombstones = Tombstones(config.max_leases)
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
+        self._epoch = ""
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.let_go)
@@ -138,6 +140,7 @@ class WaitingRoom:
     def expect(self, handle: str) -> bool:
         """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
         self._tombstones.lift(handle)
+        self._learn_epoch(handle)
         if len(self.expected) >= self._capacity:
             return False
         self.expected.add(handle)
@@ -151,6 +154,7 @@ class WaitingRoom:
 
     def hold(self, handle: str) -> EarlyLetGo | None:
         """The request is held now. Who said before that they will not fetch it."""
+        self._learn_epoch(handle)
         self.expected.discard(handle)
         self._tombstones.lift(handle)
         return self.let_go.pop(handle, None)
@@ -161,6 +165,8 @@ class WaitingRoom:
         buried = self._tombstones.reason(handle)
         if buried is not None:
             return buried
+        if not is_held and handle not in self.expected and self._is_of_former_start(handle):
+            return "the handle is of an earlier start of this node, which holds nothing of that any more"
         if now >= self._deadline(early, is_held):
             if is_held or handle in self.expected:
                 return "the KV was not complete in the time that the fetch gives"
@@ -226,6 +232,13 @@ class WaitingRoom:
         times = [self._deadline(early, early.fetch.handle in held) for early in self.fetches]
         times += [at for _, at in self._refusal_deadlines()]
         return min(times, default=None)
+
+    def _learn_epoch(self, handle: str) -> None:
+        # All handles of our scheduler name one, but for transfer ids, which name none.
+        self._epoch = self._epoch or epoch_of(handle)
+
+    def _is_of_former_start(self, handle: str) -> bool:
+        return bool(self._epoch) and epoch_of(handle) not in ("", self._epoch)
 
     def _deadline(self, early: EarlyFetch, is_held: bool) -> float:
         if is_held or early.fetch.handle in self.expected:
