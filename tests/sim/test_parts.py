@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from kvconnect.arithmetic import div_ceil
+from kvconnect.errors import PeerError
+from kvconnect.peer import messages as wire
 from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.peer.messages import Fetch, Granted, Landed, encode
+from kvconnect.scheduler.handles import Claims, Handles
 from kvconnect.testing.sim.content import Prompt
+from kvconnect.testing.sim.grants import Grants
+from kvconnect.testing.sim.lies import Liar
 from kvconnect.testing.sim.memory import RankMemory
 from kvconnect.testing.sim.network import Network, Weather
+from kvconnect.testing.sim.scenario import FORGERIES
 from kvconnect.testing.sim.shapes import MODELS, Shape
+from kvconnect.testing.sim.thieves import forged
 from kvconnect.testing.sim.world import START_S, World
 
 TOKENS = 13
@@ -146,3 +156,42 @@ def test_time_does_not_go_back():
         world.after(delay, lambda: seen.append(world.now - START_S))
     world.run(world.now + 10, 100)
     assert seen == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("secret", [b"", b"ours"])
+@pytest.mark.parametrize("how", FORGERIES[1:])
+def test_a_forged_handle_is_refused_and_the_one_that_it_was_made_of_is_not(how, secret):
+    handles = Handles(secret, clock=lambda: START_S)
+    claims = Claims("P0", "epoch", "name", 7, "P0", 1, START_S + 3.0)
+    good = handles.make(claims)
+    assert handles.read(good) == claims
+    with pytest.raises(PeerError):
+        handles.read(forged(good, how, secret, START_S))
+
+
+def test_a_slot_is_used_once_and_by_whom_it_was_granted_to():
+    grants = Grants()
+    fetch = Fetch(5, "handle", 7, (), 1, 1.0, (), (wire.Grant(640, 64, 9), wire.Grant(704, 64, 10)))
+    assert not grants.use(640)
+    grants.said("a", encode(fetch))
+    for link, transfer, generation in (("b", 5, 9), ("a", 6, 9), ("a", 5, 10)):
+        grants.heard(link, encode(Landed(transfer, 0, generation, 64, None)))
+    grants.heard("a", b"landed, but no message")
+    assert [grants.use(704), grants.use(704)] == [True, False]
+    assert not grants.use(640)
+    grants.said("a", encode(Granted(5, (wire.Grant(640, 64, 11),))))
+    grants.heard("a", encode(Landed(5, 0, 9, 64, None)))
+    assert not grants.use(640)
+
+
+def test_a_liar_says_other_things_and_the_same_ones_from_the_same_seed():
+    said = [encode(Landed(number, 0, 100 + number, 64, number)) for number in range(60)]
+
+    def lies() -> list[list[tuple[float, bytes]]]:
+        liar = Liar(random.Random(3), ("handle",))
+        return [liar.instead_of(data, to_decode=True) for data in said]
+
+    frames = [frame for told in lies() for _, frame in told]
+    assert lies() == lies()
+    assert len(said) / 2 < sum(frame in said for frame in frames)
+    assert len({frame for frame in frames if frame not in said}) > 10

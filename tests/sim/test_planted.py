@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 
+from kvconnect.scheduler.handles import Handles
 from kvconnect.testing.sim.draw import draw_scenario
 from kvconnect.testing.sim.run import run_seed
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.growing import Growing
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
+from kvconnect.worker.legs import Legs
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.prefill_side import PrefillSide
 from kvconnect.worker.quarantine import Quarantine
@@ -59,6 +62,67 @@ def ignores_the_digest(patch):
     """What landed is served, whatever it is."""
     init = LandingBay.__init__
     patch.setattr(LandingBay, "__init__", lambda self, pool, check, metrics: init(self, pool, False, metrics))
+
+
+def ignores_the_generation(patch):
+    """Whatever slot a peer names, one that it was granted is taken."""
+    landed = LandingBay.landed
+
+    def take_any(self, message):
+        landing = self.find(message.transfer_id)
+        if landing is not None and landing.lent and message.generation not in landing.lent:
+            message = msgspec.structs.replace(message, generation=min(landing.lent))
+        return landed(self, message)
+
+    patch.setattr(LandingBay, "landed", take_any)
+
+
+def takes_the_slots_of_others(patch):
+    """A peer may name any slot that is lent, to whomever."""
+    landed = LandingBay.landed
+
+    def take_any(self, message):
+        landing = self.find(message.transfer_id)
+        for other in self._landings.values() if landing is not None else ():
+            if message.generation in other.lent:
+                landing.lent.setdefault(message.generation, other.lent[message.generation])
+        return landed(self, message)
+
+    patch.setattr(LandingBay, "landed", take_any)
+
+
+def believes_whoever_speaks(patch):
+    """What is said of a fetch counts, over whatever connection it is said."""
+    hear = Legs.hear
+
+    def hear_all(self, message, link, now):
+        _, leg = self.find(message.transfer_id) or (None, None)
+        hear(self, message, link if leg is None else leg.link, now)
+
+    patch.setattr(Legs, "hear", hear_all)
+
+
+def gives_a_handle_twice(patch):
+    """P sends what it holds to whoever asks."""
+
+    def claim(self, consumer, consumers):
+        self.owner, self.consumers = consumer[0], consumers
+
+    patch.setattr(Claims, "claim", claim)
+    patch.setattr(Claims, "satisfied", property(lambda self: False))
+
+
+def reads_expired_handles(patch):
+    """D does not look at when a handle expires."""
+    read = Handles.read
+    patch.setattr(
+        Handles, "read", lambda self, handle, *, even_expired=False: read(self, handle, even_expired=True)
+    )
+
+
+def reads_forged_handles(patch):
+    """D does not look at the code of a handle."""
+    patch.setattr("kvconnect.scheduler.handles.hmac.compare_digest", lambda one, other: True)
 
 
 def loses_a_report(patch):
@@ -174,6 +238,13 @@ def seeds_of(theme: str, kind: str):
         (skips_the_quarantine, "busy", "", {"nobody_reads", "reads_are_held"}),
         (lends_a_slot_twice, "streams", "", {"slots_add_up"}),
         (ignores_the_digest, "streams", "engine", {"bytes_are_right"}),
+        (ignores_the_digest, "", "stranger", {"bytes_are_right"}),
+        (ignores_the_generation, "", "stranger", {"slot_is_granted"}),
+        (takes_the_slots_of_others, "", "stranger", {"slot_is_granted", "no_exception"}),
+        (believes_whoever_speaks, "", "stranger", {"slot_is_granted", "bytes_are_right", "nobody_writes"}),
+        (gives_a_handle_twice, "", "replays", {"opens_once"}),
+        (reads_expired_handles, "", "", {"forged_opens_nothing"}),
+        (reads_forged_handles, "", "", {"forged_opens_nothing"}),
         (loses_a_report, "", "", {"idle", "all_answered"}),
         (reports_twice, "", "kills", {"each_once"}),
         (sends_before_it_is_computed, "", "", {"bytes_are_right"}),

@@ -36,6 +36,10 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         "failures: peer_lost",
         "failures: digest",
         "failures: quarantine_over",
+        "failures: landing",
+        "failures: peer_not_trusted",
+        "forged handles refused",
+        "stray writes",
     ):
         assert counts.get(what, 0) > 0, what
 

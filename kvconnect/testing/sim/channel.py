@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvconnect.peer.channel import Arrival
+from kvconnect.peer.channel import Arrival, Frame
+from kvconnect.testing.sim.grants import Grants
 
 if TYPE_CHECKING:
     from kvconnect.testing.sim.network import Connection, Network
@@ -15,7 +16,10 @@ _MOST_ARRIVALS = 64
 
 
 class SimChannel:
-    """See ``Channel``. ``stopped``: the process behind it is, and reads nothing."""
+    """See ``Channel``. ``stopped``: the process behind it is, and reads nothing.
+
+    ``grants`` is what was said over it about landing slots.
+    """
 
     def __init__(self, network: Network, host: str, port: int, wake: Callable[[], None]) -> None:
         self.host = host
@@ -26,6 +30,7 @@ class SimChannel:
         self._port = port
         self._wake = wake
         self._inbox: deque[Arrival] = deque()
+        self.grants = Grants()
 
     @property
     def port(self) -> int:
@@ -41,8 +46,11 @@ class SimChannel:
         """See ``Channel``."""
         self._network.world.note(f"{self.host}:{self._port}", "says", link, data)
         connection = self.opened.get(link)
+        for listener in self._network.listeners:
+            listener(self, link, data)
         if connection is None:
             return self._network.answer(link, data)
+        self.grants.said(link, data)
         connection.said.append(data)
         if connection.up:
             self._network.say(connection, data, connection.there)
@@ -60,7 +68,11 @@ class SimChannel:
         """See ``Channel``."""
         count = min(len(self._inbox), _MOST_ARRIVALS)
         arrived = [self._inbox.popleft() for _ in range(count)]
-        return [item for item in arrived if item.link.startswith("in:") or item.link in self.opened]
+        taken = [item for item in arrived if item.link.startswith("in:") or item.link in self.opened]
+        for item in taken:
+            if isinstance(item, Frame) and item.link in self.opened:
+                self.grants.heard(item.link, item.data)
+        return taken
 
     def take(self, item: Arrival) -> None:
         """Called by the network."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.testing.sim.books import Books, Exceptions, Owed, left_at
 from kvconnect.testing.sim.engine import SimEngine
 from kvconnect.testing.sim.request import Request
+from kvconnect.testing.sim.stranger import Scribbler
 from kvconnect.testing.sim.world import World
 from kvconnect.worker.slots import SlotState
 
@@ -31,12 +33,15 @@ class Checks:
     def __init__(self, world: World, longest_load_s: float) -> None:
         self.world = world
         self.exceptions = Exceptions()
+        self.scribbler: Scribbler | None = None
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
         self._longest_load_s = longest_load_s
         self._books: dict[SimWorker, Books] = {}
         self._by_engine: dict[int, SimWorker] = {}
         self._loaded: dict[str, int] = {}
+        self._forged: set[str] = set()
+        self._opened: set[str] = set()
 
     def count(self, what: str, number: int = 1) -> None:
         """Some more of something, for the summary."""
@@ -56,6 +61,7 @@ class Checks:
         for hold in orders.holds:
             books.holds[hold.request_id] = self._owed(worker, hold, hold.groups)
         for load in orders.loads:
+            self.forged_opens_nothing(load)
             books.loads[load.request_id] = self._owed(worker, load, load.groups)
 
     def _owed(self, worker: SimWorker, order: Hold | Load, groups: tuple[GroupBlocks, ...]) -> Owed:
@@ -96,22 +102,32 @@ class Checks:
     def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
         """See ``EngineWatch``."""
         self.writes_are_wanted(engine, batch, target, "moves")
+        worker = self._by_engine.get(id(target))
+        if self.scribbler is not None and worker is not None and not worker.is_strange:
+            self.scribbler.saw(batch, worker)
         if not engine.is_closed:
             self.reads_are_held(engine, batch)
 
     def loads(self, node: SimNode, request: Request, num_tokens: int) -> None:
         """A node begins to load a request, up to so many tokens."""
         self._loaded[request.request_id] = num_tokens
+        if request.is_forged:
+            self._forged.add(request.request_id)
 
     def load_failed(self, node: SimNode, request: Request, why: str) -> None:
         """A load failed."""
         del self._loaded[request.request_id]
         self.count("loads failed")
-        self.reasons[why] = self.reasons.get(why, 0) + 1
+        if request.is_forged:
+            self.count("forged handles refused")
+        else:
+            self.reasons[why] = self.reasons.get(why, 0) + 1
 
     def committed(self, node: SimNode, request: Request) -> None:
         """A load succeeded: its KV is served from now on."""
         self.count("loads ok")
+        if not node.plan.is_stranger:
+            self.opens_once(request)
         self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
 
     def served(self, node: SimNode, request: Request) -> None:
@@ -134,6 +150,8 @@ class Checks:
 
     def nobody_writes(self, worker: SimWorker, owed: Owed) -> None:
         """1: D reports no request as received while anyone can still write to its blocks."""
+        if worker.is_strange:
+            return
         for other in self._books:
             for batch, until in other.engine.may_move.values():
                 if other.engine.target_of(batch) is not worker.engine or until <= self.world.now:
@@ -168,7 +186,7 @@ class Checks:
     ) -> None:
         """1, 3: whoever writes to pages writes to those of a load that is not over."""
         worker = self._by_engine.get(id(target))
-        if worker is None or worker.is_dead:
+        if worker is None or worker.is_dead or worker.is_strange:
             return
         touched = worker.memory.blocks_at(batch.target, batch.length)
         if touched:
@@ -179,6 +197,15 @@ class Checks:
                     f"batch {batch.batch_id} of {engine.who} {what}, to blocks {sorted(touched - wanted)} of "
                     f"{worker.who}, where nothing is being loaded",
                 )
+
+    def slot_is_granted(self, worker: SimWorker, address: int) -> None:
+        """6: D takes what lies in a slot if the peer to which it granted that says so, and once."""
+        if not worker.is_strange and not worker.channel.grants.use(address):
+            self.world.fail(
+                "slot_is_granted",
+                f"{worker.who} unpacks landing slot {worker.memory.landing.index(address)}, and the peer to "
+                "which it was granted has not said that anything lies there",
+            )
 
     def reads_are_held(self, engine: SimEngine, batch: Batch) -> None:
         """1, 3: whatever is read from pages is held."""
@@ -198,8 +225,23 @@ class Checks:
         if name not in owed:
             self.world.fail("each_once", f"{worker.who} reports {name} as {what}, which it does not owe")
 
+    def forged_opens_nothing(self, load: Load) -> None:
+        """6: nobody is asked for what an expired or forged handle stands for."""
+        if load.request_id in self._forged and not load.refusal:
+            self.world.fail("forged_opens_nothing", f"{load.request_id} is fetched: {load.handle}")
+
+    def opens_once(self, request: Request) -> None:
+        """6: whoever presents it, a handle opens one load."""
+        params = request.kv_transfer_params or {}
+        handle = params.get(TRANSFER_KEY) or params[HANDLE_KEY]
+        if handle in self._opened:
+            self.world.fail("opens_once", f"{request.request_id} is not the first to be loaded by its handle")
+        self._opened.add(handle)
+
     def bytes_are_right(self, node: SimNode, request: Request, num_tokens: int, *, later: bool) -> None:
         """3: what is served is what the prompt's KV is, byte by byte."""
+        if request.is_strange:
+            return
         for worker in node.workers:
             wrong = worker.memory.difference(request.prompt, request.ids, num_tokens, later=later)
             if wrong:
@@ -241,23 +283,29 @@ class Checks:
     def within_bounds(self, worker: SimWorker) -> None:
         """4: queues and bytes under way stay within what is configured."""
         config, prefill, decode = worker.config, worker.mover.prefill, worker.mover.decode
-        asked = sum(loading.admitted for loading in decode.loads.values())
-        in_flight = sum(sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values())
+        asked = sum([loading.admitted for loading in decode.loads.values()])
+        in_flight = sum([sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values()])
+        fetches, expected = len(prefill.waiting.fetches), len(prefill.waiting.expected)
         # A chunk and a calibration are one batch each, whatever their size.
-        one_batch = max(config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes)
-        for what, found, most in (
-            ("loads at once", asked, config.max_loads),
-            ("bytes under way", in_flight, config.max_inflight_bytes + one_batch),
-            ("fetches that wait", len(prefill.waiting.fetches), config.max_leases),
-            ("prefills that are expected", len(prefill.waiting.expected), config.max_leases),
-        ):
-            if found > most:
-                self.world.fail("within_bounds", f"{worker.who}: {found} {what}, the bound is {most}")
+        most_bytes = config.max_inflight_bytes + max(
+            config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes
+        )
+        if asked > config.max_loads:
+            self._beyond(worker, "loads at once", asked, config.max_loads)
+        if in_flight > most_bytes:
+            self._beyond(worker, "bytes under way", in_flight, most_bytes)
+        if fetches > config.max_leases:
+            self._beyond(worker, "fetches that wait", fetches, config.max_leases)
+        if expected > config.max_leases:
+            self._beyond(worker, "prefills that are expected", expected, config.max_leases)
+
+    def _beyond(self, worker: SimWorker, what: str, found: int, most: int) -> None:
+        self.world.fail("within_bounds", f"{worker.who}: {found} {what}, the bound is {most}")
 
     def slots_add_up(self, worker: SimWorker) -> None:
         """5: a slot is free, or somebody has it."""
         for pool in (worker.landing, worker.send):
-            free = sum(slot.state is SlotState.FREE for slot in pool.slots)
+            free = [slot.state for slot in pool.slots].count(SlotState.FREE)
             if free != pool.free:
                 self.world.fail(
                     "slots_add_up", f"{worker.who}: {pool.free} slots can be taken, {free} are free"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvconnect.scheduler.params import PEER_KEY
 from kvconnect.testing.sim.host import Host
 from kvconnect.testing.sim.request import Request
 from kvconnect.testing.sim.scenario import RequestPlan
@@ -14,11 +15,17 @@ _PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False
 
 
 class Client:
-    """One client's request, from its start to its answer. ``outcome`` is what it was told."""
+    """One client's request, from its start to its answer. ``outcome`` is what it was told.
+
+    ``told`` are called with the parameters that the router passes on. ``is_forged``: these are of no use.
+    """
 
     def __init__(self, world: World, hosts: Mapping[str, Host], plan: RequestPlan) -> None:
         self.plan = plan
+        self.name = f"r{plan.number}"
         self.outcome = ""
+        self.is_forged = False
+        self.told: list[Callable[[Mapping[str, Any]], None]] = []
         self._world = world
         self._hosts = hosts
         self._open: dict[str, tuple[Host, Request]] = {}
@@ -49,23 +56,33 @@ class Client:
                 "remote_host": plan.prefill,
                 "remote_port": target.port,
             }
+            if target.handle:
+                params[PEER_KEY] = target.handle
+            self._tell(params)
             self._world.after(plan.forward_s, lambda: self._decode(params))
         else:
             self._decode(None)
 
     def _prefill(self, params: dict[str, Any], then: Any) -> None:
-        self._ask(self._hosts[self.plan.prefill], f"r{self.plan.number}-p", 1, params, then)
+        self._ask(self._hosts[self.plan.prefill], f"{self.name}-p", 1, params, then)
 
     def _forward(self, request: Request) -> None:
         """The prefill is done: its parameters go to the decode node, or none if it came to nothing."""
         params = request.answer if request.outcome == "done" else None
+        if params is not None:
+            self._hosts[self.plan.prefill].vouches(params)
+            self._tell(params)
         self._world.after(self.plan.forward_s, lambda: self._decode(params))
+
+    def _tell(self, params: Mapping[str, Any]) -> None:
+        for told in self.told:
+            told(params)
 
     def _decode(self, params: Mapping[str, Any] | None) -> None:
         if self.outcome:
             return
         for copy in range(self.plan.copies):
-            name = f"r{self.plan.number}-d{copy}"
+            name = f"{self.name}-d{copy}"
             self._ask(self._hosts[self.plan.decode], name, self.plan.max_tokens, params, self._answered)
 
     def _answered(self, request: Request) -> None:
@@ -80,7 +97,16 @@ class Client:
             self._open.pop(name, None)
             then(request)
 
-        request = Request(name, self.plan.prompt, max_tokens, done, params)
+        request = Request(
+            name,
+            self.plan.prompt,
+            max_tokens,
+            done,
+            params,
+            # What a node computes itself is right there.
+            is_strange=host.plan.is_stranger or (self.plan.is_strange and not name.endswith("-p")),
+            is_forged=self.is_forged,
+        )
         self._open[name] = (host, request)
         host.submit(request)
 

@@ -77,11 +77,15 @@ class SimTicket:
 
 
 class SimPacker:
-    """A packer whose kernels run on a stream. The rest of it is the real one's."""
+    """A packer whose kernels run on a stream. The rest of it is the real one's.
 
-    def __init__(self, packer: Packer, stream: Stream) -> None:
+    ``takes`` is told of every slot that is unpacked.
+    """
+
+    def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None]) -> None:
         self._packer = packer
         self._stream = stream
+        self._takes = takes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._packer, name)
@@ -92,6 +96,7 @@ class SimPacker:
 
     def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
         """See ``Packer``."""
+        self._takes(slot)
         return self._launch("target", staged, lambda: self._packer.unpack(slot, staged, seed))
 
     def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], Ticket]) -> SimTicket:
@@ -111,8 +116,9 @@ class SimLocal(Local):
     """A worker's memory, with packers that take their time."""
 
     packing: Stream | None = None
+    takes: Callable[[int], None] = lambda slot: None
 
     def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
         """See ``Local``."""
         packer = super().packer(source, target, *args, **kwargs)
-        return SimPacker(packer, self.packing) if self.packing is not None else packer  # type: ignore[return-value]
+        return packer if self.packing is None else SimPacker(packer, self.packing, self.takes)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Draws the scenario of a seed. All of it comes from one generator of random numbers, in one order."""
+"""Draws the scenario of a seed: from one generator of random numbers, in one order, but for its twists."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvconnect.testing.sim.scenario import (
     Scenario,
 )
 from kvconnect.testing.sim.shapes import MODELS, Model, Shape
+from kvconnect.testing.sim.twists import twist
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ def draw_scenario(seed: int, rng: random.Random) -> Scenario:
     nodes = _draw_nodes(rng, model, path, times, kinds, theme)
     requests = _draw_requests(rng, nodes, theme, aborts="aborts" in kinds)
     faults = _draw_faults(rng, kinds, nodes)
-    return Scenario(seed, theme.name, model, weather, nodes, requests, faults, kinds)
+    scenario = Scenario(seed, theme.name, model, weather, nodes, requests, faults, kinds)
+    twist(scenario)
+    return scenario
 
 
 def _draw_times(rng: random.Random, calm: bool) -> dict[str, float]:

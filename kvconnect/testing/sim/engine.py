@@ -169,6 +169,8 @@ class SimEngine(MemoryEngine):
 
     def next_time(self) -> float | None:
         """When something may end that was submitted."""
+        if not self._flights:
+            return None
         times = [flight.start_at for flight in self._flights.values()]
         times += [flight.posted + flight.batch.timeout_s for flight in self._flights.values()]
         later = [time for time in times if time > self._world.now]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from kvconnect.scheduler.params import HANDLE_KEY
 from kvconnect.testing.sim.checks import Checks
 from kvconnect.testing.sim.network import Network
 from kvconnect.testing.sim.node import SimNode
@@ -11,11 +15,15 @@ from kvconnect.testing.sim.world import World
 
 
 class Host:
-    """Where a node runs. ``past`` are the nodes that were killed: their memory is kept until the end."""
+    """Where a node runs. ``past`` are the nodes that were killed: their memory is kept until the end.
+
+    ``handle`` is the last one that a router saw of it and vouches for its address; empty where none expires.
+    """
 
     def __init__(self, world: World, network: Network, checks: Checks, plan: NodePlan) -> None:
         self.plan = plan
         self.past: list[SimNode] = []
+        self.handle = ""
         self._world, self._network, self._checks = world, network, checks
         self.node = SimNode(world, network, checks, plan, 1)
 
@@ -23,6 +31,11 @@ class Host:
     def port(self) -> int:
         """Where rank 0 listens, or listened last."""
         return self.node.ports[0]
+
+    def vouches(self, params: Mapping[str, Any]) -> None:
+        """A router saw what it answered."""
+        if self.plan.handles is not None:
+            self.handle = params[HANDLE_KEY]
 
     def submit(self, request: Request) -> None:
         """A request arrives; a host without a node refuses it."""

@@ -5,6 +5,7 @@ Pages are written and read by indexing arrays, never by the code under test.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +66,7 @@ class RankMemory:
         self.address = self._memory.data_ptr()
         self.length_bytes = total
         self._views: dict[str, Bytes] = {}
+        self._groups = {kind: index for index, (kind, _) in enumerate(model.kinds)}
         tensors, place = {}, 0
         for layer, size in zip(model.layers, sizes, strict=True):
             tensors[layer.name] = self._tensor(layer, self._memory[place : place + size])
@@ -125,13 +127,16 @@ class RankMemory:
 
     def compute(self, prompt: Prompt, ids: BlockIds, start: int, stop: int) -> None:
         """Write the KV of some tokens where a request's blocks are; the null block takes what has none."""
+        places: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         for layer in self.model.layers:
-            mine = ids[self._group(layer)]
+            mine = ids[self._groups[layer.kind]]
             view = self._views[layer.name]
             if layer.kind == "state":
                 view[mine[-1]] = state_of(prompt, layer.number, stop, layer.row_bytes)
                 continue
-            block, row = self._places(mine, start, stop)
+            if layer.kind not in places:
+                places[layer.kind] = self._places(mine, start, stop)
+            block, row = places[layer.kind]
             view[block, row] = self._rows(layer, prompt, start, stop)
 
     def difference(self, prompt: Prompt, ids: BlockIds, num_tokens: int, *, later: bool = False) -> str:
@@ -141,7 +146,7 @@ class RankMemory:
         more has left the window.
         """
         for layer in self.model.layers:
-            mine = ids[self._group(layer)]
+            mine = ids[self._groups[layer.kind]]
             view = self._views[layer.name]
             if layer.kind == "state":
                 if not later and not np.array_equal(
@@ -164,14 +169,24 @@ class RankMemory:
     def spoil(self, ids: Sequence[int], place: int) -> None:
         """Blocks are somebody else's now: give them content that is nobody's."""
         blocks = np.asarray(ids, dtype=np.int64)
-        kernel_blocks = (blocks[:, None] * self._ratio + np.arange(self._ratio)).ravel()
+        kernel_blocks = blocks
+        if self._ratio > 1:
+            kernel_blocks = (blocks[:, None] * self._ratio + np.arange(self._ratio)).ravel()
         for layer in self.model.layers:
             view = self._views[layer.name]
             index = blocks if layer.kind == "state" else kernel_blocks
-            view[index] = noise(place + layer.number, view[0].size).reshape(view[0].shape)
+            page = view.shape[1:]
+            view[index] = noise(place + layer.number, math.prod(page)).reshape(page)
 
-    def _group(self, layer: Layer) -> int:
-        return next(index for index, (kind, _) in enumerate(self.model.kinds) if kind == layer.kind)
+    def read(self, address: int, length: int) -> Bytes:
+        """A copy of some bytes."""
+        place = address - self.address
+        return self._bytes[place : place + length].copy()
+
+    def write(self, address: int, content: Bytes) -> None:
+        """Put some bytes where nobody asked for them."""
+        place = address - self.address
+        self._bytes[place : place + len(content)] = content
 
     def blocks_at(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> set[int]:
         """The logical blocks that some stretches of this memory touch."""

@@ -61,24 +61,43 @@ class Connection:
 
 
 class Network:
-    """All channels of a run, by port. Hosts are what a partition is between."""
+    """All channels of a run, by port. Hosts are what a partition is between.
+
+    ``listeners`` overhear every frame: who says it, over which connection, and what.
+    """
 
     def __init__(self, world: World, weather: Weather) -> None:
         self.world = world
         self.weather = weather
         self.channels: dict[int, SimChannel] = {}
         self.connections: list[Connection] = []
+        self.listeners: list[Callable[[SimChannel, str, bytes], None]] = []
         self._by_far: dict[str, Connection] = {}
         self._parted: set[tuple[str, str]] = set()
         self._names = 0
         self._next_port = 1
 
-    def channel(self, host: str, wake: Callable[[], None], port: int = 0) -> SimChannel:
+    def channel(
+        self, host: str, wake: Callable[[], None], port: int = 0, make: Callable[..., SimChannel] = SimChannel
+    ) -> SimChannel:
         """A channel of a process on a host, at a port of its own or at one that is free again."""
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
-        channel = self.channels[port] = SimChannel(self, host, port, wake)
+        channel = self.channels[port] = make(self, host, port, wake)
         return channel
+
+    def links_between(self, opener: SimChannel, target: SimChannel) -> list[str]:
+        """The names by which one end can answer whoever opened connections to it."""
+        return [
+            connection.far
+            for connection in self.connections
+            if connection.up and connection.opener is opener and connection.target is target
+        ]
+
+    def opener_of(self, far: str) -> SimChannel | None:
+        """Who opened a connection that came under this name."""
+        connection = self._by_far.get(far)
+        return None if connection is None else connection.opener
 
     # Faults
 

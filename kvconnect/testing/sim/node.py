@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import TransferConfig
 from kvconnect.orders import RankAddress
+from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.trust import PeerTrust
 from kvconnect.testing.sim.blocks import Blocks
 from kvconnect.testing.sim.device import Stream
 from kvconnect.testing.sim.pace import Pace
@@ -84,6 +87,7 @@ class SimNode:
             plan.shape.kernel_sizes(plan.model),
             directory=[RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)],
             new_handle=lambda: f"{self.name}-{next(handles)}",
+            **self._trust(),
         )
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.requests: dict[str, Request] = {}
@@ -97,6 +101,18 @@ class SimNode:
         self._reports = RankReports(plan.world_size)
         self._spoilt = 0
         self.wake()
+
+    def _trust(self) -> dict[str, Any]:
+        """How it makes and reads handles, and whom it fetches from."""
+        handles, world = self.plan.handles, self.world
+        if handles is None:
+            return {}
+        ahead_s = handles.skew_s[self.plan.host]
+        made = {"handles": Handles(handles.secret, lambda: world.now + ahead_s)}
+        if not handles.secret:
+            return made
+        allowed = AllowList(handles.skew_s if handles.is_listed else ())
+        return {**made, "trust": PeerTrust(allowed, self.plan.extra.max_peers)}
 
     # What clients do
 
@@ -119,7 +135,7 @@ class SimNode:
 
     def _device_moved(self) -> None:
         for worker in self.workers:
-            worker.wake()
+            worker.device_moved()
 
     def stop(self) -> None:
         """Its processes are stopped where they are."""

@@ -40,7 +40,7 @@ class Pool:
     @property
     def held(self) -> int:
         """Blocks that somebody holds."""
-        return sum(count > 0 for count in self._references)
+        return len(self._references) - self._references.count(0)
 
     def is_free(self, block: int) -> bool:
         """Nobody holds it."""

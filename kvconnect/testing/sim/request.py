@@ -27,7 +27,8 @@ class Request:
 
     ``ids`` are its blocks by group and position, ``left`` counts those that left a window. ``computed`` are
     tokens whose KV is in its blocks once ``is_computed``. ``outcome`` is set at its end: ``done``,
-    ``failed``, ``aborted``.
+    ``failed``, ``aborted``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
+    use, and nothing may be loaded by it.
     """
 
     request_id: str
@@ -46,6 +47,8 @@ class Request:
     error: str = ""
     is_computed: Callable[[], bool] = lambda: True
     answer: Mapping[str, Any] | None = None
+    is_strange: bool = False
+    is_forged: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import traceback
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from kvconnect.testing.sim.draw import draw_scenario
 from kvconnect.testing.sim.host import Host
 from kvconnect.testing.sim.network import Network
 from kvconnect.testing.sim.scenario import FAULTS_S, FaultPlan, Scenario
+from kvconnect.testing.sim.stranger import Scribbler
+from kvconnect.testing.sim.thieves import Thief
 from kvconnect.testing.sim.worker import SimWorker
 from kvconnect.testing.sim.world import START_S, Violation, World
 
@@ -45,14 +48,28 @@ class Run:
         self.scenario: Scenario = draw_scenario(seed, self.world.random)
         extra = self.scenario.nodes[0].extra
         self.network = Network(self.world, self.scenario.weather)
-        self.checks = Checks(self.world, extra.load_timeout_s)
+        # A stranger may renew any lease for as long as that is possible.
+        longest_s = max(extra.load_timeout_s, extra.lease_max_s if self.scenario.has_stranger else 0.0)
+        self.checks = Checks(self.world, longest_s)
+        if self.scenario.has_stranger:
+            self.checks.scribbler = Scribbler(self.world, random.Random(f"{seed} scribbles"))
         self.hosts = {
             plan.host: Host(self.world, self.network, self.checks, plan) for plan in self.scenario.nodes
         }
         self.clients = [Client(self.world, self.hosts, plan) for plan in self.scenario.requests]
+        self.clients += self._thieves()
         for fault in self.scenario.faults:
             self.world.after(fault.start_s, functools.partial(self._begin, fault))
         self.world.after(FAULTS_S, self._heal)
+
+    def _thieves(self) -> list[Thief]:
+        handles = self.scenario.handles
+        if handles is None:
+            return []
+        return [
+            Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
+            for number, plan in enumerate(handles.replays)
+        ]
 
     def _begin(self, fault: FaultPlan) -> None:
         if not fault.aim:
@@ -109,7 +126,7 @@ class Run:
                 break
         for client in self.clients:
             if not client.is_over:
-                raise Violation("all_answered", f"client {client.plan.number} has no answer")
+                raise Violation("all_answered", f"client {client.name} has no answer")
         for host in self.hosts.values():
             self.checks.idle(host.node)
         if world.violation is not None:
@@ -126,13 +143,15 @@ class Run:
     def _check_success(self) -> None:
         """Where nothing goes wrong nothing fails: safety alone would be easy."""
         for client in self.clients:
-            if set(client.outcome.split(",")) != {"done"}:
-                raise Violation("success", f"client {client.plan.number}: {client.outcome}")
+            if client.outcome and not client.is_forged and set(client.outcome.split(",")) != {"done"}:
+                raise Violation("success", f"client {client.name}: {client.outcome}")
         if self.checks.reasons:
             raise Violation("success", f"loads failed: {self.checks.reasons}")
 
     def end(self) -> None:
         """Give back what outlives a run."""
+        if self.checks.scribbler is not None:
+            self.checks.count("stray writes", self.checks.scribbler.written)
         for host in self.hosts.values():
             for node in (*host.past, host.node):
                 for worker in node.workers:
@@ -173,7 +192,7 @@ def run_seed(seed: int) -> Outcome:
     outcome.scenario = run.scenario.describe()
     outcome.counts, outcome.reasons = run.checks.counts, run.checks.reasons
     for client in run.clients:
-        for answer in client.outcome.split(","):
+        for answer in client.outcome.split(",") if client.outcome else ():
             outcome.counts[f"clients {answer}"] = outcome.counts.get(f"clients {answer}", 0) + 1
     outcome.trace, outcome.steps = run.world.trace, run.world.steps
     outcome.seconds = run.world.now - START_S

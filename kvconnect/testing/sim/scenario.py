@@ -23,10 +23,39 @@ FAULTS = (
     "stalls",
     "repeats",
 )
+FORGERIES = ("", "expired", "of another key", "changed", "of another kind")
+"""What may have been done to a handle: nothing, or what no node may take."""
 REQUESTS_S = 8.0
 """For how long requests come."""
 FAULTS_S = 12.0
 """For how long things go wrong."""
+
+
+@dataclass
+class ReplayPlan:
+    """Somebody presents at a decode node what another request was given, so long after that.
+
+    ``forgery`` is one of ``FORGERIES``; empty for the parameters as they are.
+    """
+
+    number: int
+    host: str
+    after_s: float
+    forgery: str = ""
+
+
+@dataclass
+class HandlePlan:
+    """How handles are made and read; without it nothing signs them, and none expires.
+
+    ``secret`` is empty where they are not signed. ``skew_s`` is how far each host's clock is ahead.
+    ``is_listed``: the nodes are known by a list of their hosts, and not by what handles name alone.
+    """
+
+    secret: bytes
+    skew_s: dict[str, float]
+    is_listed: bool
+    replays: list[ReplayPlan] = field(default_factory=list)
 
 
 @dataclass
@@ -35,11 +64,11 @@ class NodePlan:
 
     ``step_tokens`` bounds what a step computes, ``chunk_tokens`` what it computes of one request.
     ``kernel_s`` is what the device takes for a token or a chunk. ``keeps_engine_id`` and ``keeps_ports``: so
-    it is after a restart.
+    it is after a restart. ``is_stranger``: it lies, and writes to slots that it was not granted.
     """
 
     host: str
-    role: Literal["kv_producer", "kv_consumer"]
+    role: Literal["kv_producer", "kv_consumer", "kv_both"]
     model: Model
     shape: Shape
     world_size: int
@@ -58,6 +87,8 @@ class NodePlan:
     recomputes: bool
     keeps_engine_id: bool
     keeps_ports: bool
+    is_stranger: bool = False
+    handles: HandlePlan | None = None
 
 
 @dataclass
@@ -65,7 +96,7 @@ class RequestPlan:
     """One client's request. ``leaves_s`` is how long after its start the client goes away, if it does.
 
     ``copies``: so many answers are wanted of one prefill. ``flow``: who is asked when; ``local`` is served
-    by the decode node alone.
+    by the decode node alone. ``is_strange``: its KV comes from a stranger, and may be anything.
     """
 
     number: int
@@ -78,6 +109,7 @@ class RequestPlan:
     copies: int = 1
     leaves_s: float | None = None
     forward_s: float = 0.01
+    is_strange: bool = False
 
 
 @dataclass
@@ -108,10 +140,17 @@ class Scenario:
     requests: list[RequestPlan]
     faults: list[FaultPlan]
     kinds: list[str] = field(default_factory=list)
+    handles: HandlePlan | None = None
+
+    @property
+    def has_stranger(self) -> bool:
+        """One of the nodes keeps to no rule."""
+        return any(node.is_stranger for node in self.nodes)
 
     def describe(self) -> dict[str, Any]:
         """What is special about it, in a few words."""
-        first = self.nodes[0].extra
+        first_node = self.nodes[0]
+        first = first_node.extra
         return {
             "theme": self.theme,
             "model": self.model.name,
@@ -120,6 +159,16 @@ class Scenario:
             "blocks": " ".join(
                 f"{node.shape.block_tokens}/{node.shape.kernel_tokens}" for node in self.nodes
             ),
+            "roles": "both" if first_node.role == "kv_both" else "one each",
+            "handles": self._describe_handles(),
             "requests": len(self.requests),
             "faults": ", ".join(self.kinds) or "none",
         }
+
+    def _describe_handles(self) -> str:
+        if self.handles is None:
+            return "plain"
+        replays = ", ".join(replay.forgery or "as it is" for replay in self.handles.replays)
+        return ("signed" if self.handles.secret else "dated") + (
+            f", presented again: {replays}" if replays else ""
+        )

@@ -5,6 +5,7 @@ It steps when something arrives, when something it waits for is over, and when i
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from kvconnect.orders import Orders, Results
 from kvconnect.pack.packer import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
+from kvconnect.testing.sim.channel import SimChannel
 from kvconnect.testing.sim.device import SimLocal, Stream
 from kvconnect.testing.sim.engine import SimEngine
+from kvconnect.testing.sim.lies import Liar
 from kvconnect.testing.sim.memory import RankMemory
 from kvconnect.testing.sim.pace import Pace
+from kvconnect.testing.sim.stranger import LyingChannel
 from kvconnect.testing.sim.world import World
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.slots import SlotPool
@@ -72,6 +76,7 @@ class SimWorker:
         self.is_drained = False
         self.holders: Callable[[int], int] = lambda block: 1
         self._pace = Pace(world, self.step)
+        self._is_polling = True
         self._results: list[Results] = []
         self._stopped_at = 0.0
         self._stopped_s = 0.0
@@ -89,7 +94,7 @@ class SimWorker:
             num_slots=slots,
             scratch_bytes=plan.scratch_bytes if slots else 0,
         )
-        self.packing = Stream(world, plan.kernel_s, self.wake)
+        self.packing = Stream(world, plan.kernel_s, self.device_moved)
         self.engine = SimEngine(
             world,
             self.who,
@@ -104,11 +109,17 @@ class SimWorker:
         first = world.random.randrange(1, 1 << 61)
         self.landing = SlotPool(self.memory.landing, self.slot_bytes, first)
         self.send = SlotPool(self.memory.send, self.slot_bytes, first + (1 << 40))
-        self.channel = network.channel(plan.host, self.wake, port)
+        self.is_strange = plan.is_stranger
+        make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
+        self.channel = network.channel(plan.host, self.wake, port, make)
         self.metrics = Metrics(_REGISTRY)
         self.meaning = CacheMeaning("simulated", plan.model.num_heads, plan.world_size)
         self.mover = self._make_mover(wake_node)
         checks.begin(self)
+
+    def _liar(self) -> Liar:
+        transfers = tuple(f"transfer:t{number}" for number in range(6))
+        return Liar(random.Random(f"{self.world.seed} {self.who} lies"), transfers)
 
     def _make_mover(self, wake_node: Callable[[], None]) -> Mover:
         rate = _LINK_BYTES_PER_S if self.slot_bytes else None
@@ -119,6 +130,7 @@ class SimWorker:
             self.send,
             pack_bytes_per_s=rate,
             packing=self.packing,
+            takes=lambda address: self.checks.slot_is_granted(self, address),
         )
         return Mover(
             self.config,
@@ -187,17 +199,22 @@ class SimWorker:
         """Step soon, if the process can."""
         self._pace.at(self.world.now)
 
+    def device_moved(self) -> None:
+        """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
+        if self._is_polling or len(self.mover.prefill.growing):
+            self.wake()
+
     def step(self) -> None:
         """One step of the mover."""
         sleep_s = self.mover.step(self.world.now)
+        self._is_polling = sleep_s < _LEAST_SLEEP_S
         results = self.mover.take_results()
         if results:
             self.world.note(self.who, "reports", results.sent, results.received, tuple(results.failed))
             self.checks.reported(self, results)
             self._results.append(results)
         self.checks.stepped(self)
-        moving = sleep_s < _LEAST_SLEEP_S
-        times = [self.world.now + (_POLL_S if moving else sleep_s)]
+        times = [self.world.now + (_POLL_S if self._is_polling else sleep_s)]
         ends = self.engine.next_time()
         if ends is not None:
             times.append(ends)
