@@ -29,13 +29,14 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _show(reports: list[Any], stage: Stage) -> None:
+def _show(reports: list[Any], stage: Stage | None = None) -> None:
     from dataclasses import asdict
 
     for report in reports:
         typer.echo(json.dumps(asdict(report)))
     if any(report.problems for report in reports):
-        _say(stage.tails())
+        if stage is not None:
+            _say(stage.tails())
         raise typer.Exit(1)
 
 
@@ -182,6 +183,22 @@ def hostile(
 
 
 @faults_app.command()
+def liars(
+    engine: Engine = "mooncake",
+    requests: Annotated[int, typer.Option(min=1, help="Fetches by way of a liar.")] = 500,
+    seed: Seed = 0,
+) -> None:
+    """A prefill node whose every second answer is mutated on its way; the decode node must outlive that."""
+    from kvconnect.demo.faults.liars import liar_stage, run_liars
+
+    def run(stage: Stage, questions: Questions) -> list[Any]:
+        stage.add_router()
+        return [run_liars(stage, questions, requests, seed=seed)]
+
+    _run(liar_stage(engine), [100, 17, 200], run, max_tokens=4, deadline_s=30.0, seed=seed)
+
+
+@faults_app.command()
 def soak(
     engine: Engine = "mooncake",
     policy: Policy = "recompute",
@@ -212,7 +229,6 @@ def disk(
     """SIGKILL of a process that writes to the disk tier, and damage to its files: nothing wrong is served."""
     import logging
     import tempfile
-    from dataclasses import asdict
     from pathlib import Path
 
     from kvconnect.demo.faults.damage import run_damage
@@ -228,7 +244,4 @@ def disk(
         reports: list[Any] = [run_disk_kills(Path(folder, "kills"), count, seed=seed, say=_say)]
         if records:
             reports += run_damage(Path(folder, "damage"), records, seed=seed, say=_say)
-    for report in reports:
-        typer.echo(json.dumps(asdict(report)))
-    if any(report.problems for report in reports):
-        raise typer.Exit(1)
+    _show(reports)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from unittest.mock import MagicMock
 
 import pytest
+from typer.testing import CliRunner
 
+from kvconnect.cli import app
 from kvconnect.demo.faults import frames
-from kvconnect.demo.faults.liars import Liar, run_liars
-from kvconnect.demo.faults.load import Questions
-from kvconnect.demo.faults.stage import Stage, StageOptions
+from kvconnect.demo.faults.hostile import HostileReport
+from kvconnect.demo.faults.liars import Liar
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 5000])
@@ -32,10 +35,22 @@ def test_a_liar_changes_messages_and_nothing_else(piece):
 )
 @pytest.mark.timeout(1200)
 def test_a_decode_node_outlives_lies(requests):
-    options = StageOptions("nixl", policy="fail", num_blocks=400, extra={"insecure": True})
-    with Stage(options) as stage:
-        questions = Questions(stage, [100, 17, 200], max_tokens=4, deadline_s=30.0, seed=1)
-        stage.add_router()
-        report = run_liars(stage, questions, requests)
-        assert report.problems == [], stage.tails()
-    assert report.frames["prefill-0 to decode-0"] > requests / 2
+    ran = CliRunner().invoke(app, ["faults", "liars", "--engine", "nixl", "--requests", str(requests)])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(ran.stdout)
+    assert report["problems"] == []
+    assert report["connections"] == requests
+    assert report["frames"]["prefill-0 to decode-0"] > requests / 2
+
+
+def test_a_problem_makes_the_command_fail(monkeypatch):
+    stage = MagicMock(**{"tails.return_value": "the last lines of a log"})
+    stage.__enter__.return_value = stage
+    monkeypatch.setattr("kvconnect.demo.faults.stage.Stage", lambda options: stage)
+    monkeypatch.setattr("kvconnect.demo.faults.load.Questions", lambda *_, **__: None)
+    found = HostileReport("nixl", problems=["decode-0 ended"])
+    monkeypatch.setattr("kvconnect.demo.faults.liars.run_liars", lambda *_, **__: found)
+    ran = CliRunner().invoke(app, ["faults", "liars"])
+    assert ran.exit_code == 1
+    assert json.loads(ran.stdout)["problems"] == ["decode-0 ended"]
+    assert "the last lines of a log" in ran.stderr

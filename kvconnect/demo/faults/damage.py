@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.demo.faults import disk_rows
+from kvconnect.demo.faults.reports import RowReport
 from kvconnect.offload.disk.files import Files
 from kvconnect.offload.disk.table import read_trailer
 from kvconnect.offload.disk.tier import DiskTier
@@ -26,8 +27,8 @@ Spans = dict[Path, list[tuple[int, int, int]]]
 
 
 @dataclass
-class DamageReport:
-    """What was done to how many records, and what was served; ``wrong`` of it was not what was written.
+class DamageReport(RowReport):
+    """``damaged`` are the records that were, ``missed`` the rows that were not served.
 
     ``when`` is ``closed`` if a tier was opened afterwards, ``open`` if one knew the files before.
     """
@@ -35,11 +36,7 @@ class DamageReport:
     kind: str
     when: str
     damaged: int = 0
-    served: int = 0
-    wrong: int = 0
     missed: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def run_damage(
@@ -99,38 +96,42 @@ def _damage_and_read(
     return report
 
 
+def _edited(spans: Spans) -> Iterator[tuple[bytearray, Sequence[tuple[int, int, int]]]]:
+    """The bytes of every file, written back when the next ones are asked for, and where its records are."""
+    for file, some in spans.items():
+        data = bytearray(file.read_bytes())
+        yield data, some
+        _overwrite(file, data)
+
+
 # ---- ways of damage: each returns the records that are not whole any more
 
 
 def _flip(spans: Spans, rng: random.Random) -> set[int]:
     """One bit of every record."""
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         for _number, offset, length in some:
             data[offset + rng.randrange(length)] ^= 1 << rng.randrange(8)
-        _overwrite(file, data)
     return _numbers(spans)
 
 
 def _flip_some(spans: Spans, rng: random.Random) -> set[int]:
     """One bit of the rows of some records, none of their headers."""
     damaged = set()
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         for number, offset, length in some:
             if rng.random() < 0.3:
                 data[offset + rng.randrange(HEADER_BYTES, length)] ^= 1 << rng.randrange(8)
                 damaged.add(number)
-        _overwrite(file, data)
     return damaged
 
 
 def _truncate(spans: Spans, rng: random.Random) -> set[int]:
     """Every file, somewhere."""
     damaged = set()
-    for file, some in spans.items():
-        length = rng.randrange(file.stat().st_size)
-        _overwrite(file, bytearray(file.read_bytes()[:length]))
+    for data, some in _edited(spans):
+        length = rng.randrange(len(data))
+        del data[length:]
         damaged |= {number for number, offset, size in some if offset + size > length}
     return damaged
 
@@ -138,8 +139,7 @@ def _truncate(spans: Spans, rng: random.Random) -> set[int]:
 def _swap(spans: Spans, rng: random.Random) -> set[int]:
     """Whole records in each other's places."""
     damaged = set()
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         by_length: dict[int, list[tuple[int, int]]] = {}
         for number, offset, length in some:
             by_length.setdefault(length, []).append((number, offset))
@@ -150,15 +150,13 @@ def _swap(spans: Spans, rng: random.Random) -> set[int]:
                 data[offset : offset + length] = parts[source]
                 if there[source][0] != number:
                     damaged.add(number)
-        _overwrite(file, data)
     return damaged
 
 
 def _swap_rows(spans: Spans, _rng: random.Random) -> set[int]:
     """The rows of records, but not their headers."""
     damaged = set()
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         by_length: dict[int, tuple[int, int]] = {}
         for number, offset, length in some:
             if length not in by_length:
@@ -169,15 +167,13 @@ def _swap_rows(spans: Spans, _rng: random.Random) -> set[int]:
             beyond = slice(there + HEADER_BYTES, there + length)
             data[here], data[beyond] = data[beyond], data[here]
             damaged |= {number, other}
-        _overwrite(file, data)
     return damaged
 
 
 def _zero_pages(spans: Spans, rng: random.Random) -> set[int]:
     """Pages of the files, as a disk leaves them that lost its power."""
     damaged = set()
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         pages = [start for start in range(0, len(data), _PAGE_BYTES) if rng.random() < 0.1]
         for start in pages:
             data[start : start + _PAGE_BYTES] = bytes(len(data[start : start + _PAGE_BYTES]))
@@ -186,7 +182,6 @@ def _zero_pages(spans: Spans, rng: random.Random) -> set[int]:
                 for number, offset, length in some
                 if offset < start + _PAGE_BYTES and start < offset + length
             }
-        _overwrite(file, data)
     return damaged
 
 
@@ -200,45 +195,37 @@ def _foreign(spans: Spans, _rng: random.Random) -> set[int]:
 
 def _flip_tables(spans: Spans, rng: random.Random) -> set[int]:
     """One bit of what lies behind the records of every file."""
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         _number, offset, length = some[-1]
         data[rng.randrange(offset + length, len(data))] ^= 1 << rng.randrange(8)
-        _overwrite(file, data)
     return set()
 
 
 def _append_garbage(spans: Spans, rng: random.Random) -> set[int]:
     """Bytes behind the last record, and pieces of records among them."""
-    for file in spans:
-        data = bytearray(file.read_bytes())
+    for data, _some in _edited(spans):
         start = rng.randrange(len(data))
         data += rng.randbytes(rng.randrange(1, 5000)) + data[start : start + 50_000]
-        _overwrite(file, data)
     return set()
 
 
 def _append_pieces(spans: Spans, rng: random.Random) -> set[int]:
     """A header behind the last record that has no row, or another's."""
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         _number, offset, _length = rng.choice(some)
         data += data[offset : offset + HEADER_BYTES] + rng.randbytes(rng.randrange(1, 5000))
-        _overwrite(file, data)
     return set()
 
 
 def _shift(spans: Spans, rng: random.Random) -> set[int]:
     """Bytes taken out of or put into the middle of every file."""
     damaged = set()
-    for file, some in spans.items():
-        data = bytearray(file.read_bytes())
+    for data, some in _edited(spans):
         at = rng.randrange(len(data))
         if rng.random() < 0.5:
             data[at:at] = rng.randbytes(rng.randrange(1, 500))
         else:
             del data[at : at + rng.randrange(1, 500)]
-        _overwrite(file, data)
         damaged |= {number for number, offset, length in some if offset + length > at}
     return damaged
 

@@ -10,10 +10,11 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.demo.faults import disk_rows
+from kvconnect.demo.faults.reports import RowReport
 from kvconnect.offload.disk.tier import DiskTier
 
 _LIMITS_BYTES = (4 << 20, 8 << 20, 16 << 20)
@@ -30,11 +31,9 @@ _ACKNOWLEDGED = struct.Struct("<Q")
 
 
 @dataclass
-class DiskKillReport:
-    """What was injected, and what came of it. ``problems`` is empty exactly if nothing was wrong.
-
-    ``torn`` are kills that left a record half written; ``acknowledged`` are the rows that lives said were
-    written, ``served`` those that were read after their deaths, each compared with what it must be.
+class DiskKillReport(RowReport):
+    """``torn`` are kills that left a record half written; ``acknowledged`` are the rows that lives said were
+    written.
     """
 
     kills: int = 0
@@ -42,12 +41,8 @@ class DiskKillReport:
     torn: int = 0
     corrupt: int = 0
     acknowledged: int = 0
-    served: int = 0
-    wrong: int = 0
     most_of_bound: float = 0.0
     slowest_open_s: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def run_disk_kills(

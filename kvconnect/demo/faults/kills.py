@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kvconnect.demo.faults.load import Asked, Clients, Questions, Tally, salvo
+from kvconnect.demo.faults.reports import HitReport
 from kvconnect.demo.faults.stage import DEADLINES, Actor, Stage, StageOptions, answers, wait_until
 from kvconnect.demo.http import BadAnswer
 
@@ -26,25 +27,17 @@ CLIENT_DEADLINE_S = DEADLINES["load_timeout_s"] + 20.0
 
 
 @dataclass
-class KillReport:
-    """What was injected, and what came of it. ``problems`` is empty exactly if nothing was wrong.
-
-    ``hits`` are kills with a transfer under way; ``usable_s`` are the seconds from each kill until the next
-    request was fetched from or by the process that took its place.
+class KillReport(HitReport):
+    """``usable_s`` are the seconds from each kill until the next request was fetched from or by the process
+    that took its place.
     """
 
     engine: str
     side: Side
     policy: str
     kills: int = 0
-    hits: int = 0
-    exact: int = 0
-    refused: int = 0
     failed_loads: int = 0
-    slowest_s: float = 0.0
     usable_s: list[float] = field(default_factory=list)
-    reasons: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def run_kills(
@@ -79,10 +72,7 @@ def run_kills(
                     _kill_once(stage, questions, side, report, tally, pool, rng)
             _settle(stage, questions, report)
             say(f"{report.kills} of {kills}: {report.hits} hit a transfer, {len(tally.asked)} requests")
-    report.exact, report.refused = tally.count("exact"), tally.count("refused")
-    report.slowest_s = tally.slowest_s
-    report.reasons = tally.reasons()
-    report.problems += tally.problems()
+    report.take(tally)
     return report
 
 

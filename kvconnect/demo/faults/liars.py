@@ -10,7 +10,7 @@ from kvconnect.demo.faults import frames
 from kvconnect.demo.faults.attack import Tap
 from kvconnect.demo.faults.hostile import Health, HostileReport, judge_health
 from kvconnect.demo.faults.load import ASK_FOR_KV, Questions
-from kvconnect.demo.faults.stage import Stage
+from kvconnect.demo.faults.stage import Stage, StageOptions
 from kvconnect.demo.http import BadAnswer
 
 _GREETING_BYTES = 64
@@ -41,6 +41,11 @@ class Liar:
                 self.lies += 1
                 passed += frames.zmq_frame(frames.mutate_message(body, self._rng))
         return passed
+
+
+def liar_stage(engine: str) -> StageOptions:
+    """A pair whose side channel can be read and rewritten on its way."""
+    return StageOptions(engine, policy="fail", num_blocks=400, extra={"insecure": True})
 
 
 def run_liars(stage: Stage, questions: Questions, requests: int, *, seed: int = 0) -> HostileReport:

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
 from kvconnect.demo.faults.kills import wait_in_flight
 from kvconnect.demo.faults.load import Questions, Tally, salvo, submit
+from kvconnect.demo.faults.reports import HitReport
 from kvconnect.demo.faults.stage import DEADLINES, Place, Stage, StageOptions, wait_until
 from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import ConfigError, KVConnectError
@@ -170,23 +171,13 @@ def _ip(*arguments: str) -> None:
 
 
 @dataclass
-class LinkReport:
-    """What was injected, and what came of it. ``problems`` is empty exactly if nothing was wrong.
-
-    ``slowest_s`` is the longest that a client waited from when it asked; ``healed_s`` the seconds from the
-    end of the fault until a fetch worked again without a restart.
-    """
+class LinkReport(HitReport):
+    """``healed_s`` are the seconds from the end of the fault until a fetch worked again without a restart."""
 
     engine: str
     fault: str
     policy: str
-    hits: int = 0
-    exact: int = 0
-    refused: int = 0
-    slowest_s: float = 0.0
     healed_s: float = 0.0
-    reasons: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def link_stage(wire: Wire, engine: str, policy: str) -> StageOptions:
@@ -245,9 +236,7 @@ def run_cut(
     report.healed_s = round(time.monotonic() - healed, 2)
     if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
         report.problems.append(problem)
-    report.exact, report.refused = tally.count("exact"), tally.count("refused")
-    report.slowest_s, report.reasons = round(tally.slowest_s, 2), tally.reasons()
-    report.problems += tally.problems()
+    report.take(tally)
     return report
 
 

@@ -6,10 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvconnect.demo.faults.kills import Side, wait_in_flight
 from kvconnect.demo.faults.load import Asked, Clients, Questions, Tally, percentile, salvo, submit
+from kvconnect.demo.faults.reports import Report
 from kvconnect.demo.faults.stage import Actor, Place, Stage, StageOptions
 
 _SALVO = 4
@@ -17,7 +18,7 @@ _REST_TIMEOUT_S = 40.0
 
 
 @dataclass
-class NeighbourReport:
+class NeighbourReport(Report):
     """What a fault at one node did to requests that do not need it.
 
     ``ratio`` is the 99th percentile of the healthy requests' seconds beside the fault by that without it,
@@ -33,7 +34,6 @@ class NeighbourReport:
     ratio: float = 0.0
     p50_ratio: float = 0.0
     worst_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
 
 
 def run_neighbour(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from kvconnect.demo.faults.load import Clients, Questions, Tally
+from kvconnect.demo.faults.reports import ServedReport
 from kvconnect.demo.faults.stage import Actor, Place, Stage, StageOptions
 from kvconnect.demo.faults.stops import stopped
 
@@ -30,22 +31,15 @@ _ROUTER_REST_S = 7.0
 
 
 @dataclass
-class SoakReport:
-    """What was injected, and what came of it. ``problems`` is empty exactly if nothing was wrong.
-
-    ``rss_mb`` are the memories of the nodes that were never killed, and of the router, at every pause.
-    """
+class SoakReport(ServedReport):
+    """``rss_mb`` are the memories of the nodes that were never killed, and of the router, at every pause."""
 
     engine: str
     seconds: float = 0.0
     pauses: int = 0
-    exact: int = 0
-    refused: int = 0
     left: int = 0
-    slowest_s: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)
     rss_mb: dict[str, list[int]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def soak_stage(engine: str, policy: str = "recompute") -> StageOptions:
@@ -106,9 +100,8 @@ def run_soak(
         memory = {name: values[-1] for name, values in report.rss_mb.items()}
         say(f"{time.monotonic() - started:.0f} s: {len(tally.asked)} requests, {dict(faults)}, MB {memory}")
     report.seconds = round(time.monotonic() - started, 1)
-    report.exact, report.refused = tally.count("exact"), tally.count("refused")
-    report.slowest_s, report.faults = round(tally.slowest_s, 2), dict(faults)
-    report.problems += tally.problems()
+    report.faults = dict(faults)
+    report.take(tally)
     _judge(stage, report)
     return report
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from kvconnect.demo.faults.kills import wait_in_flight
 from kvconnect.demo.faults.load import Asked, Questions, Tally, salvo, submit
+from kvconnect.demo.faults.reports import HitReport
 from kvconnect.demo.faults.stage import Actor, Stage, StageOptions, wait_until
 from kvconnect.demo.http import BadAnswer
 
@@ -28,22 +29,13 @@ _SERVING_TIMEOUT_S = 30.0
 
 
 @dataclass
-class StopReport:
-    """What was injected, and what came of it. ``problems`` is empty exactly if nothing was wrong.
-
-    ``hits`` are stops with a transfer under way; ``beside`` are requests that used the same blocks when the
-    stopped process went on.
-    """
+class StopReport(HitReport):
+    """``beside`` are requests that used the same blocks when the stopped process went on."""
 
     engine: str
     side: Side
     stops: int = 0
-    hits: int = 0
-    exact: int = 0
-    refused: int = 0
     beside: int = 0
-    slowest_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
 
 
 def run_stops(
@@ -73,9 +65,7 @@ def run_stops(
             if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
                 report.problems.append(f"after {report.stops} stops: {problem}")
             say(f"{report.stops} of {stops}: {report.hits} hit a transfer, {len(tally.asked)} requests")
-    report.exact, report.refused = tally.count("exact"), tally.count("refused")
-    report.slowest_s = tally.slowest_s
-    report.problems += tally.problems()
+    report.take(tally)
     return report
 
 
