@@ -258,9 +258,11 @@ class Checks:
         """
         config = worker.config
         bound = config.quarantine_s + config.transfer_timeout_s + SLACK_S
-        bound += (
-            config.load_timeout_s if isinstance(owed.order, Load) else config.lease_s + self._longest_load_s
-        )
+        if isinstance(owed.order, Load):
+            bound += config.load_timeout_s
+        else:
+            # Whoever would fetch may have been stopped meanwhile, and renews when it goes on.
+            bound += config.lease_s + self._longest_load_s + max(one.stopped_s for one in self._books)
         took = self.world.now - owed.since - (worker.stopped_s - owed.stopped_s)
         if took > bound:
             self.world.fail(
