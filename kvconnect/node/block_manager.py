@@ -14,6 +14,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.block_pool import NULL_BLOCK, BlockPool
 from kvconnect.node.hashes import extend_chain
+from kvconnect.node.limits import Footprint, GroupSize
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class BlockManager:
     ) -> None:
         self.pool = pool
         self._groups = config.groups
-        self._max_step_tokens = max_step_tokens
+        self.footprint = Footprint(
+            tuple(GroupSize(g.block_size, g.sliding_window, g.is_state) for g in config.groups),
+            max_step_tokens,
+        )
         self._zeroes_new_blocks = zeroes_new_blocks
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
@@ -92,18 +96,7 @@ class BlockManager:
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that computing ``num_tokens`` positions can hold at once."""
-        total = 0
-        for group in self._groups:
-            if group.is_state:
-                total += 1
-                continue
-            needed = div_ceil(num_tokens, group.block_size)
-            if group.sliding_window is not None:
-                reach = group.sliding_window - 1 + self._max_step_tokens
-                # Plus one: the window may begin inside a block.
-                needed = min(needed, div_ceil(reach, group.block_size) + 1)
-            total += needed
-        return total
+        return self.footprint.most_blocks(num_tokens)
 
     def find_hit(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> Hit:
         """The longest reusable prefix. At least one token always remains to be computed."""

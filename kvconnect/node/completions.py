@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.node.request import Output
+from kvconnect.node.output import Output
 
 MAX_REQUEST_ID_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16

@@ -14,8 +14,9 @@ from typing import Any
 
 from kvconnect.errors import LocalError
 from kvconnect.node.hooks import WorkerHooks
-from kvconnect.node.limits import refusal
-from kvconnect.node.request import Failure, Output, Request
+from kvconnect.node.limits import RequestLimits
+from kvconnect.node.output import Failure, Output
+from kvconnect.node.request import Request
 from kvconnect.node.request_book import Counts
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
@@ -59,7 +60,8 @@ class Engine:
 
     ``before_step`` reads, on the current stream, what is to be kept of blocks that the next step may
     overwrite; a worker half that is ordered to keep something needs it. ``offload_state`` says what is kept,
-    to any thread.
+    to any thread. ``after_outputs``, where it is set, is called on the loop's thread once all outputs of a
+    step are with their sinks, and must not block. ``request_limits`` never change.
     """
 
     def __init__(
@@ -76,6 +78,10 @@ class Engine:
         self.runner = runner
         self.worker = worker
         self.offload_state = offload_state
+        self.request_limits = RequestLimits(
+            scheduler.limits.max_model_len, scheduler.manager.pool.total, scheduler.manager.footprint
+        )
+        self.after_outputs: Callable[[], None] | None = None
         self._before_step = before_step
         self.snapshot = self._take_snapshot(0)
         self._condition = threading.Condition()
@@ -109,7 +115,7 @@ class Engine:
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request of this size can never run here, or None."""
-        return refusal(self.scheduler.limits, self.scheduler.manager, num_prompt_tokens, max_tokens)
+        return self.request_limits.refusal(num_prompt_tokens, max_tokens)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its sink hears of it from the loop's thread.
@@ -217,6 +223,15 @@ class Engine:
                 request.sink(output)
             except Exception:
                 logger.exception("the output of request %s could not be delivered", request.request_id)
+        self._tell_all_out()
+
+    def _tell_all_out(self) -> None:
+        if self.after_outputs is None:
+            return
+        try:
+            self.after_outputs()
+        except Exception:
+            logger.exception("the outputs of a step could not be passed on")
 
     def _end(self, reason: str, status: int) -> None:
         with self._condition:
@@ -226,6 +241,7 @@ class Engine:
         self._deliver()
         for request in [*self._arrived, *inbox.requests]:
             request.sink(Output(failure=Failure(status, reason, "server_error")))
+        self._tell_all_out()
 
     def _take_snapshot(self, steps: int) -> Snapshot:
         pool, counts = self.scheduler.manager.pool, self.scheduler.book.counts

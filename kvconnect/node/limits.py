@@ -1,11 +1,14 @@
-"""The sizes that bound a node's work, and the requests that can never fit them."""
+"""The sizes that bound a node's work, and the requests that can never fit them.
+
+Plain values that know no tensor: the process that reads HTTP judges requests by them as well.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import ConfigError
-from kvconnect.node.block_manager import BlockManager
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,54 @@ class SchedulerLimits:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
 
 
-def refusal(
-    limits: SchedulerLimits, manager: BlockManager, num_prompt_tokens: int, max_tokens: int
-) -> str | None:
-    """Why a request of this size can never run, or None. Reads constants only: safe in any thread."""
-    wanted = num_prompt_tokens + max_tokens
-    request = f"prompt of {num_prompt_tokens} tokens plus max_tokens {max_tokens}"
-    if wanted > limits.max_model_len:
-        return f"{request} is {wanted} tokens, max_model_len is {limits.max_model_len}"
-    # The last generated token is returned but never computed.
-    needed = manager.most_blocks(wanted - 1)
-    if needed > manager.pool.total:
-        return f"{request} needs {needed} cache blocks, the node has {manager.pool.total}"
-    return None
+@dataclass(frozen=True)
+class GroupSize:
+    """What decides how many blocks a cache group takes: block and window in tokens; a state takes one."""
+
+    block_size: int
+    sliding_window: int | None
+    is_state: bool
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """How many blocks a sequence can hold, over all groups. ``max_step_tokens`` are computed in a step."""
+
+    groups: tuple[GroupSize, ...]
+    max_step_tokens: int
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that computing ``num_tokens`` positions can hold at once."""
+        total = 0
+        for group in self.groups:
+            if group.is_state:
+                total += 1
+                continue
+            needed = div_ceil(num_tokens, group.block_size)
+            if group.sliding_window is not None:
+                reach = group.sliding_window - 1 + self.max_step_tokens
+                # Plus one: the window may begin inside a block.
+                needed = min(needed, div_ceil(reach, group.block_size) + 1)
+            total += needed
+        return total
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may ask for. ``total_blocks`` are all that the node has."""
+
+    max_model_len: int
+    total_blocks: int
+    footprint: Footprint
+
+    def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
+        """Why a request of this size can never run, or None."""
+        wanted = num_prompt_tokens + max_tokens
+        request = f"prompt of {num_prompt_tokens} tokens plus max_tokens {max_tokens}"
+        if wanted > self.max_model_len:
+            return f"{request} is {wanted} tokens, max_model_len is {self.max_model_len}"
+        # The last generated token is returned but never computed.
+        needed = self.footprint.most_blocks(wanted - 1)
+        if needed > self.total_blocks:
+            return f"{request} needs {needed} cache blocks, the node has {self.total_blocks}"
+        return None

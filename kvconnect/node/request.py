@@ -1,4 +1,4 @@
-"""A completion request as the node's engine sees it, and what it tells the client.
+"""A completion request as the node's engine sees it.
 
 Owns no blocks and no queues: a record that the scheduler changes. A request may carry a truncated prompt
 (see ``truncate``), which is what a prefill node of a recurrent model computes.
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.output import Output
+
+__all__ = ["Output", "Request", "RequestState"]
 
 
 class RequestState(enum.Enum):
@@ -21,37 +24,6 @@ class RequestState(enum.Enum):
     WAITING_FOR_KV = "waiting_for_kv"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a request ended without its tokens. ``status`` is an HTTP status code."""
-
-    status: int
-    message: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class Output:
-    """News of a request: new tokens, and its end if ``finish_reason`` or ``failure`` is set.
-
-    ``draft_token_ids`` are the draft model's proposals, None for a model without one.
-    ``kv_block_ids`` are the request's logical blocks by group when it ended.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    draft_token_ids: tuple[int, ...] | None = None
-    finish_reason: str | None = None
-    failure: Failure | None = None
-    kv_transfer_params: Mapping[str, Any] | None = None
-    kv_block_ids: tuple[list[int], ...] | None = None
-    cached_tokens: int = 0
-
-    @property
-    def is_last(self) -> bool:
-        """Nothing follows."""
-        return self.finish_reason is not None or self.failure is not None
 
 
 @dataclass(eq=False)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from kvconnect.errors import LocalError
 from kvconnect.node.block_manager import BlockManager
 from kvconnect.node.hooks import Transfers
-from kvconnect.node.request import Failure, Output, Request, RequestState
+from kvconnect.node.output import Failure, Output
+from kvconnect.node.request import Request, RequestState
 
 
 @dataclass

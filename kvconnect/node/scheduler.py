@@ -13,7 +13,8 @@ from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.node.block_manager import BlockManager, Hit
 from kvconnect.node.hooks import Transfers
 from kvconnect.node.limits import SchedulerLimits
-from kvconnect.node.request import Failure, Output, Request, RequestState
+from kvconnect.node.output import Failure, Output
+from kvconnect.node.request import Request, RequestState
 from kvconnect.node.request_book import RequestBook
 from kvconnect.node.step import Chunk, Step
 from kvconnect.orders import Results

@@ -12,7 +12,7 @@ import torch
 
 from kvconnect.cache.attention_groups import GraphSupport
 from kvconnect.cache.zeroing import KVBlockZeroer
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, LocalError
 from kvconnect.node.block_manager import BlockManager
 from kvconnect.node.block_pool import BlockPool
 from kvconnect.node.cache import (
@@ -23,8 +23,10 @@ from kvconnect.node.cache import (
 )
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.decode import Decoder, padded_sizes
+from kvconnect.node.desk import EngineDesk
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_layout
+from kvconnect.node.front.supervisor import FrontSupervisor
 from kvconnect.node.hooks import Transfers
 from kvconnect.node.keeping import Keeping
 from kvconnect.node.limits import SchedulerLimits
@@ -33,7 +35,6 @@ from kvconnect.node.models.base import CacheSizing, Model
 from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
-from kvconnect.node.server import NodeServer
 
 logger = logging.getLogger(__name__)
 
@@ -132,27 +133,37 @@ async def _drain(engine: Engine) -> None:
 
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
-    engine = build_engine(options)
-    server = NodeServer(
-        engine, model=options.model, seed=options.seed, vocab_size=engine.runner.model.dims.vocab_size
-    )
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    # First, so that its imports are done while the model is built.
+    front = FrontSupervisor()
     try:
-        bound = await server.start(host, port)
+        engine = build_engine(options)
+        vocab_size = engine.runner.model.dims.vocab_size
+        desk = EngineDesk(engine, model=options.model, seed=options.seed, vocab_size=vocab_size)
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        bound = await front.start(desk, host, port)
         # What is here now stays: to look through it takes a collection longer than most transfers take.
         gc.collect()
         gc.freeze()
         shown = f"[{host}]" if ":" in host else host
         print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
-        await stopped.wait()
+        await _first_of(stopped, front.gone)
         logger.info("stopping")
-        server.refuse()
+        front.refuse()
         await _drain(engine)
     finally:
-        await server.stop()
+        await front.stop()
+    if front.gone.is_set():
+        raise LocalError("the node's HTTP front died again and again, see the log; the node has ended")
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
 
 
 def serve(

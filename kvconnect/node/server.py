@@ -1,25 +1,24 @@
 """The node's HTTP interface: completions, health, metrics and a look inside.
 
-Owns the sockets and the requests' sinks. It reaches the engine through ``submit``, ``abort`` and the
-published snapshot only.
+Owns the connections and the requests' answers. It reaches the engine through a port only, and runs where that
+runs: in the engine's process, or in one of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from kvconnect.errors import LocalError
 from kvconnect.node.completions import (
     Answer,
     BadRequest,
@@ -28,14 +27,14 @@ from kvconnect.node.completions import (
     error_body,
     parse_completion,
 )
-from kvconnect.node.engine import Engine
-from kvconnect.node.metrics import NodeMetrics
-from kvconnect.node.request import Failure, Output, Request
+from kvconnect.node.front.bodies import BodyReader
+from kvconnect.node.front.limits import DRAIN_TIMEOUT_S, MAX_BODY_BYTES, FrontLimits
+from kvconnect.node.front.listener import Listener
+from kvconnect.node.front.port import EnginePort, Submission
+from kvconnect.node.output import Failure, Output
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
-DRAIN_TIMEOUT_S = 5.0
 REQUEST_ID_HEADER = "X-Request-Id"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -78,35 +77,47 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class NodeServer:
-    """Serves ``engine``, which it starts and stops, under the name ``model``."""
+    """Serves the engine behind ``port``, within ``limits``."""
 
-    def __init__(self, engine: Engine, *, model: str, seed: int, vocab_size: int) -> None:
-        self.engine = engine
-        self.model = model
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._metrics = NodeMetrics(engine, model)
-        self._serials = itertools.count()
+    def __init__(self, port: EnginePort, limits: FrontLimits | None = None) -> None:
+        self._port = port
+        self._limits = limits or FrontLimits()
+        self._bodies = BodyReader(self._limits)
         self._in_flight = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which the system chose if ``port`` is 0."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        """Listen. Returns the port, which the system chose if ``port`` is 0.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        return await (await self._prepare()).open(host, port)
+
+    async def start_on(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen on sockets that are bound."""
+        await (await self._prepare()).open_on(sockets)
+
+    async def _prepare(self) -> Listener:
+        app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[self._note_connection, _errors_as_json]
+        )
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/debug/state", self._state)
-        self.engine.start()
+        self._port.start()
         # Cancelling the handler is how a client that left is noticed.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        return int(self._runner.addresses[0][1])
+        assert self._runner.server is not None
+        self._listener = Listener(self._runner.server, self._limits)
+        return self._listener
 
     def refuse(self) -> None:
         """Take no new request from now on; those in flight go on."""
@@ -120,57 +131,53 @@ class NodeServer:
             await asyncio.sleep(0.02)
         if self._in_flight:
             logger.warning("%d requests were still in flight and are ended", self._in_flight)
-        await asyncio.get_running_loop().run_in_executor(None, self.engine.stop)
+        await self._port.stop()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # --- handlers ---------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _note_connection(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._listener is not None:
+            self._listener.spoke(request.protocol)
+        return await handler(request)
+
     async def _health(self, _: web.Request) -> web.Response:
-        if self.engine.alive and not self._draining:
+        if not self._draining and await self._port.alive():
             return _json({"status": "ok"})
         return _error("the engine loop has ended or the node is stopping", "server_error", 503)
 
     async def _models(self, _: web.Request) -> web.Response:
-        model = {"id": self.model, "object": "model", "owned_by": "kvconnect", "seed": self._seed}
-        model["max_model_len"] = self.engine.scheduler.limits.max_model_len
+        info = self._port.info
+        model = {"id": info.model, "object": "model", "owned_by": "kvconnect", "seed": info.seed}
+        model["max_model_len"] = info.limits.max_model_len
         return _json({"object": "list", "data": [model]})
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
-        body, content_type = self._metrics.render()
+        body, content_type = await self._port.metrics()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _state(self, _: web.Request) -> web.Response:
-        snapshot = self.engine.snapshot
-        body: dict[str, Any] = {
-            "model": self.model,
-            "blocks": snapshot.blocks,
-            "requests": snapshot.requests,
-            "counts": snapshot.counts,
-            "steps": snapshot.steps,
-        }
-        state = getattr(self.engine.worker, "state", None)
-        if state is not None:
-            body["connector"] = state()
-        if self.engine.offload_state is not None:
-            body["offload"] = self.engine.offload_state()
-        return web.Response(text=json.dumps(body, default=str), content_type="application/json")
+        return web.Response(text=await self._port.state(), content_type="application/json")
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
             return _error("the node is stopping", "server_error", 503)
         request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
         try:
-            decoded = json.loads(await http.read())
+            decoded = json.loads(await self._bodies.read(http))
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not valid JSON: {error}") from error
-        body = parse_completion(decoded, model=self.model, vocab_size=self._vocab_size)
-        refusal = self.engine.refusal(len(body.prompt_token_ids), body.max_tokens)
-        if refusal is not None:
-            raise BadRequest(refusal)
+        body = self._checked(decoded)
+        if self._port.num_open >= self._limits.max_requests:
+            text = f"the node serves {self._limits.max_requests} requests already"
+            return _error(text, "server_error", 503)
         answer = Answer(
             request_id,
-            self.model,
+            self._port.info.model,
             int(time.time()),
             len(body.prompt_token_ids),
             body.return_kv_block_ids,
@@ -184,37 +191,43 @@ class NodeServer:
         finally:
             self._in_flight -= 1
 
+    def _checked(self, decoded: object) -> CompletionBody:
+        """A body that the engine can serve.
+
+        Raises:
+            BadRequest: it cannot, and the text says why.
+        """
+        info = self._port.info
+        body = parse_completion(decoded, model=info.model, vocab_size=info.vocab_size)
+        refusal = info.limits.refusal(len(body.prompt_token_ids), body.max_tokens)
+        if refusal is None and body.kv_transfer_params is not None:
+            refusal = self._params_refusal(body.kv_transfer_params)
+        if refusal is not None:
+            raise BadRequest(refusal)
+        return body
+
+    def _params_refusal(self, params: dict[str, Any]) -> str | None:
+        # Whether they make sense is for the connector to say: some policies serve a request all the same.
+        try:
+            length_bytes = len(json.dumps(params))
+        except RecursionError:
+            return "kv_transfer_params are nested too deeply"
+        if length_bytes > self._limits.max_params_bytes:
+            accepted = self._limits.max_params_bytes
+            return f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}"
+        return None
+
     @contextlib.asynccontextmanager
     async def _running(self, request_id: str, body: CompletionBody) -> AsyncIterator[asyncio.Queue[Output]]:
         """Submit the request; abort it if the client leaves before the end."""
-        loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Output] = asyncio.Queue()
-        ended = False
-
-        def sink(output: Output) -> None:
-            nonlocal ended
-            ended = ended or output.is_last
-            # A loop that was closed has no client left to tell.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-
-        # Clients may reuse an id; the engine's and the peers' books need one per request.
-        request = Request(
-            request_id=f"{request_id}-{next(self._serials)}",
-            prompt_token_ids=body.prompt_token_ids,
-            max_tokens=body.max_tokens,
-            sink=sink,
-            kv_transfer_params=body.kv_transfer_params,
-        )
-        try:
-            self.engine.submit(request)
-        except LocalError as error:
-            raise BadRequest(str(error), status=503) from error
+        submission = Submission(request_id, body.prompt_token_ids, body.max_tokens, body.kv_transfer_params)
+        number = self._port.submit(submission, outputs.put_nowait)
         try:
             yield outputs
         finally:
-            if not ended:
-                self.engine.abort(request.request_id)
+            # Nothing happens to a request that has ended.
+            self._port.abort(number)
 
     async def _whole(self, answer: Answer, outputs: asyncio.Queue[Output]) -> web.Response:
         tokens: list[int] = []

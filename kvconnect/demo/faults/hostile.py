@@ -12,7 +12,9 @@ from kvconnect.demo.faults.attack import Attacker, Loris, Tap, Target
 from kvconnect.demo.faults.listeners import listeners
 from kvconnect.demo.faults.load import ASK_FOR_KV, Clients, Questions, Tally, percentile
 from kvconnect.demo.faults.nursery import is_running
+from kvconnect.demo.faults.reports import Report
 from kvconnect.demo.faults.stage import Stage, StageOptions
+from kvconnect.demo.http import growth
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.key_files import new_secret
 
@@ -22,8 +24,8 @@ _MOST_GROWTH_BYTES = 128 << 20
 
 
 @dataclass
-class HostileReport:
-    """What was sent, and what came of it. ``problems`` is empty exactly if nothing was wrong.
+class HostileReport(Report):
+    """``frames`` are those that were sent, by port.
 
     ``ratio`` is the honest rate under attack by the one without, medians of windows that take turns;
     ``p99_ratio`` the same of the honest requests' 99th percentile. ``grown_bytes`` is by how much each
@@ -38,7 +40,6 @@ class HostileReport:
     ratio: float = 0.0
     p99_ratio: float = 0.0
     grown_bytes: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
 
 def record(stage: Stage, questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -141,6 +142,9 @@ def judge_health(stage: Stage, questions: Questions, before: Health, report: Hos
         internal = actor.metrics().get(("kvconnect_failures_total", (("reason", "internal"),)), 0)
         if internal:
             report.problems.append(f"{actor.name} met {internal:.0f} errors of its own, see its log")
+        restarts = growth({}, actor.metrics(), "kvconnect_node_front_restarts_total")
+        if restarts:
+            report.problems.append(f"{actor.name} had to start its HTTP front {restarts:.0f} times again")
     for name, rss_bytes in before.rss_bytes.items():
         grown = after.rss_bytes[name] - rss_bytes
         report.grown_bytes[name] = grown

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kvconnect.demo.children import ChildFailed
+from kvconnect.demo.faults.listeners import family
 from kvconnect.demo.faults.nursery import Nursery, is_running, wait_until_gone
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
 from kvconnect.demo.pair import RESERVED_BLOCKS
@@ -147,14 +148,14 @@ class Actor:
 
     @property
     def rss_bytes(self) -> int:
-        """The memory that it occupies."""
-        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+        """The memory that it and its HTTP front occupy."""
+        pages = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in family(self.pid)]
+        return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def num_threads(self) -> int:
-        """The threads that it runs."""
-        return len(os.listdir(f"/proc/{self.pid}/task"))
+        """The threads that it and its HTTP front run."""
+        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in family(self.pid))
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log."""
