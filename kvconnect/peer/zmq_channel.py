@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -46,7 +46,10 @@ _OTHER_MECHANISM = 0x11000002
 
 @dataclass
 class _Link:
-    """A connection that we opened. ``probe`` is set while it is lost and not reported yet."""
+    """A connection that we opened. ``probe`` is set while it is lost and not reported yet.
+
+    ``doubtful`` are frames of which nobody knows yet whether they came before the loss, or after it.
+    """
 
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -54,6 +57,7 @@ class _Link:
     port: int
     probe: PortProbe | None = None
     reason: str = ""
+    doubtful: list[Arrival] = field(default_factory=list)
 
 
 class ZmqChannel:
@@ -210,12 +214,15 @@ class ZmqChannel:
         for name, link in list(self._links.items()):
             if link.dealer in ready:
                 # What a peer says after a loss is said to somebody whom it takes for a stranger.
-                is_over = link.probe is not None or (stood_still and link.monitor in ready)
-                self._drain_dealer(name, link, [] if is_over else arrived)
+                is_doubtful = link.probe is not None or (stood_still and link.monitor in ready)
+                self._drain_dealer(name, link, link.doubtful if is_doubtful else arrived)
             if link.monitor in ready or link.probe is not None:
                 lost = self._lost(name, link)
                 if lost is not None:
+                    # A process that is gone said all of it before: often that it has sent everything.
+                    arrived += link.doubtful if lost.refused else ()
                     arrived.append(lost)
+                    link.doubtful.clear()
         if self._router in ready:
             self._drain_router(arrived)
         return arrived
@@ -271,9 +278,11 @@ class ZmqChannel:
     def _drain_dealer(self, name: str, link: _Link, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):
             try:
-                arrived.append(Frame(name, link.dealer.recv(zmq.NOBLOCK)))
+                data = link.dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if len(link.doubtful) < _MOST_ARRIVALS:
+                arrived.append(Frame(name, data))
 
     def _drain_router(self, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):

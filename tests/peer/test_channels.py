@@ -89,6 +89,21 @@ def test_a_peer_that_closes_is_noticed(make_channel):
     assert LinkLost("p", refused=True) in arrivals(client, 1)
 
 
+@pytest.mark.parametrize("sleep_s", [0.0, 0.3])
+def test_what_a_peer_said_before_it_ended_is_heard(make_channel, sleep_s):
+    server, client = make_channel(), make_channel()
+    client.connect("p", "127.0.0.1", server.port)
+    client.send("p", b"x")
+    (frame,) = arrivals(server, 1)
+    client.receive()
+    said = [b"%d" % n for n in range(3)]
+    for data in said:
+        assert server.send(frame.link, data)
+    server.close()
+    time.sleep(sleep_s)
+    assert arrivals(client, 4) == [*(Frame("p", data) for data in said), LinkLost("p", refused=True)]
+
+
 def test_dropped_links_are_silent(make_channel):
     server, client = make_channel(), make_channel()
     client.connect("p", "127.0.0.1", server.port)
