@@ -101,6 +101,68 @@ def test_a_connection_keeps_the_order_and_loses_nothing(seed):
     assert ends.near.receive() == [Frame("a", b"back")]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_partitions_keep_the_order_and_lose_nothing(seed):
+    ends = Ends(seed, jitter_s=0.3, slow=0.5, heartbeat_s=100.0)
+    ends.run(1.0)
+    for number in range(60):
+        if number % 5 == 2:
+            ends.network.part("P", "D")
+        elif number % 5 == 4:
+            ends.network.join("P", "D")
+        assert ends.near.send("a", bytes([number]))
+        ends.run(0.2 * ends.world.random.random())
+    ends.network.join("P", "D")
+    ends.run(9.0)
+    assert [frame.data[0] for frame in ends.far.receive()] == list(range(60))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_goes_on_hears_each_connection_in_order_and_others_before(seed):
+    ends = Ends(seed)
+    heard: list[tuple[str, int]] = []
+
+    def hear() -> None:
+        heard.extend((frame.link, frame.data[0]) for frame in ends.far.receive() if isinstance(frame, Frame))
+
+    ends.near.connect("b", "P", ends.far.port)
+    ends.run(0.5)
+    first, other = ends.network.links_between(ends.near, ends.far)
+    ends.far.stopped = True
+    for number in range(3):
+        ends.near.send("a", bytes([number]))
+    ends.run(0.1)
+    ends.far.go_on()
+    for number in range(3, 30):
+        if number == 10:
+            # It is stopped once more, with something that it has not read.
+            ends.far.go_on()
+        ends.near.send("a", bytes([number]))
+        ends.near.send("b", bytes([number]))
+        ends.run(0.0005)
+        hear()
+    ends.run(1.0)
+    hear()
+    assert [number for link, number in heard if link == first] == list(range(30))
+    assert [number for link, number in heard if link == other] == list(range(3, 30))
+    assert heard[0][0] == other
+
+
+def test_what_is_said_over_a_new_connection_does_not_overtake_the_news_of_the_loss():
+    ends = Ends(1, delay_s=0.0005, jitter_s=0.0)
+    ends.run(0.5)
+    ends.near.stopped = True
+    ends.network.cut(ends.network.connections[0])
+    ends.run(0.5)
+    ends.near.go_on()
+    (link,) = ends.network.links_between(ends.near, ends.far)
+    ends.far.send(link, b"who are you")
+    ends.run(0.001)
+    assert ends.near.receive() == []
+    ends.run(0.5)
+    assert ends.near.receive() == [LinkLost("a", refused=False), Frame("a", b"who are you")]
+
+
 def test_a_break_loses_what_is_under_way_and_makes_another_link():
     ends = Ends(1, delay_s=0.1)
     ends.run(0.5)

@@ -30,6 +30,7 @@ class SimChannel:
         self._port = port
         self._wake = wake
         self._inbox: deque[Arrival] = deque()
+        self._held: deque[Arrival] = deque()
         self.grants = Grants()
 
     @property
@@ -76,21 +77,24 @@ class SimChannel:
 
     def take(self, item: Arrival) -> None:
         """Called by the network."""
-        self._inbox.append(item)
+        # Of one connection nothing overtakes what came before it, the news that it was lost included.
+        is_behind = any(held.link == item.link for held in self._held)
+        (self._held if is_behind else self._inbox).append(item)
         self._wake()
 
     def go_on(self) -> None:
         """The process runs again: its I/O thread takes a moment to hand over what came meanwhile."""
         self.stopped = False
-        world, came = self._network.world, list(self._inbox)
+        world = self._network.world
+        self._held.extend(self._inbox)
         self._inbox.clear()
-        later = 0.01 * world.random.random()
 
         def hand_over() -> None:
-            self._inbox.extendleft(reversed(came))
+            self._inbox.extendleft(reversed(self._held))
+            self._held.clear()
             self._wake()
 
-        world.after(later, hand_over)
+        world.after(0.01 * world.random.random(), hand_over)
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once: time is the simulation's."""

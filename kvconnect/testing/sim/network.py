@@ -33,10 +33,14 @@ class Weather:
 
 @dataclass(eq=False)
 class _Way:
-    """One direction of a connection. ``stalled`` are frames that wait for the network."""
+    """One direction of a connection: ``frames`` are under way on it, of which ``awaited`` will arrive.
+
+    The others wait for the network. Whichever arrives next is the one that was said first.
+    """
 
     arrives: float = 0.0
-    stalled: list[bytes] = field(default_factory=list)
+    awaited: int = 0
+    frames: deque[bytes] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -148,13 +152,15 @@ class Network:
 
     def say(self, connection: Connection, data: bytes, way: _Way) -> None:
         """Send a frame over a connection that is up."""
-        if self._is_parted(connection):
-            way.stalled.append(data)
-            return
-        arrives = max(way.arrives, self.world.now + self._delay())
-        way.arrives = arrives
+        way.frames.append(data)
+        if not self._is_parted(connection):
+            self._await(connection, way)
+
+    def _await(self, connection: Connection, way: _Way) -> None:
+        way.arrives = max(way.arrives, self.world.now + self._delay())
+        way.awaited += 1
         epoch = connection.epoch
-        self.world.at(arrives, lambda: self._arrive(connection, epoch, data, way))
+        self.world.at(way.arrives, lambda: self._arrive(connection, epoch, way))
 
     def answer(self, far: str, data: bytes) -> bool:
         """Send a frame back over a connection that came. False: it is not there any more."""
@@ -216,12 +222,13 @@ class Network:
         for data in repeated:
             self.say(connection, data, connection.there)
 
-    def _arrive(self, connection: Connection, epoch: int, data: bytes, way: _Way) -> None:
+    def _arrive(self, connection: Connection, epoch: int, way: _Way) -> None:
         if connection.epoch != epoch:
             return
+        way.awaited -= 1
         if self._is_parted(connection):
-            way.stalled.append(data)
             return
+        data = way.frames.popleft()
         if way is connection.back:
             if not connection.dropped:
                 connection.opener.take(Frame(connection.link, data))
@@ -231,9 +238,8 @@ class Network:
 
     def _unstall(self, connection: Connection) -> None:
         for way in (connection.there, connection.back):
-            stalled, way.stalled = way.stalled, []
-            for data in stalled:
-                self.say(connection, data, way)
+            for _ in range(len(way.frames) - way.awaited):
+                self._await(connection, way)
 
     def _watch(self, connection: Connection) -> None:
         """Nothing gets through: if that stays so, the heartbeat ends the connection."""
