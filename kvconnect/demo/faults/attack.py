@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kvconnect.demo.faults import frames
 
@@ -91,11 +91,18 @@ def _http_frame(target: Target, rng: random.Random) -> bytes:
     return frames.http_request(made, keep=True)
 
 
-def send_once(target: Target, made: Sequence[bytes]) -> int:
+class Sent(NamedTuple):
+    """What one connection took: ``frames``, and how many of them were answered as honest requests are."""
+
+    frames: int
+    served: int = 0
+
+
+def send_once(target: Target, made: Sequence[bytes]) -> Sent:
     """Open a connection, send the frames and leave. Returns how many were sent before the peer closed it."""
     if target.kind == "keyed":
-        return _send_keyed(target, made)
-    sent = 0
+        return Sent(_send_keyed(target, made))
+    sent = served = 0
     with (
         contextlib.suppress(OSError),
         socket.create_connection((target.host, target.port), timeout=_CONNECT_TIMEOUT_S) as connection,
@@ -107,11 +114,13 @@ def send_once(target: Target, made: Sequence[bytes]) -> int:
             if target.kind == "http":
                 # The next request is only looked at once this one is answered.
                 connection.settimeout(_ANSWER_S)
-                if not connection.recv(65536):
+                answer = connection.recv(65536)
+                if not answer:
                     break
+                served += answer.startswith(b"HTTP/1.1 200 ")
         connection.settimeout(_READ_S)
         connection.recv(4096)
-    return sent
+    return Sent(sent, served)
 
 
 def _send_keyed(target: Target, made: Sequence[bytes]) -> int:
@@ -143,11 +152,12 @@ def _send_keyed(target: Target, made: Sequence[bytes]) -> int:
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an attacker did: frames by target, and connections."""
+    """What an attacker did: frames by target, and connections. ``served`` frames were valid requests."""
 
     frames: dict[str, int]
     connections: int
     seconds: float
+    served: int = 0
 
     @property
     def total(self) -> int:
@@ -201,7 +211,7 @@ def _attack(
 ) -> None:
     counts = dict.fromkeys([target.name for target in targets], 0)
     lock = threading.Lock()
-    connections, started = [0], time.monotonic()
+    connections, served, started = [0], [0], time.monotonic()
 
     def attack(number: int) -> None:
         rng = random.Random(seed * _THREADS + number)
@@ -211,9 +221,10 @@ def _attack(
             target = min(some, key=lambda target: counts[target.name])
             done = send_once(target, compose(target, rng))
             with lock:
-                counts[target.name] += done
+                counts[target.name] += done.frames
                 connections[0] += 1
-                sent.value += done
+                served[0] += done.served
+                sent.value += done.frames
                 total = sum(counts.values())
             ahead_s = total / frames_per_s - (time.monotonic() - started) if frames_per_s else 0.0
             if ahead_s > 0:
@@ -224,7 +235,7 @@ def _attack(
         thread.start()
     for thread in threads:
         thread.join()
-    results.put(Attacked(counts, connections[0], time.monotonic() - started))
+    results.put(Attacked(counts, connections[0], time.monotonic() - started, served[0]))
 
 
 class Loris:

@@ -25,7 +25,7 @@ _MOST_GROWTH_BYTES = 128 << 20
 
 @dataclass
 class HostileReport(Report):
-    """``frames`` are those that were sent, by port.
+    """``frames`` are those that were sent, by port; ``served`` of them turned out to be valid requests.
 
     ``ratio`` is the honest rate under attack by the one without, medians of windows that take turns;
     ``p99_ratio`` the same of the honest requests' 99th percentile. ``grown_bytes`` is by how much each
@@ -36,6 +36,7 @@ class HostileReport(Report):
     frames: dict[str, int] = field(default_factory=dict)
     connections: int = 0
     frames_per_s: float = 0.0
+    served: int = 0
     honest: int = 0
     ratio: float = 0.0
     p99_ratio: float = 0.0
@@ -77,9 +78,11 @@ def find_targets(
     ``secrets`` adds attackers of the side channels that have keys, by what they are called.
     """
     body = {"model": questions.model, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
-    # A token that there is not: what is only nearly right is refused, and does not compute like honest work.
+    # A token that there is not: what is only nearly right is refused. What is right computes, and is load as
+    # honest work is: there is a little of it, since only that gets as far as a connector.
     refused = {**body, "prompt": [1, 1 << 20]}
-    bodies = (*[refused] * 5, body, {**body, "stream": True}, {**body, "kv_transfer_params": ASK_FOR_KV})
+    right = (body, {**body, "stream": True}, {**body, "kv_transfer_params": ASK_FOR_KV})
+    bodies = (*[refused] * 10 * len(right), *right)
     # Used by somebody already, and not used by anybody yet.
     params = tuple(questions.prefill(stage.prefill, index) for index in range(2))
     questions.ask(stage.decode.url, 0, params[0])
@@ -201,6 +204,7 @@ def run_hostile(
             for name, count in done.frames.items():
                 report.frames[name] = report.frames.get(name, 0) + count
             report.connections += done.connections
+            report.served += done.served
         beside, without = len(attacked[-1]), len(quiet[-1])
         say(f"window {number + 1} of {windows}: {beside} honest answers under attack, {without} without")
     report.frames_per_s = sum(report.frames.values()) / attack_s
