@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
-from kvconnect.config import ExtraConfig
+from kvconnect.config import ExtraConfig, split_address
 from kvconnect.metrics import Metrics
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
@@ -55,7 +55,7 @@ class Peers:
         self._introduce = introduce
         self._metrics = metrics
         self._randomness = randomness
-        self._warm = [(host, int(port)) for host, _, port in (a.rpartition(":") for a in config.warm_peers)]
+        self._warm = [known for known in map(split_address, config.warm_peers) if known is not None]
         self._owners: dict[str, Peer] = {}
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)

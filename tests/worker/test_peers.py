@@ -165,6 +165,12 @@ def test_warm_peers_are_met_before_anybody_asks_and_used_under_their_name():
     pair.assert_idle()
 
 
+def test_a_warm_peer_may_be_named_by_an_address_with_colons():
+    pair = Pair(ExtraConfig(path="packed", warm_peers=("[::1]:1",)))
+    pair.run(0.2)
+    assert ("", "::1", 1) in pair.decode.mover.decode.peers.peers
+
+
 def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
     pair = Pair(ExtraConfig(path="packed", warm_peers=("h:1",)))
     pair.start()
