@@ -20,7 +20,7 @@ from tests.vllm.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1200)
 
-SHORT = {"gqa", "hybrid"}
+SHORT = {"gqa"}
 KINDS = [
     pytest.param(kind, marks=[] if kind in SHORT else [pytest.mark.full])
     for kind in ("gqa", "hybrid", "sliding", "mtp_gqa", "eagle", "fp8")
