@@ -216,6 +216,7 @@ class ZmqChannel:
                 # What a peer says after a loss is said to somebody whom it takes for a stranger.
                 is_doubtful = link.probe is not None or (stood_still and link.monitor in ready)
                 self._drain_dealer(name, link, link.doubtful if is_doubtful else arrived)
+                del link.doubtful[_MOST_ARRIVALS:]
             if link.monitor in ready or link.probe is not None:
                 lost = self._lost(name, link)
                 if lost is not None:
@@ -278,11 +279,9 @@ class ZmqChannel:
     def _drain_dealer(self, name: str, link: _Link, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):
             try:
-                data = link.dealer.recv(zmq.NOBLOCK)
+                arrived.append(Frame(name, link.dealer.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return
-            if len(link.doubtful) < _MOST_ARRIVALS:
-                arrived.append(Frame(name, data))
 
     def _drain_router(self, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):

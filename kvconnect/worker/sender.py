@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
@@ -50,7 +51,7 @@ class Sender:
         self._arrived = arrived
         self._outboxes: dict[TransferKey, Outbox] = {}
         self._of_peer: dict[str, list[TransferKey]] = {}
-        self._shares: dict[str, TimeShares] = {}
+        self._shares: defaultdict[str, TimeShares] = defaultdict(TimeShares)
         self._batches: dict[int, TransferKey] = {}
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
@@ -159,9 +160,7 @@ class Sender:
         for peer, keys in self._of_peer.items():
             self._feed(keys, now)
             using = [key for key in keys if self.sendings[key].in_flight or self._outboxes[key].busy]
-            if (shares := self._shares.get(peer)) is None:
-                shares = self._shares[peer] = TimeShares()
-            shares.change(using, now)
+            self._shares[peer].change(using, now)
         over = [sending for key, sending in self.sendings.items() if self._is_over(key)]
         for sending in over:
             sending.move(SendEvent.END)
