@@ -14,8 +14,6 @@ from typing import Any
 from kvconnect.node.block_manager import RequestBlocks
 from kvconnect.node.output import Output
 
-__all__ = ["Output", "Request", "RequestState"]
-
 
 class RequestState(enum.Enum):
     """Where a request is. FINISHED requests may still hold blocks that a peer reads or writes."""

@@ -49,11 +49,6 @@ class FrontProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
             theirs.close()
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def greet(self, hello: Hello, fds: Sequence[int]) -> None:
         """Say what it serves, and hand it the listening sockets.
 

@@ -48,11 +48,6 @@ class FrontSupervisor:
         self._is_refusing = False
         self._is_stopping = False
 
-    @property
-    def pid(self) -> int:
-        """The process id of the front that runs now."""
-        return self._process.pid
-
     async def start(self, desk: EngineDesk, host: str, port: int) -> int:
         """Start the engine, and listen. Returns the port, which the system chose if ``port`` is 0.
 

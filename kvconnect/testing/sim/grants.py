@@ -6,11 +6,8 @@ Knows nothing of what the worker believes: only the frames that it sends and tak
 from __future__ import annotations
 
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import Fetch, Granted, Landed, decode_to_decode, decode_to_prefill
-
-_LARGEST_BYTES = 1 << 30
-_TAG_BYTES = 10
-"""Where a message says what it is: most others need not be read."""
+from kvconnect.peer.messages import Fetch, Granted, Landed
+from kvconnect.testing.sim.frames import read_frame, tag_of
 
 Grant = tuple[str, int, int]
 """The connection, the number of the fetch, and the generation."""
@@ -25,18 +22,18 @@ class Grants:
 
     def said(self, link: str, data: bytes) -> None:
         """The worker says something to a peer that it fetches from."""
-        tag = data[:_TAG_BYTES]
+        tag = tag_of(data)
         if b"fetch" in tag or b"granted" in tag:
-            message = decode_to_prefill(data, _LARGEST_BYTES)
+            message = read_frame(data, to_decode=False)
             assert isinstance(message, Fetch | Granted)
             for grant in message.grants:
                 self._granted[grant.address] = (link, message.transfer_id, grant.generation)
 
     def heard(self, link: str, data: bytes) -> None:
         """Such a peer says something."""
-        if b"landed" in data[:_TAG_BYTES]:
+        if b"landed" in tag_of(data):
             try:
-                message = decode_to_decode(data, _LARGEST_BYTES)
+                message = read_frame(data, to_decode=True)
             except PeerError:
                 return
             if isinstance(message, Landed):

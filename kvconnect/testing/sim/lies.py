@@ -31,17 +31,13 @@ from kvconnect.peer.messages import (
     Wanted,
     Welcome,
     Written,
-    decode_to_decode,
-    decode_to_prefill,
     encode,
 )
+from kvconnect.testing.sim.frames import read_frame, tag_of
 
 Said = list[tuple[float, bytes]]
 """Frames, and after how many seconds each is sent."""
 
-_LARGEST_BYTES = 1 << 30
-_TAG_BYTES = 10
-"""Where a message says what it is."""
 _OF_USE = {
     False: (b"fetch", b"granted", b"let_go", b"renew"),
     True: (b"landed", b"written", b"accepted", b"wanted", b"declined", b"renewed"),
@@ -56,7 +52,7 @@ _WAITS_S = (0.0, 0.0, 0.002, 0.3, 3.0)
 
 def _read(data: bytes, to_decode: bool) -> Message:
     try:
-        return (decode_to_decode if to_decode else decode_to_prefill)(data, _LARGEST_BYTES)
+        return read_frame(data, to_decode=to_decode)
     except PeerError:
         return Bad("a lie of its own")
 
@@ -78,7 +74,7 @@ class Liar:
 
     def overhear(self, data: bytes, *, to_decode: bool) -> Said:
         """Somebody else says something. What to say to the same one, if it listens to us."""
-        tag = data[:_TAG_BYTES]
+        tag = tag_of(data)
         if not any(name in tag for name in _OF_USE[to_decode]):
             return []
         self._overheard[to_decode].append(data)

@@ -8,18 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import (
-    Fetch,
-    Granted,
-    Hello,
-    Message,
-    Welcome,
-    decode_to_decode,
-    decode_to_prefill,
-)
+from kvconnect.peer.messages import Fetch, Granted, Hello, Welcome
+from kvconnect.testing.sim.frames import read_frame
 from kvconnect.testing.sim.world import START_S
 
-_LARGEST_BYTES = 1 << 30
 _CARD = re.compile(r"/[0-9a-f]{12}\b")
 """What tells two cards of an engine apart in its name at a peer: made of addresses and chance."""
 
@@ -39,11 +31,7 @@ def format_event(event: Sequence[object]) -> str:
 
 def _describe(link: str, data: bytes) -> str:
     try:
-        message: Message = (
-            decode_to_decode(data, _LARGEST_BYTES)
-            if link.startswith("in:")
-            else decode_to_prefill(data, _LARGEST_BYTES)
-        )
+        message = read_frame(data, to_decode=link.startswith("in:"))
     except PeerError as error:
         return str(error)
     name = type(message).__name__
