@@ -13,7 +13,8 @@ Observed with nixl 1.5.1 and UCX, which made the code what it is:
 - A killed peer is seen in some 15 ms over TCP while a transfer is in flight, and at the next post
   over shared memory, with ``ucx_error_handling_mode=peer``. A stopped one is never seen: its handle
   stays in progress for ever, so the deadlines here are our own.
-- After a disconnect every post fails, with a healthy peer too, until the agent is removed and added.
+- After a disconnect every post fails, with a healthy peer too, until the agent is removed and added. That
+  ends every transfer to the peer, so it waits until those under way have ended or the link stands still.
 - Releasing a handle that is in progress succeeds, but what is in the kernel's socket buffers still
   lands when the peer wakes. Such a failure is not quiet.
 - To make a transfer takes several times as long as to post it, so those of one copy, which come again and
@@ -55,8 +56,9 @@ class _Flight:
     """A batch that was not answered yet.
 
     ``handles`` are those which may still be in progress. ``error`` is set once the batch can only
-    fail; it is then answered when it is proven quiet, or at ``settle_until``. ``stretch`` is set where its
-    handle can be posted again.
+    fail; it is then answered when it is proven quiet, or once it had its time, ``settle_until`` at the
+    earliest. ``stretch`` is set where its handle can be posted again. ``is_posted`` is False while the batch
+    waits for its peer's link to be renewed.
     """
 
     batch: Batch
@@ -66,6 +68,7 @@ class _Flight:
     settle_until: float = 0.0
     severed: bool = False
     stretch: Stretch | None = None
+    is_posted: bool = False
 
 
 class NixlEngine:
@@ -74,7 +77,8 @@ class NixlEngine:
     Args:
         backend: the NIXL plugin that moves the bytes.
         backend_options: its parameters, added to ours.
-        settle_s: how long a batch that failed may wait for the proof that it is quiet.
+        settle_s: how long a batch that failed may wait for the proof that it is quiet, while no other
+            batch to its peer ends.
         max_copies, max_bytes, max_batches_per_peer: the bounds to announce.
 
     Raises:
@@ -216,12 +220,13 @@ class NixlEngine:
         if not batch.total_bytes:
             self._answer(flight, "", quiet=True)
             return
-        try:
-            if peer.broken:
-                self._heal(peer)
-            self._post(flight, peer)
-        except Exception as error:
-            self._fail(flight, error)
+        if peer.broken and not any(
+            other.batch.peer == batch.peer and not other.is_posted
+            for other in self._flights.values()
+            if other is not flight
+        ):
+            peer.progressed_at = flight.posted
+        self._post_if_healthy(flight, peer, flight.posted)
 
     def poll(self) -> list[Completion]:
         """Advance own transfers and those of peers; return what ended."""
@@ -240,10 +245,14 @@ class NixlEngine:
         return finished
 
     def cancel(self, batch_id: int) -> None:
-        """Stop a batch. It is quiet only if it had ended by itself."""
+        """Let a batch end as a failure: as soon as its transfers have, which takes milliseconds.
+
+        NIXL cannot call back what it was given: a transfer that is released goes on, and only renewing the
+        link ends it, at the cost of all others to the peer.
+        """
         flight = self._flights.get(batch_id)
-        if flight is not None:
-            self._abandon(flight, "cancelled")
+        if flight is not None and not flight.error:
+            flight.error, flight.settle_until = "cancelled", time.monotonic() + self._settle_s
 
     def close(self) -> None:
         """End what is in flight, forget all peers, and destroy the agent."""
@@ -267,6 +276,16 @@ class NixlEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the NIXL engine is closed")
+
+    def _post_if_healthy(self, flight: _Flight, peer: Peer, now: float) -> None:
+        """Post a batch, once its peer's link is renewed if it has to be."""
+        try:
+            if peer.broken and not self._heal(peer, now):
+                return
+            flight.is_posted = True
+            self._post(flight, peer)
+        except Exception as error:
+            self._fail(flight, error)
 
     def _post(self, flight: _Flight, peer: Peer) -> None:
         batch = flight.batch
@@ -299,13 +318,16 @@ class NixlEngine:
 
     def _advance(self, flight: _Flight, now: float) -> None:
         """One look at a batch that was not answered."""
+        if not flight.is_posted and not flight.error and now < flight.posted + flight.batch.timeout_s:
+            self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
+            return
         try:
             flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
         except Exception as error:
             self._fail(flight, error)
         if flight.error:
             self._settle(flight, now)
-        elif not flight.handles:
+        elif flight.is_posted and not flight.handles:
             self._answer(flight, "", quiet=True)
         elif now >= flight.posted + flight.batch.timeout_s:
             flight.error = f"timed out after {flight.batch.timeout_s:g} s"
@@ -318,6 +340,7 @@ class NixlEngine:
             return False
         if state == "ERR":
             raise EngineError("NIXL reports an error of the transfer")
+        self._peers[flight.batch.peer].progressed_at = time.monotonic()
         if flight.stretch is not None:
             self._kept.keep(flight.stretch, handle)
         else:
@@ -325,12 +348,19 @@ class NixlEngine:
         return True
 
     def _settle(self, flight: _Flight, now: float) -> None:
-        """Answer a failed batch once it is proven quiet, or when it had its time."""
-        peer = self._peers.get(flight.batch.peer)
-        dead = flight.severed and peer is not None and is_dead(peer.card.process)
+        """Answer a failed batch once it is proven quiet, or when it had its time.
+
+        While other batches to its peer end, its turn comes too: it is waited for until its own deadline.
+        """
+        peer = self._peers[flight.batch.peer]
+        until = flight.settle_until
+        if not flight.severed:
+            last = flight.posted + flight.batch.timeout_s + self._settle_s
+            until = min(last, max(until, peer.progressed_at + self._settle_s))
+        dead = flight.severed and is_dead(peer.card.process)
         if dead or (not flight.handles and not flight.severed):
             self._answer(flight, flight.error, quiet=True)
-        elif now >= flight.settle_until:
+        elif now >= until:
             self._abandon(flight, flight.error)
 
     def _fail(self, flight: _Flight, error: Exception) -> None:
@@ -379,14 +409,25 @@ class NixlEngine:
             self._tell_once("release", "NIXL did not release a transfer yet; it is tried again", None)
             self._stuck.append(handle)
 
-    def _heal(self, peer: Peer) -> None:
-        """Renew the link of a peer: NIXL 1.5.1 never takes up a broken one by itself."""
-        for flight in list(self._flights.values()):
-            if flight.handles and self._peers[flight.batch.peer].agent == peer.agent:
-                self._abandon(flight, "the link to the peer was renewed")
+    def _heal(self, peer: Peer, now: float) -> bool:
+        """Renew the link of a peer: NIXL 1.5.1 never takes up a broken one by itself.
+
+        False: not yet, since transfers under way to the peer may still end by themselves. On a link that
+        is broken they fail at once, on one that only stood still they go on.
+        """
+        under_way = [
+            flight
+            for flight in self._flights.values()
+            if flight.handles and self._peers[flight.batch.peer].agent == peer.agent
+        ]
+        if under_way and now < peer.progressed_at + self._settle_s:
+            return False
+        for flight in under_way:
+            self._abandon(flight, flight.error or "the link to the peer stood still, and was renewed")
         self._remove_agent(peer.agent)
         peer.agent = self._add_agent(peer.card.metadata)
         peer.broken = False
+        return True
 
     def _add_agent(self, metadata: bytes) -> str:
         name = self._agent.add_remote_agent(metadata)

@@ -43,6 +43,31 @@ class FaultCases(EngineCases):
         assert not again.ok
         assert not driver.pending
 
+    def test_a_cancelled_batch_ends_quiet_and_hurts_no_other_to_its_peer(
+        self, driver: Driver, shared_peer: PeerProcess
+    ) -> None:
+        remote = self._meet(driver, shared_peer)
+        assert driver.copy("peer", remote).ok
+        most = min(6, driver.engine.capabilities.max_batches_per_peer - 1)
+        for cancelled in range(most):
+            # Each to a part of its own, so that one that was lost is seen.
+            size = BUFFER_BYTES // most // 4096 * 4096
+            batches = [
+                driver.submit(
+                    "peer", Verb.WRITE, [driver.address + part * size], [remote + part * size], [size]
+                )
+                for part in range(most)
+            ]
+            driver.engine.cancel(batches[cancelled])
+            begun = time.monotonic()
+            after = driver.copy("peer", remote)
+            answers = [driver.wait(batch) for batch in batches]
+            assert after.ok, after
+            assert [answer.error for answer in answers if not answer.ok] in ([], [answers[cancelled].error])
+            assert answers[cancelled].quiet, answers[cancelled]
+            assert time.monotonic() - begun < HANG_S
+        assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
+
     def test_a_stopped_peer_is_answered_and_delays_no_other(
         self, driver: Driver, own_peer: PeerProcess, shared_peer: PeerProcess
     ) -> None:

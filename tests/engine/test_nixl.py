@@ -96,6 +96,35 @@ def test_a_timeout_is_not_called_quiet(pair: tuple[Driver, PeerProcess, int]) ->
     assert driver.copy("peer", remote).ok
 
 
+def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
+    pair: tuple[Driver, PeerProcess, int],
+) -> None:
+    """The link is renewed after a batch was given up, and not before the others to it have ended."""
+    driver, peer, remote = pair
+    assert driver.copy("peer", remote).ok
+    peer.stop()
+    quarter = 4 << 20
+    given_up, *others = (
+        driver.submit(
+            "peer",
+            Verb.WRITE,
+            [driver.address + part * quarter],
+            [remote + part * quarter],
+            [quarter],
+            timeout_s=0.5 if part == 0 else 30.0,
+        )
+        for part in range(4)
+    )
+    answer = driver.wait(given_up)
+    assert (answer.ok, answer.quiet) == (False, False)
+    peer.resume()
+    after = driver.copy("peer", remote)
+    assert after.ok, after
+    for batch_id in others:
+        assert driver.wait(batch_id).ok, driver.answers[batch_id]
+    assert np.array_equal(peer.content("buffer")[quarter:], driver.buffer[quarter:])
+
+
 def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
     pair: tuple[Driver, PeerProcess, int],
 ) -> None:
