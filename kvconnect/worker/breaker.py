@@ -78,8 +78,10 @@ class Breaker:
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now >= self.retry_at)
 
     def refusal(self, now: float) -> str:
-        """Why nothing can be fetched from it now, or nothing."""
-        if self.state is BreakerState.CLOSED or self.may_try(now):
+        """Why nothing can be fetched from it now, or nothing.
+
+        While it is being tried again a load waits for what comes of that, which a handshake's time bounds.
+        """
+        if self.state is not BreakerState.OPEN or now >= self.retry_at:
             return ""
-        when = "it is being tried again" if self.state is BreakerState.PROBING else "it was tried just now"
-        return f"the peer is out of reach, {when}: {self.reason}"
+        return f"the peer is out of reach, it was tried just now: {self.reason}"

@@ -202,11 +202,11 @@ class TestBreaker:
         breaker.failed("no", 10.0, chance, 0.0)
         assert breaker.retry_at <= 0.25
 
-    def test_what_is_told_names_the_reason_and_whether_it_is_being_tried(self):
+    def test_loads_are_refused_for_a_reason_but_not_while_the_peer_is_being_tried(self):
         breaker = Breaker("p")
         assert breaker.refusal(0.0) == ""
         breaker.failed("nothing listens", 10.0, random.Random(1), 0.0)
         assert "it was tried just now: nothing listens" in breaker.refusal(0.01)
         assert breaker.refusal(1.0) == "", "whoever comes next may try"
         breaker.move(BreakerEvent.TRY)
-        assert "it is being tried again: nothing listens" in breaker.refusal(1.0)
+        assert breaker.refusal(1.0) == "", "a load waits for what comes of it"
