@@ -185,6 +185,8 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     ``quiet`` says that P will not write to D's blocks and slots any more on behalf of this fetch.
     ``ok`` implies it, and that every byte was written under the lease of ``epoch``. ``again``: what was
     sent came from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
+    ``unsettled``, where it is not quiet, are the generations of the slots that may still be written, to all
+    others of the fetch nothing will be; None where P cannot say.
     """
 
     transfer_id: int
@@ -196,6 +198,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     error: str
     again: bool = False
     epoch: Epoch = 0
+    unsettled: Annotated[tuple[Generation, ...], msgspec.Meta(max_length=MAX_CHUNKS)] | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

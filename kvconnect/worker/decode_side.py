@@ -182,6 +182,7 @@ class DecodeSide:
             self.legs.check_landing(loading, leg)
         if loading.error:
             self.legs.wind_up(loading, now)
+            self._give_back(loading, now)
         if loading.over:
             self._finish(loading, now)
 
@@ -466,10 +467,12 @@ class DecodeSide:
             self._report_received(order.request_id, loading.error)
         if loading.error:
             logger.warning("request %s was not loaded: %s", order.request_id, loading.error)
-            peer = self.peers.peers.get(loading.peer)
-            if order.handle and peer is not None and 0 in peer.links:
-                # The peer need not hold the blocks until its lease is over.
-                self.peers.let_go(peer.key, order.handle, now)
+
+    def _give_back(self, loading: Loading, now: float) -> None:
+        """Tell the peer of a load that failed, once: it need not hold the blocks until its lease is over."""
+        if loading.order.handle and not loading.given_back:
+            loading.given_back = True
+            self.peers.let_go(loading.peer, loading.order.handle, now)
 
     def _count_ended(self, loading: Loading, now: float) -> None:
         if not loading.admitted and loading in self._queue:

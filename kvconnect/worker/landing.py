@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer, StagedChunk, Ticket
-from kvconnect.peer.messages import Grant, Landed, Wanted
+from kvconnect.peer.messages import Grant, Landed, Wanted, Written
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
@@ -208,10 +208,17 @@ class LandingBay:
         """The time by which ``advance`` has something to do even if nothing arrives."""
         return min((lost.quarantine.until for lost in self._lost.values()), default=None)
 
-    def close(self, transfer_id: int, lost_until: float | None, link: str = "") -> None:
+    def close(
+        self,
+        transfer_id: int,
+        lost_until: float | None,
+        link: str = "",
+        unsettled: Container[int] | None = None,
+    ) -> None:
         """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
 
-        ``link`` is the connection over which the peer may still say that it stopped.
+        ``link`` is the connection over which the peer may still say that it stopped. ``unsettled`` are the
+        generations that it may still write, as far as it said; None for all of them.
         """
         landing = self._landings.get(transfer_id)
         if landing is None or landing.closed:
@@ -219,23 +226,34 @@ class LandingBay:
         landing.closed = True
         if landing in self._hungry:
             self._hungry.remove(landing)
-        slots = list(landing.lent.values())
+        slots: list[Slot] = []
+        for generation, slot in landing.lent.items():
+            is_lost = lost_until is not None and (unsettled is None or generation in unsettled)
+            self._pool.move(slot, SlotEvent.LOSE if is_lost else SlotEvent.RETURN)
+            slots += [slot] if is_lost else []
         landing.lent.clear()
-        for slot in slots:
-            self._pool.move(slot, SlotEvent.RETURN if lost_until is None else SlotEvent.LOSE)
         if lost_until is not None:
             self._lost[transfer_id] = _Lost(slots, Quarantine(lost_until, is_unproven=True), link)
         if landing.idle:
             del self._landings[transfer_id]
 
-    def hear(self, transfer_id: int, link: str, is_quiet: bool) -> bool:
-        """A peer speaks of a fetch that is over. False: it was not its fetch."""
-        lost = self._lost.get(transfer_id)
+    def answered(self, written: Written, link: str, until: float) -> None:
+        """A peer answers a fetch that is over: slots that it will not write are free at once.
+
+        Those that it may still write are kept until ``until``, or as long as they were to be kept before.
+        """
+        lost = self._lost.get(written.transfer_id)
         if lost is None or lost.link != link:
-            return False
-        if is_quiet:
-            self.settle(transfer_id)
-        return True
+            return
+        if written.quiet:
+            self.settle(written.transfer_id)
+            return
+        lost.quarantine.hasten(until, proven=False)
+        if written.unsettled is not None:
+            for slot in lost.slots:
+                if slot.generation not in written.unsettled:
+                    self._pool.move(slot, SlotEvent.RETURN)
+            lost.slots = [slot for slot in lost.slots if slot.generation in written.unsettled]
 
     def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
         """Slots that peers behind these connections hold need not wait longer than until then."""

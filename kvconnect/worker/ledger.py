@@ -256,7 +256,8 @@ class Loading:
     """D's record of one request.
 
     ``admitted`` once it was its turn; ``legs`` is empty until the peer said how many ranks it has;
-    ``met_again`` once a peer had forgotten us and was greeted anew; ``moved`` are bytes and copies by path.
+    ``met_again`` once a peer had forgotten us and was greeted anew; ``given_back`` once it failed and the
+    peer was told that it will not be fetched; ``moved`` are bytes and copies by path.
     ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
     """
 
@@ -267,6 +268,7 @@ class Loading:
     ready: Callable[[], bool]
     admitted: bool = False
     met_again: bool = False
+    given_back: bool = False
     legs: dict[int, Leg] = field(default_factory=dict)
     error: str = ""
     moved: dict[str, list[int]] = field(default_factory=dict)
@@ -316,7 +318,8 @@ class Sending:
     ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
     it ends so that the peer can fetch anew. ``service_s`` is how long it had the link to itself, as far as
     that can be said. ``cost`` is set where the path was chosen, and learns from that. ``told_due`` is for
-    how many chunks the peer knows that slots are of use; None where that is all of them.
+    how many chunks the peer knows that slots are of use; None where that is all of them. ``unsettled`` are
+    the generations of landing slots that a batch which was not quiet may still write.
     """
 
     key: TransferKey
@@ -339,6 +342,7 @@ class Sending:
     service_s: float = 0.0
     cost: LinkCost | None = None
     told_due: int | None = None
+    unsettled: list[int] = field(default_factory=list)
     state: SendState = SendState.MOVING
 
     def move(self, event: SendEvent) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 
 from kvconnect.config import ExtraConfig
@@ -27,6 +28,9 @@ MOST_REPEATS = 4
 """How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
 SILENT_S = 0.5
 """How long a peer that cannot be heard may still write, where its writes can be kept out after that."""
+
+_MOST_CANCELLED = 4096
+"""Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
 
 AboutFetch = Accepted | Declined | Landed | Wanted | Written
 
@@ -55,6 +59,7 @@ class Legs:
         self._metrics = metrics
         self._can_renew = can_renew
         self._loads: dict[int, Loading] = {}
+        self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -84,7 +89,9 @@ class Legs:
         loading, leg = self.find(message.transfer_id) or (None, None)
         if loading is None or leg is None or leg.link != link:
             # Of a fetch that is over for us. Whether slots may be lent again is all that is left to hear.
-            if not self._bay.hear(message.transfer_id, link, isinstance(message, Written) and message.quiet):
+            if isinstance(message, Written):
+                self._bay.answered(message, link, now + self._config.quarantine_s)
+            if self._cancelled.get(message.transfer_id) != link:
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
             return
@@ -133,9 +140,9 @@ class Legs:
                 # A fetch has one answer: whoever repeats it cannot keep our blocks from us for ever.
                 leg.quarantine.extend(now + self._config.quarantine_s)
             return
-        if leg.state is LegState.UNPACKING and written.quiet:
+        if leg.state is LegState.UNPACKING:
             # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
-            self._bay.settle(leg.transfer_id)
+            self._bay.answered(written, leg.link, now + self._config.quarantine_s)
         if leg.state is not LegState.ASKED:
             return
         if written.ok and written.quiet:
@@ -148,7 +155,7 @@ class Legs:
         if repeats and not loading.error and leg.repeats < MOST_REPEATS:
             # Nothing that landed counts. It is asked for anew once none of it is being unpacked any more.
             leg.repeats += 1
-            self._bay.close(leg.transfer_id, until, leg.link)
+            self._bay.close(leg.transfer_id, until, leg.link, written.unsettled)
             loading.epochs.pop(leg.rank, None)
             self.leave(leg, LegEvent.REPEAT)
             return
@@ -157,7 +164,7 @@ class Legs:
             reason += f"; the packed path was not asked for: {leg.closed}"
         loading.fail(reason)
         # It has stopped submitting, so only what it could not call back is still under way.
-        self.end(loading, leg, until)
+        self.end(loading, leg, until, written.unsettled)
 
     def _all_written(self, loading: Loading, leg: Leg, written: Written) -> None:
         """Every byte was written: it counts if it is of the lease under which the fetch was accepted."""
@@ -199,13 +206,20 @@ class Legs:
         landing = self._bay.find(leg.transfer_id)
         return landing is not None and not landing.idle
 
-    def end(self, loading: Loading, leg: Leg, writes_until: float | None) -> None:
+    def end(
+        self,
+        loading: Loading,
+        leg: Leg,
+        writes_until: float | None,
+        unsettled: Container[int] | None = None,
+    ) -> None:
         """End a leg that failed after it was asked. ``writes_until``: the peer may write until then.
 
         Over the packed path a peer can only write to slots: they go to quarantine, our pages are ours.
+        ``unsettled`` are the generations of those that it may still write, as far as it said.
         """
         unpacking = self.is_unpacking(leg)
-        self._bay.close(leg.transfer_id, writes_until, leg.link)
+        self._bay.close(leg.transfer_id, writes_until, leg.link, unsettled)
         if leg.path == "packed":
             self.leave(leg, LegEvent.ARRIVE if unpacking else LegEvent.FAIL)
         elif writes_until is None:
@@ -286,7 +300,7 @@ class Legs:
                 case LegState.ASKED:
                     # The peer answers a cancel as soon as it has stopped; until then it may write.
                     self.end(loading, leg, self._longest_write(loading, now))
-                    self._say(loading, leg, Cancel(leg.transfer_id))
+                    self._cancel(loading, leg)
                 case LegState.BUSY:
                     if now >= leg.quarantine.until:
                         self._metrics.failures.labels("quarantine_over").inc()
@@ -298,6 +312,12 @@ class Legs:
                         self.leave(leg, LegEvent.SETTLE)
                 case LegState.UNPACKING | LegState.LANDED | LegState.FAILED:
                     pass
+
+    def _cancel(self, loading: Loading, leg: Leg) -> None:
+        self._say(loading, leg, Cancel(leg.transfer_id))
+        self._cancelled[leg.transfer_id] = leg.link
+        while len(self._cancelled) > _MOST_CANCELLED:
+            self._cancelled.popitem(last=False)
 
     def leave(self, leg: Leg, event: LegEvent) -> None:
         """Change a leg's state, and forget its number if it has no use for it any more."""

@@ -158,7 +158,7 @@ class SlotOutbox:
         self._kernels: deque[_Parcel] = deque()
         self._filled: deque[_Parcel] = deque()
         self._in_flight: dict[int, _Parcel] = {}
-        self._lost: list[Slot] = []
+        self._lost: list[tuple[Slot, int]] = []
         self.unneeded = self.grant(grants)
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
@@ -173,8 +173,10 @@ class SlotOutbox:
         """How many chunks, in all, can be packed by now."""
         return self._supply.due
 
-    def take_lost(self) -> list[Slot]:
-        """Send slots that the engine may still read. Each is given out once, to be kept unused."""
+    def take_lost(self) -> list[tuple[Slot, int]]:
+        """Send slots that the engine may still read, each with the generation of the landing slot that it
+        may still write. Each is given out once, to be kept unused.
+        """
         lost, self._lost = self._lost, []
         return lost
 
@@ -246,7 +248,7 @@ class SlotOutbox:
         parcel = self._in_flight.pop(completion.batch_id)
         if not completion.quiet:
             self._pool.move(parcel.slot, SlotEvent.LOSE)
-            self._lost.append(parcel.slot)
+            self._lost.append((parcel.slot, parcel.grant.generation))
             return None
         self._pool.move(parcel.slot, SlotEvent.RETURN)
         if not completion.ok:

@@ -218,7 +218,6 @@ class Peers:
         peer.releases.pop(rank, None)
         if rank == 0:
             peer.world_size = None
-            peer.let_go.clear()
 
     def past_links(self, peer: Peer, rank: int, incarnation: str = "") -> set[str]:
         """Our last connections to a rank at this address, but for those to the process of ``incarnation``.
@@ -243,9 +242,7 @@ class Peers:
         peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
 
     def let_go(self, key: PeerKey, handle: str, now: float) -> None:
-        """Nothing will be fetched under a handle. A peer that is out of reach finds out by itself."""
-        if self.refusal(key, now):
-            return
+        """Nothing will be fetched under a handle. A peer that is out of reach is told when it is back."""
         peer = self.reach(key, now)
         peer.let_go.append(handle)
         self.tell_let_go(peer, now)
@@ -267,7 +264,8 @@ class Peers:
         """Tell the ranks of the peer that would have waited for us."""
         if peer.world_size is None:
             return
-        handles, peer.let_go = peer.let_go, []
+        handles = tuple(peer.let_go)
+        peer.let_go.clear()
         for handle in handles:
             for rank in (*peer.partners, *self.unused_ranks(peer)):
                 peer.releases.setdefault(rank, []).append(handle)

@@ -447,6 +447,7 @@ class PrefillSide:
                 error=sending.error,
                 again=sending.again and sending.quiet,
                 epoch=claims.epoch,
+                unsettled=tuple(sending.unsettled) if sending.path == "packed" else None,
             ),
         )
         until = now + self._config.quarantine_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvconnect.orders import RankAddress
@@ -9,6 +10,9 @@ from kvconnect.peer.session import Session
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.ledger import PeerKey
 from kvconnect.worker.routes import Route
+
+_MOST_LET_GO = 1024
+"""Handles that are remembered for a peer out of reach. The leases behind older ones end by their time."""
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Peer:
     directory: tuple[RankAddress, ...] = ()
     partners: tuple[int, ...] = ()
     consumers: dict[int, int] = field(default_factory=dict)
-    let_go: list[str] = field(default_factory=list)
+    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_LET_GO))
     releases: dict[int, list[str]] = field(default_factory=dict)
     used_at: float = 0.0
     lease_s: float = 0.0

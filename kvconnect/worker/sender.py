@@ -146,7 +146,9 @@ class Sender:
             sending.quiet &= completion.quiet
             sending.stop(completion.error or "the engine gave no reason")
         if isinstance(outbox, SlotOutbox):
-            self._lost += [(now + self._config.quarantine_s, slot) for slot in outbox.take_lost()]
+            for slot, generation in outbox.take_lost():
+                self._lost.append((now + self._config.quarantine_s, slot))
+                sending.unsettled.append(generation)
         if arrived is not None and not sending.error:
             self._arrived(key, arrived)
 

@@ -173,10 +173,10 @@ CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
         (m.Renewed((("h", 9),), (("i", "no"),)), "93a772656e657765649192a168099192a169a26e6f"),
         (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
         (m.Landed(3, 1, 7, 4096, None), "97a66c616e646564030107cd1000c000"),
-        (m.Written(1, True, True, 5, 1, 0.5, ""), "9aa77772697474656e01c3c30501cb3fe0000000000000a0c200"),
+        (m.Written(1, True, True, 5, 1, 0.5, ""), "9ba77772697474656e01c3c30501cb3fe0000000000000a0c200c0"),
         (
             m.Written(1, False, True, 5, 1, 0.5, "no", again=True, epoch=9),
-            "9aa77772697474656e01c2c30501cb3fe0000000000000a26e6fc309",
+            "9ba77772697474656e01c2c30501cb3fe0000000000000a26e6fc309c0",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",

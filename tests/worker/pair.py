@@ -356,7 +356,7 @@ class Pair:
     def load(self, request: str, block_ids: tuple[int, ...], handle: str | None = None, **changes) -> None:
         fields = {
             "request_id": request,
-            "handle": handle or f"handle-{request}",
+            "handle": f"handle-{request}" if handle is None else handle,
             "engine_id": "P",
             "host": "h",
             "port": self.prefill.channel.port,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import Written, encode
 from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
 
 
@@ -45,11 +46,11 @@ def test_a_packed_failure_that_left_writes_under_way_keeps_only_slots():
     pair.run()
     assert pair.decode.failed == {"a": "the library lost track"}
     assert pair.prefill.sent == ["a"], "what may still be read is a slot"
-    assert quarantined(pair.decode.landing) == 2
+    assert quarantined(pair.decode.landing) == 1, "to the other slot nothing was or will be written"
     assert quarantined(pair.prefill.send) == 1
     assert pair.prefill.engine.land_late() == 1
     pair.run(ExtraConfig().quarantine_s - 1, step_s=0.5)
-    assert quarantined(pair.decode.landing) == 2
+    assert quarantined(pair.decode.landing) == 1
     assert torch.equal(pair.decode.storage, before), "a late write reached a page"
     pair.run(2)
     pair.assert_idle()
@@ -284,4 +285,67 @@ def test_a_batch_that_the_engine_does_not_take_fails_the_fetch(pair):
     pair.start()
     pair.run()
     assert "does not take a batch: no" in pair.decode.failed["a"]
+    assert pair.prefill.sent == ["a"]
+
+
+def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog):
+    """The abort crosses the peer's answer, so that the peer does not know what it is to cancel."""
+    pair = Pair(ExtraConfig(path="packed"))
+    late = []
+
+    def keep_first_answer(message):
+        if isinstance(message, Written) and not late:
+            late.append(message)
+            return []
+        return [message]
+
+    pair.network.taps.append(keep_first_answer)
+    pair.start()
+    pair.settle()
+    pair.abort("a")
+    pair.settle()
+    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    pair.prefill.channel.send(link, encode(late[0]))
+    pair.settle()
+    assert len(pair.network.heard(Written)) == 3
+    assert pair.decode.count("failures", reason="peer_message") == 0
+    assert "not asked" not in caplog.text
+    pair.assert_idle()
+
+
+def test_a_load_that_is_refused_before_it_is_asked_for_is_given_back_at_once():
+    pair = Pair(ExtraConfig(path="packed"))
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, refusal="it is of another prompt")
+    pair.run(0.2)
+    assert pair.decode.failed == {"a": "it is of another prompt"}
+    assert pair.prefill.sent == ["a"]
+
+
+def test_a_load_that_fails_with_its_link_is_given_back_when_the_peer_is_met_again():
+    pair = Pair(ExtraConfig(path="packed", lease_s=300.0, lease_max_s=300.0))
+    without_renewal(pair)
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.start("b", (11, 12, 13), (31, 32, 33))
+    pair.settle()
+    pair.cut()
+    pair.run(25)
+    assert set(pair.decode.failed) == {"a", "b"}
+    pair.prefill.engine.release()
+    pair.mend()
+    pair.run(30)
+    assert sorted(pair.prefill.sent) == ["a", "b"]
+
+
+def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back():
+    pair = Pair(ExtraConfig(path="direct"))
+    without_renewal(pair)
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.settle()
+    pair.abort("a")
+    pair.network.taps.append(lambda message: [] if isinstance(message, Written) else [message])
+    pair.settle()
+    assert not pair.decode.received, "its blocks may still be written, as far as is known"
     assert pair.prefill.sent == ["a"]

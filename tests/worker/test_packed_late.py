@@ -155,12 +155,17 @@ def test_when_the_peer_says_that_it_is_quiet_the_quarantine_ends():
     pair.assert_idle()
 
 
-def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land():
-    """P's answer to a cancel is that memory is not quiet."""
+@pytest.mark.parametrize(("names", "lost"), [(None, 2), (0, 0), (1, 1), (2, 2)])
+def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land(names, lost):
+    """P's answer to a cancel is that memory is not quiet: all of the slots, or those that it names."""
     pair = Pair(ExtraConfig(path="packed", num_slots=2))
 
     def not_quiet(message):
-        return [msgspec.structs.replace(message, quiet=False) if isinstance(message, Written) else message]
+        if not isinstance(message, Written):
+            return [message]
+        lent = [slot.generation for slot in pair.decode.landing.slots]
+        unsettled = None if names is None else tuple(lent[:names])
+        return [msgspec.structs.replace(message, quiet=False, unsettled=unsettled)]
 
     pair.network.taps.append(not_quiet)
     pair.prefill.engine.hold()
@@ -170,9 +175,9 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
     pair.settle()
     assert pair.decode.received == ["a"]
     assert len(pair.network.heard(Written)) == 1
-    pair.run(ExtraConfig().quarantine_s, step_s=1)
-    assert quarantined(pair.decode.landing) == 2
-    pair.run(ExtraConfig().load_timeout_s + 1, step_s=1)
+    pair.run(ExtraConfig().quarantine_s - 1, step_s=1)
+    assert quarantined(pair.decode.landing) == lost
+    pair.run(2, step_s=1)
     pair.assert_idle()
 
 

@@ -135,3 +135,18 @@ def test_whatever_happens_every_slot_is_in_one_place_and_no_generation_comes_twi
         assert (pool.free, pool.taken) == (len(free), len(pool.slots) - len(free))
         assert {id(slot) for slot in pool._free} == {id(slot) for slot in free}
     assert generations == sorted(set(generations))
+
+
+@given(st.integers(3, 12), st.lists(st.sampled_from("abc"), max_size=40), st.randoms(use_true_random=False))
+def test_however_often_one_holder_loses_slots_some_are_left_for_others(count, holders, chance):
+    """Each in turn takes what it may have, and loses some of it."""
+    pool = make_pool(count)
+    for holder in holders:
+        taken = [pool.take(SlotEvent.LEND, holder) for _ in range(pool.room_for(holder))]
+        for slot in taken:
+            pool.move(slot, SlotEvent.LOSE if holder == "a" and chance.random() < 0.7 else SlotEvent.RETURN)
+        assert pool.room_for("b") >= 1
+    for slot in pool.slots:
+        if slot.state is SlotState.QUARANTINED:
+            pool.move(slot, SlotEvent.RETURN)
+    assert pool.room_for("a") == count - 1

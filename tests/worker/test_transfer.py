@@ -125,7 +125,7 @@ def test_letting_go_frees_the_lease_at_once(pair):
 
 
 def test_a_refused_order_is_reported_and_never_sent(pair):
-    pair.load("a", D_IDS, refusal="kv_transfer_params.remote_port is 'x'")
+    pair.load("a", D_IDS, "", refusal="kv_transfer_params.remote_port is 'x'")
     pair.run()
     assert pair.decode.failed == {"a": "kv_transfer_params.remote_port is 'x'"}
     assert not pair.decode.mover.decode.peers
