@@ -10,6 +10,7 @@ import pytest
 
 from kvconnect.scheduler.handles import Handles
 from kvconnect.testing.sim.draw import draw_scenario
+from kvconnect.testing.sim.engine import SimEngine
 from kvconnect.testing.sim.run import run_seed
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.growing import Growing
@@ -218,6 +219,27 @@ def goes_on_as_ever(patch):
     patch.setattr(PrefillSide, "drain", lambda self, now: None)
 
 
+def renews_a_link_under_others(patch):
+    """An engine that gives up what is cancelled, and then everything else that is under way to that peer."""
+    submit, broken = SimEngine.submit, set()
+
+    def cancel(self, batch_id):
+        if batch_id in self._flights:
+            broken.add((self, self._flights[batch_id].batch.peer))
+            self.abandon(batch_id)
+
+    def renew_and_submit(self, batch):
+        if (self, batch.peer) in broken:
+            broken.discard((self, batch.peer))
+            for flight in list(self._flights.values()):
+                if flight.batch.peer == batch.peer:
+                    self.abandon(flight.batch.batch_id)
+        submit(self, batch)
+
+    patch.setattr(SimEngine, "cancel", cancel)
+    patch.setattr(SimEngine, "submit", renew_and_submit)
+
+
 def seeds_of(theme: str, kind: str):
     """The first seeds in which a fault of this kind can happen."""
     seeds = range(100_000, 200_000)
@@ -255,6 +277,7 @@ def seeds_of(theme: str, kind: str):
         (sends_without_a_bound, "streams", "", {"within_bounds"}),
         (never_pauses, "", "kills", {"nothing_spins"}),
         (goes_on_as_ever, "", "drains", {"drained_in_time"}),
+        (renews_a_link_under_others, "", "leavers", {"success"}),
         (raises, "streams", "", {"no_exception"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -36,6 +36,7 @@ class Checks:
         self.scribbler: Scribbler | None = None
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
         self._longest_load_s = longest_load_s
         self._books: dict[SimWorker, Books] = {}
         self._by_engine: dict[int, SimWorker] = {}
@@ -121,6 +122,7 @@ class Checks:
         if request.is_forged:
             self.count("forged handles refused")
         else:
+            self.failed[request.request_id] = why
             self.reasons[why] = self.reasons.get(why, 0) + 1
 
     def committed(self, node: SimNode, request: Request) -> None:

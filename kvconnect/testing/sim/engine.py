@@ -25,7 +25,8 @@ class EngineFaults:
 
     ``late_s``: how long after a failure that was not quiet its bytes may still move, at most. ``resumes``:
     how often a batch that was under way when its process was stopped goes on when that runs again, whatever
-    its time is.
+    its time is. ``settle_s``: a library that cannot call back what it was given: a batch that is cancelled
+    ends when its bytes have moved, or is given up, not quiet, after that time; 0 for one that can.
     """
 
     batch_s: float = 0.002
@@ -35,6 +36,7 @@ class EngineFaults:
     busy: float = 0.0
     cut: float = 0.0
     corrupt: float = 0.0
+    settle_s: float = 0.0
     late_s: float = 1.0
     resumes: float = 0.0
 
@@ -86,6 +88,7 @@ class SimEngine(MemoryEngine):
         self.registration = 0
         self.armed: Callable[[], None] | None = None
         self._stuck: list[tuple[Batch, MemoryEngine | None]] = []
+        self._settling: dict[int, float] = {}
         self._aimed_at: dict[int, tuple[MemoryEngine | None, int]] = {}
         self._world = world
         self._watch = watch
@@ -151,11 +154,31 @@ class SimEngine(MemoryEngine):
                 self._copy_late(batch, target)
                 self.may_move[batch.batch_id] = (batch, self._world.now)
 
+    def cancel(self, batch_id: int) -> None:
+        """See ``Engine``."""
+        if not self.faults.settle_s or batch_id not in self._flights:
+            super().cancel(batch_id)
+        elif batch_id not in self._settling:
+            self._settling[batch_id] = self._world.now + self.faults.settle_s
+            self._world.after(self.faults.settle_s, self._wake)
+
+    def abandon(self, batch_id: int) -> None:
+        """Give a batch up now: it ends as a failure, and its bytes may still move."""
+        self._settling[batch_id] = self._world.now
+        super().cancel(batch_id)
+
     def poll(self) -> list[Completion]:
         """See ``Engine``."""
+        for batch_id, until in list(self._settling.items()):
+            if until <= self._world.now and batch_id in self._flights:
+                self.abandon(batch_id)
         completions = []
         for done in super().poll():
             batch, _ = self.may_move[done.batch_id]
+            if self._settling.pop(done.batch_id, None) is not None:
+                is_abandoned = not done.ok and done.error == "cancelled"
+                error = done.error or "cancelled"
+                done = replace(done, ok=False, quiet=done.quiet and not is_abandoned, error=error)
             if done.quiet and not done.ok and self.faults.busy and self._world.chance(0.3):
                 # Whatever ended it, a cancel and a timeout too: a library need not be able to call it back.
                 done = replace(done, quiet=False)

@@ -1,4 +1,4 @@
-"""What a scenario may have besides: nodes of both roles, handles that others present, a stranger.
+"""What a scenario may have besides: nodes of both roles, replayed handles, a stranger, leaving clients.
 
 Each is drawn from a stream of its own, after the scenario: seeds without it stay what they were.
 """
@@ -24,9 +24,12 @@ from kvconnect.testing.sim.scenario import (
 STRANGER = "X0"
 """The host of the node that lies and writes where it should not."""
 
+LEAVERS = "leavers"
+"""Clients leave, and nothing else goes wrong."""
+
 _FIRST_TEXT = 50_000
 """Texts of what a stranger computes: nobody else's prompt begins like them."""
-_BOTH, _HANDLES, _STRANGER = 0.15, 0.2, 0.12
+_BOTH, _HANDLES, _STRANGER, _LEAVERS = 0.15, 0.2, 0.12, 0.4
 
 
 def twist(scenario: Scenario) -> None:
@@ -35,6 +38,7 @@ def twist(scenario: Scenario) -> None:
         ("both", _BOTH, _make_both),
         ("handles", _HANDLES, _add_handles),
         ("stranger", _STRANGER, _add_stranger),
+        ("leavers", _LEAVERS, _add_leavers),
     ):
         # Text seeds a generator alike in every process.
         rng = random.Random(f"{scenario.seed} {name}")
@@ -117,3 +121,19 @@ def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
                 replay.host = STRANGER
     scenario.nodes.append(stranger)
     scenario.kinds.append("stranger")
+
+
+def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
+    """Clients that leave while their KV is on its way, over an engine that cannot call bytes back.
+
+    Only where nothing else goes wrong: then all others must be served.
+    """
+    if scenario.kinds:
+        return
+    for request in scenario.requests:
+        if rng.random() < 0.4:
+            request.leaves_s = rng.choice((0.02, 0.1, 0.5)) * rng.random()
+    for node in scenario.nodes:
+        node.engine_faults.settle_s = 1.0
+        node.engine_faults.batch_s = rng.choice((0.005, 0.05))
+    scenario.kinds.append(LEAVERS)
