@@ -1,0 +1,369 @@
+"""Clients that leave while others are served: ``python -m tests.vllm.measure_leavers --help``.
+
+A pair of vLLM servers answers so many requests at a time over and over, first all of them, then with every
+fourth client leaving at a random moment of its decode leg. The prompts are cached on the prefill server, so
+that transfers are the bottleneck. What the others got is compared: their tokens with those of a pair over
+vLLM's own NixlConnector, their first tokens with the run in which all clients stayed. One JSON object a pair,
+on standard output and in a file; nothing here asserts.
+
+    python -m tests.vllm.measure_leavers --engines nixl,mooncake --gpus 0,1 --reference-gpus 2,3 --json FILE
+    python -m tests.vllm.measure_leavers --cpu --requests 40 --in-flight 4
+
+Batches differ from run to run, and with them, now and then, the last bits of a sum: the reference is asked
+for every prompt alone and under the same load, and all that it ever answered counts as right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvconnect.demo.http import BadAnswer
+from tests.vllm import measure_gpu, tiny_models
+from tests.vllm.measure_gpu import Pair, Variant, ask
+from tests.vllm.servers import ROOT, Server, free_port, random_prompt, running
+from tests.vllm.tiny_models import Recipe
+
+_BUSY = ("leases_held", "loads_in_flight", "loads_waiting", "slots_landing", "slots_send", "quarantined")
+"""Gauges of both servers that are zero when nothing is under way."""
+_SHOWN_ERRORS = 5
+_ERROR_CHARACTERS = 400
+_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
+_NIXL = Variant("NixlConnector", None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request: of a client that stayed, or of one that left."""
+
+    prompt: int
+    left: bool
+    error: str = ""
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass
+class Accepted:
+    """Every answer that the reference gave, by prompt."""
+
+    answers: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count an answer of the reference as right."""
+        if not outcome.error:
+            self.answers.setdefault(outcome.prompt, set()).add(outcome.tokens)
+
+    def has(self, outcome: Outcome) -> bool:
+        """Whether all tokens are right."""
+        return outcome.tokens in self.answers.get(outcome.prompt, ())
+
+    def has_first(self, outcome: Outcome) -> bool:
+        """Whether the first token is: it depends on the KV that came over, and on no batch of a decode."""
+        return outcome.tokens[:1] in {answer[:1] for answer in self.answers.get(outcome.prompt, ())}
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least ``part`` of all are not above; NaN of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+
+
+def in_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Quantiles in milliseconds."""
+    return {f"p{round(part * 100)}": round(quantile(seconds, part) * 1e3, 1) for part in (0.5, 0.9, 0.99)}
+
+
+class Load:
+    """A closed loop of clients at one pair."""
+
+    def __init__(self, pair: Pair, prompts: Sequence[list[int]], given: argparse.Namespace) -> None:
+        self._pair = pair
+        self._prompts = prompts
+        self._given = given
+
+    def one(self, number: int, leaves_after_s: float | None = None) -> Outcome:
+        """One request through both servers."""
+        index = number % len(self._prompts)
+        prompt, left = self._prompts[index], leaves_after_s is not None
+        try:
+            began = time.perf_counter()
+            params = self._pair.prefill.prefilled(prompt)
+            prefill_s = time.perf_counter() - began
+            if leaves_after_s is not None:
+                self._pair.decode.abandon(prompt, leaves_after_s, kv_transfer_params=params)
+                return Outcome(index, left, prefill_s=prefill_s)
+            answer = ask(
+                self._pair.decode, prompt, kv_transfer_params=params, max_tokens=self._given.output_tokens
+            )
+        except (BadAnswer, OSError) as error:
+            return Outcome(index, left, error=f"{error!r}"[:_ERROR_CHARACTERS])
+        return Outcome(index, left, "", prefill_s, answer.first_token_s, tuple(answer.tokens))
+
+    def run(self, requests: int, leave_within_s: float = 0.0) -> tuple[list[Outcome], float]:
+        """So many requests, and the seconds that they took. After ``limit_s`` none is begun any more."""
+        rng = random.Random(self._given.seed)
+        moments = [rng.uniform(0, leave_within_s) for _ in range(requests)]
+        # Not every fourth number: clients and prompts would fall into step with it.
+        leavers = set(rng.sample(range(requests), requests // self._given.leave_every))
+        numbers, lock = itertools.count(), threading.Lock()
+        began = time.monotonic()
+
+        def client() -> list[Outcome]:
+            outcomes = []
+            while time.monotonic() - began < self._given.limit_s:
+                with lock:
+                    number = next(numbers)
+                if number >= requests:
+                    break
+                leaves = leave_within_s > 0 and number in leavers
+                outcomes.append(self.one(number, moments[number] if leaves else None))
+            return outcomes
+
+        with ThreadPoolExecutor(self._given.in_flight) as pool:
+            clients = [pool.submit(client) for _ in range(self._given.in_flight)]
+        return [outcome for each in clients for outcome in each.result()], time.monotonic() - began
+
+    def alone(self) -> list[Outcome]:
+        """Every prompt by itself: the prefill server has it from then on."""
+        return [self.one(index) for index in range(len(self._prompts))]
+
+
+def _computed_tokens(server: Server) -> float:
+    return server.metrics(source="local_compute").get("vllm:prompt_tokens_by_source_total", 0.0)
+
+
+def _failures(server: Server) -> dict[str, float]:
+    name = "vllm:kvconnect_failures_total"
+    found: dict[str, float] = {}
+    for line in server.fetch("/metrics").decode().splitlines():
+        if line.startswith(name + "{"):
+            reason = line.partition('reason="')[2].partition('"')[0]
+            found[reason] = found.get(reason, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in after.items() if value > before.get(name, 0)}
+
+
+def until_idle(pair: Pair, within_s: float) -> dict[str, Any]:
+    """Seconds until each server's gauges are zero, and those that were not in time.
+
+    An idle server reports nothing: a request of a few tokens makes it take a step.
+    """
+    began, busy = time.monotonic(), {}
+    while True:
+        busy = {}
+        for server in (pair.prefill, pair.decode):
+            server.tokens([1, 2, 3], max_tokens=1)
+            numbers = server.metrics()
+            busy |= {
+                f"{server.name}: {name}": numbers[f"vllm:kvconnect_{name}"]
+                for name in _BUSY
+                if numbers.get(f"vllm:kvconnect_{name}")
+            }
+            if used := server.used_blocks():
+                busy[f"{server.name}: used blocks"] = used
+        took_s = time.monotonic() - began
+        if not busy or took_s > within_s:
+            return {"idle_after_s": None if busy else round(took_s, 3), "not_idle": busy}
+        time.sleep(0.02)
+
+
+def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespace) -> dict[str, Any]:
+    """The run without leavers, the one with them, and what became of the others."""
+    warm = load.alone()
+    stayed, stayed_s = load.run(given.requests)
+    served = [outcome for outcome in stayed if not outcome.error]
+    if not served:
+        return {"connector": pair.variant.name, "errors": _errors([*warm, *stayed])}
+    within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
+    before_idle = until_idle(pair, given.idle_within_s)
+    computed, failures = _computed_tokens(pair.decode), _failures(pair.decode)
+    outcomes, took_s = load.run(given.requests, within_s)
+    recomputed = (_computed_tokens(pair.decode) - computed) // given.prompt_tokens
+    idle = until_idle(pair, given.idle_within_s)
+    others = [outcome for outcome in outcomes if not outcome.left]
+    good = [outcome for outcome in others if not outcome.error]
+    without, beside = ([outcome.first_token_s for outcome in some] for some in (served, good))
+    return {
+        "connector": pair.variant.name,
+        "requests": len(outcomes),
+        "left": sum(outcome.left for outcome in outcomes),
+        "left_within_ms": round(within_s * 1e3, 1),
+        "others": len(others),
+        "others_failed": len(others) - len(good),
+        "others_recomputed": int(recomputed),
+        "others_wrong": sum(not accepted.has(outcome) for outcome in good),
+        "others_wrong_first_token": sum(not accepted.has_first(outcome) for outcome in good),
+        "stayed_failed": len(stayed) - len(served),
+        "stayed_wrong": sum(not accepted.has(outcome) for outcome in served),
+        "alone_wrong": sum(not accepted.has(outcome) for outcome in warm),
+        "first_token_ms": in_ms(beside),
+        "first_token_ms_without_leavers": in_ms(without),
+        "first_token_p99_ratio": round(quantile(beside, 0.99) / quantile(without, 0.99), 3),
+        "first_token_p99_ratio_with_prefill": round(
+            quantile([outcome.prefill_s + outcome.first_token_s for outcome in good], 0.99)
+            / quantile([outcome.prefill_s + outcome.first_token_s for outcome in served], 0.99),
+            3,
+        ),
+        "requests_per_s": round(len(outcomes) / took_s, 2),
+        "requests_per_s_without_leavers": round(len(stayed) / stayed_s, 2),
+        **idle,
+        "idle_before": before_idle,
+        "failures_counted_by_decode": _grown(failures, _failures(pair.decode)),
+        "errors": _errors([*warm, *stayed, *outcomes]),
+        "wrong": [asdict(outcome) for outcome in good if not accepted.has(outcome)][:_SHOWN_ERRORS],
+    }
+
+
+def _errors(outcomes: Sequence[Outcome]) -> list[str]:
+    return [outcome.error for outcome in outcomes if outcome.error][:_SHOWN_ERRORS]
+
+
+def asked_reference(load: Load, requests: int) -> tuple[Accepted, dict[str, Any]]:
+    """All that the reference answers, alone and under load."""
+    accepted = Accepted()
+    outcomes = load.alone()
+    under_load, took_s = load.run(requests)
+    for outcome in [*outcomes, *under_load]:
+        accepted.add(outcome)
+    served = [outcome.first_token_s for outcome in under_load if not outcome.error]
+    return accepted, {
+        "connector": _NIXL.name,
+        "requests": len(under_load),
+        "failed": sum(bool(outcome.error) for outcome in under_load),
+        "prompts": len(accepted.answers),
+        "prompts_with_several_answers": sum(len(answers) > 1 for answers in accepted.answers.values()),
+        "first_token_ms_without_leavers": in_ms(served),
+        "requests_per_s_without_leavers": round(len(under_load) / took_s, 2),
+        "errors": _errors([*outcomes, *under_load]),
+    }
+
+
+def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: argparse.Namespace) -> Pair:
+    """The two processes, started and not waited for."""
+    length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
+    options = ["--max-model-len", str(length), "--max-num-seqs", str(seats), *given.server_option]
+    if not given.cpu:
+        options += ["--attention-backend", "FLASH_ATTN", "--block-size", "16", "--no-enforce-eager"]
+        options += ["--compilation-config", _GRAPHS, "--max-num-batched-tokens", str(given.chunk)]
+        # Said in bytes: servers that start at the same time would count each other's memory.
+        options += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--gpu-memory-utilization", "0.1"]
+    made = []
+    for role, place in zip(("producer", "consumer"), gpus.split(","), strict=True):
+        environment = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            **({} if given.cpu else {"CUDA_VISIBLE_DEVICES": place}),
+            **dict(setting.split("=", 1) for setting in given.environment),
+        }
+        config = {**variant.config(role), "kv_load_failure_policy": given.policy}
+        caching = ["--no-enable-prefix-caching"] if role == "consumer" else []
+        name, cpu = f"{variant.name}-{role}", place if given.cpu else "0"
+        made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], environment))
+    return Pair(variant, *made)
+
+
+@contextmanager
+def _up(pair: Pair) -> Iterator[Pair]:
+    with running(pair.prefill, pair.decode):
+        yield pair
+
+
+def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
+    variants = [
+        Variant(f"kvconnect-{engine}", {"engine": engine, **given.extra})
+        for engine in given.engines.split(",")
+    ]
+    beside = given.reference_gpus != given.gpus
+    # Beside the reference where there is room for both, so that they start at the same time.
+    first = _servers(recipe, folder, variants[0], given.gpus, given) if beside else None
+    with ExitStack() as stack:
+        if first is not None:
+            stack.callback(first.decode.end)
+            stack.callback(first.prefill.end)
+        with _up(_servers(recipe, folder, _NIXL, given.reference_gpus, given)) as reference:
+            accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
+        yield told
+        for variant in variants:
+            made, first = first or _servers(recipe, folder, variant, given.gpus, given), None
+            with _up(made) as pair:
+                yield measured(pair, Load(pair, prompts, given), accepted, given)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on two cores")
+    parser.add_argument("--engines", default="nixl", help="of kvconnect, one after the other")
+    parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="of kvconnect")
+    parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy of all servers")
+    parser.add_argument("--requests", type=int, default=2000, help="of each run")
+    parser.add_argument("--reference-requests", type=int, default=400)
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--leave-every", type=int, default=4)
+    parser.add_argument(
+        "--leave-within-ms", type=float, default=0.0, help="0: the median first token of those who stay"
+    )
+    parser.add_argument("--prompts", type=int, help="how many differ; 24, and 8 on a CPU")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="a multiple of the chunk and one more; 8193, and 1025 on a CPU"
+    )
+    parser.add_argument("--output-tokens", type=int, default=12)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--kv-gib", type=int, default=48, help="KV cache of each server on a GPU")
+    parser.add_argument("--gpus", default="0,1", help="of prefill and decode server; cores with --cpu")
+    parser.add_argument("--reference-gpus", help="the same unless told: then one pair runs after the other")
+    parser.add_argument("--server-option", action="append", default=[], help="of all servers; repeatable")
+    parser.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--limit-s", type=float, default=240, help="no request of a run begins after that")
+    parser.add_argument("--idle-within-s", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be written (14 GB)")
+    parser.add_argument("--logs", type=Path, help="where the servers' logs are to stay")
+    parser.add_argument("--json", type=Path, help="a file that gets the JSON lines too")
+    given = parser.parse_args(arguments)
+    given.prompts = given.prompts or (8 if given.cpu else 24)
+    given.prompt_tokens = given.prompt_tokens or (1025 if given.cpu else 8193)
+    given.reference_gpus = given.reference_gpus or given.gpus
+    return given
+
+
+def main() -> None:
+    given = parsed()
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lines = measure_gpu.Lines(stack.enter_context(given.json.open("a")) if given.json else None)
+        if given.cpu:
+            recipe = tiny_models.write_model("gqa", temporary)
+        else:
+            where = given.model or temporary / "model"
+            recipe = measure_gpu.write_model(where, measure_gpu.Shape(), f"cuda:{given.gpus[0]}")
+        logs = given.logs or temporary
+        logs.mkdir(parents=True, exist_ok=True)
+        for finding in _findings(recipe, logs, given):
+            lines.write("leavers", **finding)
+
+
+if __name__ == "__main__":
+    main()
