@@ -41,8 +41,8 @@ class Arena:
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
-                f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; set num_slots or "
-                f"slot_bytes lower, or path to 'direct': {error}"
+                f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; leave more of its memory "
+                f"free (under vLLM: a lower gpu_memory_utilization), or set path to 'direct': {error}"
             ) from error
         self.address = -(-self._storage.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
         self.scratch_address = self.address + slot_bytes * count

@@ -18,6 +18,7 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.scheduler.factory import configured_scheduler
 from kvconnect.vllm.geometry import VllmCache, group_spec, held_back, is_state, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
+from kvconnect.vllm.memory import still_taken_bytes
 from kvconnect.vllm.offload import (
     BlockHashes,
     align_tokens,
@@ -100,6 +101,8 @@ def make_worker_half(
             convert_dtype=convert_dtype,
         )
 
+    # Before anything is taken: what is ours is none of vLLM's share.
+    reserved_bytes = still_taken_bytes(vllm_config, kv_caches)
     transfer = None
     if config.extra.engine != "none":
         cache = described(convert_dtype=config.extra.convert_dtype)
@@ -117,7 +120,7 @@ def make_worker_half(
             world_size=world_size,
             num_heads=counts.finest,
         )
-        transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales)
+        transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     offload = None
     if config.extra.offload is not None:
         # What comes back to the same rank is bytes: nothing of it is converted.
@@ -130,7 +133,7 @@ def make_worker_half(
             rank=rank,
             world_size=world_size,
         )
-        offload.register_kv_caches(cache.tensors, cache.heads, cache.scales)
+        offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     return WorkerHalf(transfer, offload), {} if offload is None else offload.row_bytes
 
 

@@ -28,6 +28,7 @@ from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
+from kvconnect.pack.device_memory import fitted_slots, spare_bytes
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.peer.allow_list import AllowList
@@ -153,14 +154,18 @@ class WorkerConnector:
         tensors: Mapping[str, CacheTensor],
         heads: Mapping[str, HeadInterval] | None = None,
         scales: Mapping[str, Scales] | None = None,
+        *,
+        reserved_bytes: int = 0,
     ) -> None:
         """Describe the caches, register them with the engine in one call, and begin to serve peers.
 
         ``heads`` says which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
-        quantised values are to be multiplied with: of K and of V, 1 where nothing is said.
+        quantised values are to be multiplied with: of K and of V, 1 where nothing is said. ``reserved_bytes``
+        of the device's free memory are not for slots: the serving stack is still to take them.
 
         Raises:
             LayoutError: a cache cannot be expressed.
+            ConfigError: the device has no room for the fewest slots.
             EngineError: the engine refuses the memory.
             LocalError: it was done before.
         """
@@ -171,7 +176,7 @@ class WorkerConnector:
         # The tensors must outlive the registration, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
-        arenas = self._make_arenas(device)
+        arenas = self._make_arenas(device, reserved_bytes)
         # What is registered, peers can write to; where all goes through slots they need nothing else.
         storages = () if self._config.extra.path == "packed" else table.storages
         spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
@@ -191,7 +196,7 @@ class WorkerConnector:
         )
         self._thread.start()
 
-    def _make_arenas(self, device: torch.device) -> dict[str, Arena]:
+    def _make_arenas(self, device: torch.device, reserved_bytes: int) -> dict[str, Arena]:
         """The memory of our slots, by what they are for."""
         extra = self._config.extra
         if not extra.has_slots:
@@ -200,14 +205,40 @@ class WorkerConnector:
         # A chunk is one batch: the rest of a slot that is larger would lie idle.
         most_bytes = self._engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
         slot_bytes = min(slot_bytes, max(most_bytes, ALIGN_BYTES))
-        kinds = {"landing": self._config.is_consumer, "send": self._config.is_producer}
-        scratch_bytes = probe_bytes(slot_bytes, self._on_cuda)
-        self._arenas = {
-            kind: Arena(device, slot_bytes, extra.num_slots, scratch_bytes)
-            for kind, is_used in kinds.items()
-            if is_used
+        roles = {"landing": self._config.is_consumer, "send": self._config.is_producer}
+        kinds = [kind for kind, is_used in roles.items() if is_used]
+        wanted, count, spare = slot_bytes, extra.num_slots, spare_bytes(device, reserved_bytes)
+        if spare is not None:
+            slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
+        # Peers are calibrated with the scratch memory of one arena.
+        scratch_bytes = [probe_bytes(slot_bytes, self._on_cuda)] + [0] * (len(kinds) - 1)
+        arenas = {
+            kind: Arena(device, slot_bytes, count, scratch)
+            for kind, scratch in zip(kinds, scratch_bytes, strict=True)
         }
-        return self._arenas
+        logger.info(
+            "%s slots: %d of %d bytes each way; with scratch memory %d bytes of %s",
+            " and ".join(kinds),
+            count,
+            slot_bytes,
+            sum(arena.length_bytes for arena in arenas.values()),
+            device if spare is None else f"{spare} spare bytes of {device}",
+        )
+        if (slot_bytes, count) != (wanted, extra.num_slots):
+            self._metrics.failures.labels("slots_reduced").inc()
+            logger.warning(
+                "%d slots of %d bytes each way do not fit into the %d bytes that are spare on %s, beside %d "
+                "that the serving stack is still to take: there are %d of %d. Long prompts travel more "
+                "slowly; leave more of the device free, under vLLM with a lower gpu_memory_utilization",
+                extra.num_slots,
+                wanted,
+                spare,
+                device,
+                reserved_bytes,
+                count,
+                slot_bytes,
+            )
+        return arenas
 
     def _make_mover(self, table: RegionTable, device: torch.device, arenas: Mapping[str, Arena]) -> Mover:
         def pool(kind: str) -> SlotPool:

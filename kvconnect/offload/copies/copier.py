@@ -117,6 +117,7 @@ def make_copier(
     device: torch.device | str,
     *,
     staging_bytes: int = 0,
+    reserved_bytes: int = 0,
     mode: str = "auto",
     programs: int = 0,
 ) -> Copier:
@@ -125,7 +126,8 @@ def make_copier(
     Rows hold nothing yet: what is tried may write to them. If it fails the arena stays its owner's to close.
 
     ``staging_bytes`` is device memory for copies under way, ``programs`` how many programs of a copying
-    kernel may run at a time; 0 for what suits the device. ``table`` must outlive the copier, and its tensors.
+    kernel may run at a time; 0 for what suits the device. Staging is smaller where the device's free memory,
+    less ``reserved_bytes`` of it, does not hold it. ``table`` must outlive the copier, and its tensors.
 
     Raises:
         ConfigError: a setting is not accepted, or the device has no room.
@@ -145,7 +147,13 @@ def make_copier(
     except ImportError as error:
         raise ConfigError(f"device is {str(device)!r}, which needs Triton: pip install triton") from error
     made: Copier = make_cuda_copier(
-        layout, arena, device, staging_bytes=staging_bytes, mode=mode, programs=programs
+        layout,
+        arena,
+        device,
+        staging_bytes=staging_bytes,
+        reserved_bytes=reserved_bytes,
+        mode=mode,
+        programs=programs,
     )
     return made
 

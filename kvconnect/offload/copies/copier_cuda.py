@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from kvconnect.errors import ConfigError, EngineError
@@ -12,17 +14,26 @@ from kvconnect.offload.copies.row_parts import RowParts
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.copies.rows_triton import RowKernel
 from kvconnect.offload.copies.staged import StagedCopier
-from kvconnect.offload.copies.staging import Staging
+from kvconnect.offload.copies.staging import LEAST_STAGING_BYTES, Staging, fitted_staging
 from kvconnect.offload.copies.tiles import TileTable
 from kvconnect.offload.copies.trial import Trial
+from kvconnect.pack.device_memory import spare_bytes
 
-LEAST_STAGING_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
+
 _MOST_STAGING_BYTES = 512 << 20
 _PART_OF_MEMORY = 256
 
 
 def make_cuda_copier(
-    layout: RowLayout, arena: RowArena, device: torch.device, *, staging_bytes: int, mode: str, programs: int
+    layout: RowLayout,
+    arena: RowArena,
+    device: torch.device,
+    *,
+    staging_bytes: int,
+    reserved_bytes: int,
+    mode: str,
+    programs: int,
 ) -> StagedCopier:
     """See ``make_copier``.
 
@@ -37,6 +48,18 @@ def make_cuda_copier(
         raise ConfigError(
             f"kv_connector_extra_config.offload.staging_bytes is {staging_bytes}; accepted: at least "
             f"{LEAST_STAGING_BYTES}, or 0 for what suits the device"
+        )
+    wanted_bytes, spare = staging_bytes, spare_bytes(device, reserved_bytes)
+    staging_bytes = fitted_staging(wanted_bytes, spare)
+    if staging_bytes < wanted_bytes:
+        logger.warning(
+            "%d bytes of staging memory do not fit into the %d bytes that are spare on %s, beside %d that "
+            "the serving stack is still to take: %d are taken",
+            wanted_bytes,
+            spare,
+            device,
+            reserved_bytes,
+            staging_bytes,
         )
     try:
         memory = CudaHostMemory(device)

@@ -12,7 +12,15 @@ from kvconnect.errors import LocalError
 _RESTORE_SPANS = 4
 _MOST_RESTORE_BYTES = 128 << 20
 
+LEAST_STAGING_BYTES = 1 << 20
+_LEAST_FITTED_BYTES = 16 << 20
+
 Fence = TypeVar("Fence")
+
+
+def fitted_staging(wanted_bytes: int, spare: int | None) -> int:
+    """As much staging memory as ``spare`` bytes of the device hold, and what copies cannot do without."""
+    return wanted_bytes if spare is None else min(wanted_bytes, max(spare, _LEAST_FITTED_BYTES))
 
 
 class Ring(Generic[Fence]):

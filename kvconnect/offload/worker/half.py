@@ -112,11 +112,13 @@ class OffloadWorker:
         tensors: Mapping[str, CacheTensor],
         heads: Mapping[str, HeadInterval] | None = None,
         scales: Mapping[str, Scales] | None = None,
+        *,
+        reserved_bytes: int = 0,
     ) -> None:
         """Describe the caches, take the host memory, open the lower tiers, and begin to take orders.
 
         On a GPU, called with the stream current that runs the model's steps. ``heads`` and ``scales`` as for
-        ``RegionTable.build``.
+        ``RegionTable.build``; ``reserved_bytes`` of the GPU's free memory are the serving stack's.
 
         Raises:
             LayoutError: a cache cannot be expressed.
@@ -151,6 +153,7 @@ class OffloadWorker:
                 arena,
                 self._device,
                 staging_bytes=self._config.staging_bytes,
+                reserved_bytes=reserved_bytes,
                 mode=self._config.copy,
             )
         except BaseException:
