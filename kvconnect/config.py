@@ -103,7 +103,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         key_file: the secret that all nodes of a small cluster share (``kvconnect keys new``).
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
         allow_peers: whom this node fetches from, and nobody else: host, host:port, network, and
-            network:ports such as ``10.0.0.0/24:14600-14607``. Empty for whoever a signed handle names.
+            network:ports such as ``10.0.0.0/24:14600-14607``. Empty for whoever a signed handle names. Also
+            hosts that a peer's engine or other ranks may be at, beside the one that it speaks from.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
         path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
             peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers

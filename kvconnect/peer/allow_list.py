@@ -29,8 +29,9 @@ class _Entry:
     last_port: int
 
     def matches(self, host: str, address: _Network | None, port: int) -> bool:
-        if not self.first_port <= port <= self.last_port:
-            return False
+        return self.first_port <= port <= self.last_port and self.matches_host(host, address)
+
+    def matches_host(self, host: str, address: _Network | None) -> bool:
         if self.network is None or address is None:
             return self.network is None and self.name == host.lower()
         if isinstance(self.network, ipaddress.IPv4Network):
@@ -59,6 +60,19 @@ class AllowList:
         """Whether an address is listed."""
         address = _network(host)
         return any(entry.matches(host, address, port) for entry in self._entries)
+
+    def allows_host(self, host: str) -> bool:
+        """Whether any port of a host is listed."""
+        address = _network(host)
+        return any(entry.matches_host(host, address) for entry in self._entries)
+
+
+def same_host(first: str, second: str) -> bool:
+    """Whether two texts are one address, or one name: of names only ``localhost`` is known."""
+    one, other = (_network("127.0.0.1" if host.lower() == "localhost" else host) for host in (first, second))
+    if one is None or other is None:
+        return first.lower() == second.lower()
+    return one == other or (one.is_loopback and other.is_loopback)
 
 
 def _parse(text: str, field: str) -> _Entry:

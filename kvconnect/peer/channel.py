@@ -15,10 +15,11 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Frame:
-    """One message that came over a connection."""
+    """One message that came over a connection; over one that a peer opened, from ``host`` if known."""
 
     link: str
     data: bytes
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Channel(Protocol):
 
 
 class MemoryNetwork:
-    """Channels that reach each other inside one process, on a clock of the caller's.
+    """Channels that reach each other inside one process, ``127.0.0.1``, on a clock of the caller's.
 
     Frames arrive after ``delay_s``. ``cut`` severs the way between two ports until ``mend``; frames on
     a severed way are lost. Deterministic: no threads, no sockets.
@@ -118,7 +119,9 @@ class MemoryNetwork:
             return False
         if frozenset((source, target)) not in self._cut:
             arrives = self.clock() + self.delay_s
-            self._channels[target].enqueue(arrives, self.next_number(), Frame(link, data))
+            self._channels[target].enqueue(
+                arrives, self.next_number(), Frame(link, data, "127.0.0.1" if link.startswith("in:") else "")
+            )
         return True
 
 

@@ -286,14 +286,15 @@ class ZmqChannel:
     def _drain_router(self, arrived: list[Arrival]) -> None:
         for _ in range(_MOST_ARRIVALS):
             try:
-                parts = self._router.recv_multipart(zmq.NOBLOCK)
+                parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             if len(parts) != 2:
                 # Not one of ours: nobody to tell, since the sender may not even speak in frames.
                 logger.warning("side channel: dropped a message of %d parts, expected 1", len(parts) - 1)
                 continue
-            arrived.append(Frame(f"in:{parts[0].hex()}", parts[1]))
+            host = str(parts[1].get("Peer-Address"))
+            arrived.append(Frame(f"in:{parts[0].bytes.hex()}", parts[1].bytes, host))
 
     def _lost(self, name: str, link: _Link) -> LinkLost | None:
         """A connection that its monitor calls lost, once it is known whether the peer is gone."""

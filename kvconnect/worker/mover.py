@@ -200,8 +200,8 @@ class Mover:
 
     def _take(self, arrival: Arrival, now: float) -> None:
         match arrival:
-            case Frame(link=link, data=data) if link.startswith("in:"):
-                self.prefill.receive(link, data, now)
+            case Frame(link=link, data=data, host=host) if link.startswith("in:"):
+                self.prefill.receive(link, data, now, host)
             case Frame(link=link, data=data):
                 self.decode.receive(link, data, now)
             case LinkLost(link=link, refused=refused, reason=reason):

@@ -15,6 +15,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig, split_address
 from kvconnect.metrics import Metrics
+from kvconnect.orders import RankAddress
+from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
 from kvconnect.peer.session import Event, Ready, Session, Side, State
@@ -48,6 +50,7 @@ class Peers:
         randomness: random.Random,
     ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
+        self._allowed = AllowList(config.allow_peers)
         self._config = config
         self._channel = channel
         self._rank = rank
@@ -188,6 +191,9 @@ class Peers:
             if not {address.rank for address in directory} >= set(range(1, world_size)):
                 # Its scheduler has not told it yet where its other ranks listen. It knows soon.
                 return "the peer does not know its own ranks yet"
+            if refusal := self._foreign_rank(peer.key[1], directory):
+                self._metrics.failures.labels("peer_not_trusted").inc()
+                return refusal
             peer.world_size = world_size
             peer.directory = directory
             peer.lease_s = ready.lease_s
@@ -195,6 +201,18 @@ class Peers:
             self._route(peer, world_size)
         peer.breaker.met()
         self.tell_let_go(peer, now)
+        return ""
+
+    def _foreign_rank(self, host: str, directory: Sequence[RankAddress]) -> str:
+        """Why the directory of a peer at ``host`` is not believed, or nothing: it leads to other hosts."""
+        for address in directory:
+            # Where rank 0 listens is known already.
+            named, port = address.host, address.port
+            if address.rank and not (same_host(host, named) or self._allowed.allows(named, port)):
+                return (
+                    f"the peer at {host} says that its rank {address.rank} listens at {named[:256]}:{port}; "
+                    "accepted: its own host, and those in kv_connector_extra_config.allow_peers"
+                )
         return ""
 
     def _route(self, peer: Peer, peer_world_size: int) -> None:

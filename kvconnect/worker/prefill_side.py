@@ -182,9 +182,9 @@ class PrefillSide:
 
     # Frames and completions
 
-    def receive(self, link: str, data: bytes, now: float) -> None:
-        """Take a frame of a visitor."""
-        visitor = self.visitors.hear(link)
+    def receive(self, link: str, data: bytes, now: float, host: str = "") -> None:
+        """Take a frame of a visitor, whose connection comes from ``host``."""
+        visitor = self.visitors.hear(link, host)
         for event in visitor.session.receive(data, now):
             self._handle(link, visitor, event, now)
         self.visitors.flush(link, visitor)

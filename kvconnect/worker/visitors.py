@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
+from kvconnect.engine.card_host import card_host
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
+from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction, Message
 from kvconnect.peer.session import Session, Side, State
 from kvconnect.plan.align import Link, align_tables
@@ -48,9 +50,13 @@ class Way:
 
 @dataclass
 class Visitor:
-    """One connection that D opened to us. ``has_misspoken``: something that it said was of no use."""
+    """One connection that D opened to us, from ``host`` if the channel knows.
+
+    ``has_misspoken``: something that it said was of no use.
+    """
 
     session: Session
+    host: str = ""
     way: Way | None = None
     has_misspoken: bool = False
 
@@ -76,6 +82,7 @@ class Visitors:
         metrics: Metrics,
     ) -> None:
         self.directory: tuple[RankAddress, ...] = ()
+        self._allowed = AllowList(config.allow_peers)
         self._config = config
         self._engine = engine
         self._introduce = introduce
@@ -93,11 +100,11 @@ class Visitors:
         """The visitor of a connection."""
         return self._visitors.get(link)
 
-    def hear(self, link: str) -> Visitor:
+    def hear(self, link: str, host: str) -> Visitor:
         """Whoever says something. Who has not introduced itself is not remembered, and displaces nobody."""
         visitor = self._visitors.get(link)
         if visitor is None:
-            return self._stranger()
+            return self._stranger(host)
         self._visitors.move_to_end(link)
         return visitor
 
@@ -137,7 +144,7 @@ class Visitors:
                 break
             del self._visitors[idle]
 
-    def _stranger(self) -> Visitor:
+    def _stranger(self, host: str) -> Visitor:
         return Visitor(
             Session(
                 Side.PREFILL,
@@ -147,7 +154,8 @@ class Visitors:
                 max_message_bytes=self._config.max_message_bytes,
                 handshake_timeout_s=self._config.handshake_timeout_s,
                 peer_timeout_s=self._config.peer_timeout_s,
-            )
+            ),
+            host,
         )
 
     def way_to(self, visitor: Visitor, in_use: set[str]) -> Way:
@@ -168,6 +176,7 @@ class Visitors:
         if way.direct is None and way.packer is None:
             raise LayoutError("; ".join(f"{path}: {why}" for path, why in way.refusals.items()))
         if way.name not in self._connected:
+            self._check_host(visitor, peer)
             self._disconnect_former(_owner(peer))
             try:
                 self._engine.connect(way.name, peer.engine_card)
@@ -177,6 +186,26 @@ class Visitors:
         self._connected.move_to_end(way.name)
         self._disconnect_idle(in_use | {way.name})
         return way
+
+    def _check_host(self, visitor: Visitor, peer: Introduction) -> None:
+        """Connect to nobody else for a peer: it would be given the KV that the peer asks for.
+
+        Raises:
+            PeerError: its engine's card names a host that is neither its own nor listed.
+        """
+        named = card_host(peer.engine_card)
+        if (
+            not named
+            or not visitor.host
+            or same_host(named, visitor.host)
+            or self._allowed.allows_host(named)
+        ):
+            return
+        self._metrics.failures.labels("peer_not_trusted").inc()
+        raise PeerError(
+            f"the engine card of {_owner(peer)} names host {named[:256]!r}, its connection comes from "
+            f"{visitor.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
+        )
 
     def _make_way(self, ours: Introduction, peer: Introduction) -> Way:
         way = Way(f"{_owner(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")

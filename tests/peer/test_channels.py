@@ -57,6 +57,7 @@ def test_frames_keep_their_order_and_can_be_answered(make_channel):
     assert [frame.data for frame in seen] == [b"%d" % n for n in range(100)]
     (link,) = {frame.link for frame in seen}
     assert link.startswith("in:")
+    assert {frame.host for frame in seen} <= {"127.0.0.1", "::ffff:127.0.0.1"}
     assert server.send(link, b"answer")
     assert arrivals(client, 1) == [Frame("p", b"answer")]
 
