@@ -6,7 +6,7 @@ that transfers are the bottleneck. What the others got is compared: their tokens
 vLLM's own NixlConnector, their first tokens with the run in which all clients stayed. One JSON object a pair,
 on standard output and in a file; nothing here asserts.
 
-    python -m tests.vllm.measure_leavers --engines nixl,mooncake --gpus 0,1 --reference-gpus 2,3 --json FILE
+    python -m tests.vllm.measure_leavers --engines nixl,mooncake:nvlink --reference-gpus 2,3 --json FILE
     python -m tests.vllm.measure_leavers --cpu --requests 40 --in-flight 4
 
 Batches differ from run to run, and with them, now and then, the last bits of a sum: the reference is asked
@@ -287,12 +287,16 @@ def _up(pair: Pair) -> Iterator[Pair]:
         yield pair
 
 
+def _variant(named: str, extra: Mapping[str, Any]) -> Variant:
+    """Of an engine, or ``engine:protocol``."""
+    engine, _, protocol = named.partition(":")
+    settings = {"engine": engine, "protocol": protocol or "auto", **extra}
+    return Variant("-".join(filter(None, ("kvconnect", engine, protocol))), settings)
+
+
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
-    variants = [
-        Variant(f"kvconnect-{engine}", {"engine": engine, **given.extra})
-        for engine in given.engines.split(",")
-    ]
+    variants = [_variant(named, given.extra) for named in given.engines.split(",")]
     beside = given.reference_gpus != given.gpus
     # Beside the reference where there is room for both, so that they start at the same time.
     first = _servers(recipe, folder, variants[0], given.gpus, given) if beside else None
@@ -315,7 +319,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="a tiny model on two cores")
-    parser.add_argument("--engines", default="nixl", help="of kvconnect, one after the other")
+    parser.add_argument("--engines", default="nixl", help="engine or engine:protocol, one after the other")
     parser.add_argument("--extra", type=json.loads, default={}, metavar="JSON", help="of kvconnect")
     parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy of all servers")
     parser.add_argument("--requests", type=int, default=2000, help="of each run")
