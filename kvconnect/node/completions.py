@@ -11,7 +11,7 @@ from typing import Any
 
 from kvconnect.node.output import Output
 
-MAX_REQUEST_ID_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 16
 
 

@@ -73,7 +73,7 @@ _ROUTING = frozenset(
         "x-kv-cache-source-host-port",
     }
 )
-_REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class BadBody(Exception):

@@ -120,6 +120,19 @@ def test_a_completion():
     run(test)
 
 
+def test_routers_may_name_requests_with_up_to_512_printable_characters():
+    """Some put the addresses of both nodes into it."""
+
+    async def test(session):
+        for request_id in ("___prefill_addr_" + "p" * 154, "x" * 512, "mit Ü " * 20 + "!"):
+            params = {"do_remote_decode": True}
+            body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": params}
+            status, answer, _ = await session.post(body, {"X-Request-Id": request_id})
+            assert (status, answer["id"]) == (200, f"cmpl-{request_id}"), answer
+
+    run(test)
+
+
 def test_a_text_prompt_is_its_bytes_and_drafts_are_returned():
     async def test(session):
         _, text, _ = await session.post({"prompt": "grün", "max_tokens": 4})
@@ -185,7 +198,7 @@ def test_bad_requests_name_the_field_and_leave_the_node_alive():
             status, answer, _ = await session.post(None, data=data)
             assert status == 400
             assert "not valid JSON" in answer["error"]["message"]
-        status, answer, _ = await session.post({"prompt": [1]}, {"X-Request-Id": "x" * 200})
+        status, answer, _ = await session.post({"prompt": [1]}, {"X-Request-Id": "x" * 513})
         assert status == 400
         assert "X-Request-Id" in answer["error"]["message"]
         status, answer, _ = await session.post(None, data=b" " * (9 * 1024 * 1024))
