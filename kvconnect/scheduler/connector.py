@@ -28,7 +28,7 @@ from kvconnect.orders import (
     Results,
     Withdraw,
 )
-from kvconnect.scheduler.handles import Claims, Handles
+from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.scheduler.params import (
     HANDLE_KEY,
     TRANSFER_KEY,
@@ -90,8 +90,8 @@ class SchedulerConnector:
         self._trust = trust
         self._epoch = new_handle()
         if config.is_producer:
-            # Said now if it cannot be: later it would end the scheduler.
-            self._sign(transfer_name(""), 1)
+            # Said now if it cannot be: later it would end the scheduler. With the longest that it may sign.
+            self._sign(transfer_name(""), MOST_TOKENS)
         self._holds: list[Hold] = []
         self._loads: list[Load] = []
         self._let_go: list[LetGo] = []

@@ -20,6 +20,7 @@ import msgspec
 from kvconnect.errors import ConfigError, PeerError
 
 LONGEST_HANDLE = 512
+MOST_TOKENS = 2**31 - 1
 MOST_SKEW_S = 60.0
 """How far the clocks of two nodes may be apart before a fresh handle counts as expired."""
 
@@ -39,7 +40,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     engine_id: str
     epoch: str
     name: str
-    num_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     expires_at: float

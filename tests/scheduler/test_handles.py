@@ -12,14 +12,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError, PeerError
+from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
+from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles
 from kvconnect.scheduler.params import HANDLE_KEY, PEER_KEY, TRANSFER_KEY, read_remote_prefill
 from kvconnect.scheduler.trust import PeerTrust
-from tests.scheduler.test_connector import HANDLES, Request, connector, prefilled
+from tests.scheduler.test_connector import ATTENTION, HANDLES, Request, connector, prefilled
 
+CACHE = KVCacheConfig(100, (ATTENTION,))
 SECRET = b"a secret of 32 bytes, or of any "
 NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40)
 CLAIMS = st.builds(
@@ -134,6 +138,22 @@ def test_content_of_another_shape_is_refused_even_if_it_is_signed():
 def test_an_engine_id_that_makes_handles_too_long_is_found_at_the_start():
     with pytest.raises(ConfigError, match=r"engine_id 'eee.*accepted: 512"):
         at(0).make(msgspec.structs.replace(CLAIM, engine_id="e" * 400))
+
+
+@pytest.mark.parametrize("length", range(232, 260))
+def test_a_scheduler_that_starts_can_sign_a_prompt_of_any_length(length):
+    """What a handle has no room for must be refused before the first request, whatever its length is."""
+    config = parse_kv_transfer_config({"kv_role": "kv_producer", "engine_id": "e" * length})
+    try:
+        prefill = SchedulerConnector(
+            config, CACHE, {0: 16}, directory=(RankAddress(0, "10.0.0.1", 5600),), handles=HANDLES
+        )
+    except ConfigError as error:
+        assert "make handles of" in str(error)
+        return
+    request = Request("p", 2**31 - 1, {"do_remote_decode": True, TRANSFER_KEY: "t"})
+    prefill.new_request(request)
+    assert prefill.request_finished(request, ([1],), delivered=True)[0]
 
 
 # --- in the hands of both scheduler halves --------------------------------------------------------
