@@ -36,7 +36,10 @@ class Family:
 
 
 TRANSFERS = Family(
-    "transfers", "counter", "Requests whose KV was sent or received, by outcome", ("direction", "outcome")
+    "transfers",
+    "counter",
+    "Requests whose KV was sent or received, by outcome; where a client left that is cancelled, and aborted",
+    ("direction", "outcome"),
 )
 TRANSFER_BYTES = Family("transfer_bytes", "counter", "KV bytes moved", ("direction", "path"))
 TRANSFER_SECONDS = Family(

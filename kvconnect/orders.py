@@ -16,6 +16,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 
+ABORTED = "the request was aborted"
+"""Why a load failed whose client left: no failure, and nothing to warn of."""
+
+
 class RequestView(Protocol):
     """What the scheduler half reads of a serving stack's request. It never changes one."""
 

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
-from kvconnect.orders import OffloadReport, Results
+from kvconnect.orders import ABORTED, OffloadReport, Results
 from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.geometry import running_states, transferred_groups
 from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, told_groups
@@ -351,7 +351,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             return Results()
         results = self._worker.results()
         for request_id, reason in results.failed.items():
-            logger.warning("the KV of request %s could not be loaded: %s", request_id, reason)
+            level = logging.DEBUG if reason == ABORTED else logging.WARNING
+            logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
         return results
 
 

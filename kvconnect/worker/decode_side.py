@@ -108,7 +108,7 @@ class DecodeSide:
         """The request is of no use any more. It is still reported, once its blocks are quiet."""
         loading = self.loads.get(request_id)
         if loading is not None:
-            loading.fail("the request was aborted")
+            loading.abort()
 
     def let_go(self, order: LetGoOrder, now: float) -> None:
         """Tell a peer that nothing will be fetched under a handle."""
@@ -466,7 +466,8 @@ class DecodeSide:
             # unreported is lost.
             self._report_received(order.request_id, loading.error)
         if loading.error:
-            logger.warning("request %s was not loaded: %s", order.request_id, loading.error)
+            level = logging.DEBUG if loading.aborted else logging.WARNING
+            logger.log(level, "request %s was not loaded: %s", order.request_id, loading.error)
 
     def _give_back(self, loading: Loading, now: float) -> None:
         """Tell the peer of a load that failed, once: it need not hold the blocks until its lease is over."""

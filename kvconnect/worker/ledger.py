@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.errors import PeerError
-from kvconnect.orders import Hold, Load
+from kvconnect.orders import ABORTED, Hold, Load
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.moves import next_state
 from kvconnect.worker.quarantine import Quarantine
@@ -259,6 +259,7 @@ class Loading:
     ``met_again`` once a peer had forgotten us and was greeted anew; ``given_back`` once it failed and the
     peer was told that it will not be fetched; ``moved`` are bytes and copies by path.
     ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
+    ``aborted``: it ended because its client left, and for no other reason.
     """
 
     order: Load
@@ -275,6 +276,7 @@ class Loading:
     seconds: float = 0.0
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf
+    aborted: bool = False
     state: LoadState = LoadState.QUEUED
 
     def move(self, event: LoadEvent) -> None:
@@ -293,6 +295,11 @@ class Loading:
         """
         self.move(LoadEvent.FAIL)
         self.error = self.error or reason
+
+    def abort(self) -> None:
+        """Its client left. That is no failure, unless it had failed before. Raises what ``fail`` does."""
+        self.aborted = self.aborted or not self.error
+        self.fail(ABORTED)
 
     def is_due(self, now: float) -> bool:
         """Something is to be done about it that nobody tells us: more than to wait for its peer."""
@@ -316,10 +323,10 @@ class Sending:
     """P's record of one fetch under way. ``in_flight`` are the bytes of its batches, by their id.
 
     ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
-    it ends so that the peer can fetch anew. ``service_s`` is how long it had the link to itself, as far as
-    that can be said. ``cost`` is set where the path was chosen, and learns from that. ``told_due`` is for
-    how many chunks the peer knows that slots are of use; None where that is all of them. ``unsettled`` are
-    the generations of landing slots that a batch which was not quiet may still write.
+    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``service_s`` is how
+    long it had the link to itself, as far as can be said. ``cost`` is set where the path was chosen, and
+    learns from it. ``told_due``: how many chunks the peer knows that slots are of use for; None: all.
+    ``unsettled`` are the generations of landing slots that a batch which was not quiet may still write.
     """
 
     key: TransferKey
@@ -338,6 +345,7 @@ class Sending:
     moving_s: float = 0.0
     error: str = ""
     again: bool = False
+    cancelled: bool = False
     quiet: bool = True
     service_s: float = 0.0
     cost: LinkCost | None = None

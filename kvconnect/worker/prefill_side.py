@@ -394,7 +394,10 @@ class PrefillSide:
     def _cancelled(self, link: str, visitor: Visitor, transfer_id: int, now: float) -> None:
         """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
         key = (link, transfer_id)
-        known = key in self.sender.sendings or self.waiting.has(key)
+        sending = self.sender.sendings.get(key)
+        known = sending is not None or self.waiting.has(key)
+        if sending is not None and not sending.error:
+            sending.cancelled = True
         self._cancel(key, "the peer cancelled it")
         if not known and now >= self._not_quiet.get(key, 0.0):
             self.visitors.tell(key, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))

@@ -14,8 +14,7 @@ logger = logging.getLogger(__name__)
 def count_sent(metrics: Metrics, sending: Sending) -> None:
     """A fetch that P served is over."""
     ok = not sending.error
-    outcome = "ok" if ok else "again" if sending.again else "failed"
-    metrics.transfers.labels("sent", outcome).inc()
+    metrics.transfers.labels("sent", _sent_outcome(sending)).inc()
     metrics.transfer_bytes.labels("sent", sending.path).inc(sending.total_bytes)
     metrics.copies.labels("sent", sending.path).inc(sending.copies)
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
@@ -27,7 +26,7 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
         if path == "packed":
             seconds += sending.cost.last_unpack_s(sending.total_bytes, sending.copies)
         sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, seconds)
-    if not ok:
+    if not ok and not sending.cancelled:
         metrics.failures.labels("preempted" if sending.again else "send").inc()
         claims = sending.claims
         what = f"request {claims.order.request_id}" if isinstance(claims, Lease) else "an unfinished prefill"
@@ -36,12 +35,23 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
 
 def count_loaded(metrics: Metrics, loading: Loading, now: float) -> None:
     """A request that D fetched is over."""
-    metrics.transfers.labels("received", "failed" if loading.error else "ok").inc()
+    outcome = "aborted" if loading.aborted else "failed" if loading.error else "ok"
+    metrics.transfers.labels("received", outcome).inc()
     if loading.error:
-        metrics.failures.labels("load").inc()
+        if not loading.aborted:
+            metrics.failures.labels("load").inc()
         return
     for path, (total_bytes, copies) in loading.moved.items():
         metrics.transfer_bytes.labels("received", path).inc(total_bytes)
         metrics.copies.labels("received", path).inc(copies)
     metrics.transfer_seconds.labels("received").inc(loading.seconds)
     metrics.load_seconds.observe(now - loading.ordered_at)
+
+
+def _sent_outcome(sending: Sending) -> str:
+    """``cancelled``: the peer wants it no more, and knows why; ``again``: it is to fetch anew."""
+    if not sending.error:
+        return "ok"
+    if sending.cancelled:
+        return "cancelled"
+    return "again" if sending.again else "failed"

@@ -70,6 +70,36 @@ def test_aborting_a_load_waits_until_the_peer_has_stopped(pair):
     pair.assert_idle()
 
 
+def test_a_client_that_leaves_is_no_failure_of_either_side(pair, caplog):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.count("transfers", direction="received", outcome="aborted") == 1
+    assert pair.prefill.count("transfers", direction="sent", outcome="cancelled") == 1
+    for side, direction in ((pair.decode, "received"), (pair.prefill, "sent")):
+        assert side.count("transfers", direction=direction, outcome="failed") == 0
+    assert pair.decode.count("failures", reason="load") == pair.prefill.count("failures", reason="send") == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
+    pair.prefill.engine.hold()
+    pair.start()
+    pair.run(1)
+    pair.decode.mover.decode.loads["a"].fail("what landed is not what was asked for")
+    pair.abort("a")
+    pair.run(0.1)
+    pair.prefill.engine.release()
+    pair.run()
+    assert pair.decode.count("transfers", direction="received", outcome="failed") == 1
+    assert pair.decode.count("transfers", direction="received", outcome="aborted") == 0
+    assert pair.decode.count("failures", reason="load") == 1
+
+
 def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
     without_renewal(pair)
     pair.prefill.engine.hold()
