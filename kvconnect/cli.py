@@ -139,6 +139,13 @@ def router(
         str,
         typer.Option(help="sequential asks the prefill node first, parallel asks both nodes at once."),
     ] = "sequential",
+    decode_fallback: Annotated[
+        bool,
+        typer.Option(
+            help="Have the decode node compute the prompt where no prefill node is left, or a prefill leg "
+            "fails (no connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer."
+        ),
+    ] = True,
     connect_timeout_s: Annotated[float, typer.Option(help="Seconds to reach a node.")] = 3.0,
     prefill_timeout_s: Annotated[float, typer.Option(help="Seconds for a whole prefill leg.")] = 120.0,
     decode_timeout_s: Annotated[
@@ -162,7 +169,15 @@ def router(
         max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
     )
-    run_router(host=host, port=port, prefill=prefill, decode=decode, limits=limits, flow=flow)
+    run_router(
+        host=host,
+        port=port,
+        prefill=prefill,
+        decode=decode,
+        limits=limits,
+        flow=flow,
+        decode_fallback=decode_fallback,
+    )
 
 
 @app.command()

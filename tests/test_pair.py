@@ -68,7 +68,7 @@ def nodes(tmp_path_factory):
 def until_ready(url):
     for _ in range(100):
         try:
-            return fetch_json(url + "/ready")
+            return fetch_json(url + "/ready?all")
         except BadAnswer:
             time.sleep(0.1)
     raise AssertionError("the router found no nodes")

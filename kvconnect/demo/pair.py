@@ -114,7 +114,7 @@ def start_router(
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         try:
-            fetch_json(base + "/ready", timeout_s=5.0)
+            fetch_json(base + "/ready?all", timeout_s=5.0)
             return Pair(prefill, decode, router, flow)
         except BadAnswer:
             if time.monotonic() > deadline:

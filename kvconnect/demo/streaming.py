@@ -122,7 +122,7 @@ def _start(children: Children, options: StreamingOptions, name: str, min_tokens:
     router = children.start(f"router-{name}", "router", "--port", "0", *asked).wait_ready(deadline)
     while True:
         try:
-            fetch_json(router + "/ready", timeout_s=5.0)
+            fetch_json(router + "/ready?all", timeout_s=5.0)
             return _Side(prefill, router)
         except BadAnswer:
             if time.monotonic() > deadline:

@@ -56,6 +56,8 @@ class Router:
         limits: RouterLimits,
         clock: Clock,
         flow: str = "sequential",
+        *,
+        decode_fallback: bool = True,
     ) -> None:
         if flow not in FLOWS:
             raise ConfigError(f"flow is {flow!r}; accepted: {', '.join(FLOWS)}")
@@ -68,6 +70,7 @@ class Router:
         self.is_draining = False
         self._clock = clock
         self._flow_class = FLOWS[flow]
+        self._decode_fallback = decode_fallback
         self._flow: Flow | None = None
         self._legs: Legs | None = None
 
@@ -75,7 +78,13 @@ class Router:
         """Hold the client session and the health checks while the application runs."""
         self._legs = Legs(self.limits, self.metrics, self._clock)
         self._flow = self._flow_class(
-            self.prefill, self.decode, self._legs, self.limits, self.metrics, self._clock
+            self.prefill,
+            self.decode,
+            self._legs,
+            self.limits,
+            self.metrics,
+            self._clock,
+            decode_fallback=self._decode_fallback,
         )
         checks = [
             asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
@@ -165,14 +174,18 @@ class Router:
         """The process is alive."""
         return web.json_response({"status": "alive"})
 
-    async def ready(self, _request: web.Request) -> web.Response:
-        """200 if a request could be served now: a healthy node of each role, and not draining."""
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 if a request could be served now; with ``?all`` only if a node of each role is healthy."""
         missing = [pool.role for pool in (self.prefill, self.decode) if not pool.is_ready()]
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
-        if missing:
+        if "decode" in missing or (missing and ("all" in request.query or not self._needs_no_prefill())):
             return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
-        return web.json_response({"status": "ready"})
+        return web.json_response({"status": "ready", "missing": missing})
+
+    def _needs_no_prefill(self) -> bool:
+        """Decode nodes compute prompts now. Not while it is unknown whether a prefill node is there."""
+        return self._decode_fallback and self.prefill.is_out()
 
     async def show_metrics(self, _request: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -209,14 +222,17 @@ def create_router_app(
     limits: RouterLimits | None = None,
     clock: Clock = time.monotonic,
     flow: str = "sequential",
+    decode_fallback: bool = True,
 ) -> web.Application:
     """The router as an aiohttp application. Serve it with ``router_runner``.
+
+    With ``decode_fallback`` the decode node computes a prompt whose prefill leg failed.
 
     Raises:
         ConfigError: a URL, a limit or the flow cannot be used.
     """
     limits = limits or RouterLimits()
-    router = Router(prefill_urls, decode_urls, limits, clock, flow)
+    router = Router(prefill_urls, decode_urls, limits, clock, flow, decode_fallback=decode_fallback)
     app = web.Application(client_max_size=limits.max_body_bytes)
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
@@ -269,8 +285,9 @@ def run_router(
     decode: Sequence[str],
     limits: RouterLimits | None = None,
     flow: str = "sequential",
+    decode_fallback: bool = True,
 ) -> None:
-    """Run a router in this process until SIGTERM or SIGINT. ``flow`` is sequential or parallel.
+    """Run a router in this process until SIGTERM or SIGINT. See ``create_router_app``.
 
     Raises:
         ConfigError: a URL, a limit, the flow or the address cannot be used.
@@ -282,6 +299,7 @@ def run_router(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await serve_router(create_router_app(prefill, decode, limits=limits, flow=flow), host, port, stop)
+        app = create_router_app(prefill, decode, limits=limits, flow=flow, decode_fallback=decode_fallback)
+        await serve_router(app, host, port, stop)
 
     asyncio.run(main())

@@ -99,8 +99,19 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+_SEVERAL = "it asks for several sequences"
+DIRECT: Mapping[str, str] = {
+    "n": _SEVERAL,
+    "best_of": _SEVERAL,
+    "beam_search": _SEVERAL,
+    "batch": _SEVERAL,
+    "prompt_logprobs": "log probabilities of the prompt are asked for",
+}
+"""Why a request cannot be split between two nodes, in words."""
+
+
 def direct_reason(body: Mapping[str, Any]) -> str | None:
-    """Why a request cannot be split between two nodes, or None if it can.
+    """Why a request cannot be split between two nodes, as a key of ``DIRECT``, or None if it can.
 
     One set of transfer parameters stands for one sequence, so several sequences go straight to decode.
     So do requests for the log probabilities of the prompt: only the node that prefills can know them.

@@ -2,8 +2,9 @@
 
 The prefill node's ``kv_transfer_params`` travel to the decode node verbatim. Nothing is sent to the
 client before the decode node's first byte is here (the commit point), so every failure up to then has
-its own status; after it a failure can only break the connection, and does. A client that leaves
-cancels the task that runs ``Flow.run``, which closes the connection of whichever leg is open.
+its own status; after it a failure can only break the connection, and does. With ``decode_fallback`` a prefill
+leg that fails is no answer: the decode node computes the prompt instead. A client that leaves cancels the
+task that runs ``Flow.run``, which closes the connection of whichever leg is open.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router import bodies
-from kvconnect.router.legs import Clock, Legs
+from kvconnect.router.legs import Clock, LegError, Legs
 from kvconnect.router.limits import RouterLimits
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Lease, Pool
@@ -46,6 +47,11 @@ class Refused:
     status: int
     headers: list[tuple[str, str]]
     body: bytes
+
+    @property
+    def is_of_the_request(self) -> bool:
+        """Every node would refuse this request; otherwise this one cannot serve it, or not now."""
+        return 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,8 @@ class Flow:
         limits: RouterLimits,
         metrics: RouterMetrics,
         clock: Clock = time.monotonic,
+        *,
+        decode_fallback: bool = True,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
@@ -82,6 +90,7 @@ class Flow:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
+        self._decode_fallback = decode_fallback
         self._fallbacks_logged: set[str] = set()
 
     async def run(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
@@ -96,8 +105,7 @@ class Flow:
         exchange = Exchange(request, request_id, started, headers, body)
         reason = bodies.direct_reason(body)
         if reason is not None:
-            self._fall_back(reason)
-            return await self._run_decode(exchange, None)
+            return await self._run_alone(exchange, reason, bodies.DIRECT[reason])
         return await self._run_both(exchange)
 
     async def pass_to_decode(
@@ -114,15 +122,42 @@ class Flow:
     async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
         self._metrics.flows.labels("sequential").inc()
-        return await self._go_on(exchange, await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE))
+        return await self._go_on(exchange, self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE))
 
-    async def _go_on(self, exchange: Exchange, outcome: Handed | Refused) -> web.StreamResponse:
-        """What follows a prefill leg: its refusal, or the decode leg."""
+    async def _go_on(self, exchange: Exchange, prefill: Awaitable[Handed | Refused]) -> web.StreamResponse:
+        """What follows a prefill leg: the decode leg, or why there is none.
+
+        Raises:
+            LegError: a leg gave no answer, and nothing was sent to the client yet.
+        """
+        try:
+            outcome = await prefill
+        except LegError as error:
+            if not self._decode_fallback:
+                raise
+            return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
         if isinstance(outcome, Refused):
-            return _response(outcome)
+            if outcome.is_of_the_request or not self._decode_fallback:
+                return _response(outcome)
+            why = f"the prefill node answered {outcome.status}"
+            return await self._run_alone(exchange, "prefill_refused", why)
         if outcome.params is None:
-            self._fall_back("empty_params")
+            why = "the prefill node handed out no transfer parameters"
+            return await self._run_alone(exchange, "empty_params", why)
         return await self._run_decode(exchange, outcome.params)
+
+    async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
+        """Have the decode node compute the prompt too. Counted by ``reason``; each is logged once."""
+        self._metrics.fallbacks.labels(reason).inc()
+        if reason not in self._fallbacks_logged:
+            self._fallbacks_logged.add(reason)
+            logger.warning(
+                "a request is served by the decode node alone (%s: %s); "
+                "further ones are only counted, in kvconnect_router_fallbacks_total",
+                reason,
+                why,
+            )
+        return await self._run_decode(exchange, None)
 
     async def _run_prefill(
         self,
@@ -178,21 +213,6 @@ class Flow:
             text = f"the prefill node's answer is longer than {self._limits.max_answer_bytes} bytes"
             raise self._legs.failed("prefill", "bad_answer", text)
         return bytes(raw)
-
-    def _fall_back(self, reason: str) -> None:
-        self._metrics.fallbacks.labels(reason).inc()
-        if reason not in self._fallbacks_logged:
-            self._fallbacks_logged.add(reason)
-            why = {
-                "empty_params": "the prefill node handed out no transfer parameters",
-                "prompt_logprobs": "log probabilities of the prompt are asked for",
-            }.get(reason, "it asks for several sequences")
-            logger.warning(
-                "a request is served by the decode node alone (%s: %s); "
-                "further ones are only counted, in kvconnect_router_fallbacks_total",
-                reason,
-                why,
-            )
 
     async def _run_decode(self, exchange: Exchange, params: Mapping[str, Any] | None) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:

@@ -47,14 +47,14 @@ class RouterMetrics:
         )
         self.fallbacks = Counter(
             "kvconnect_router_fallbacks",
-            "Requests that the decode node served alone, by why.",
+            "Requests that the decode node served alone, by why; prefill_* where a prefill leg failed.",
             ["reason"],
             registry=registry,
         )
         self.flows = Counter(
             "kvconnect_router_flows",
             "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
-            "that had to go on sequentially.",
+            "whose decode leg had to be given up.",
             ["flow"],
             registry=registry,
         )

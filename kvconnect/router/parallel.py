@@ -46,11 +46,14 @@ class ParallelFlow(Flow):
         if told is not None:
             return await self._run_at_once(exchange, lease, told)
         self._metrics.flows.labels("sequential").inc()
+        return await self._go_on(exchange, self._prefill_at(lease, exchange))
+
+    async def _prefill_at(self, lease: Lease, exchange: Exchange) -> Handed | Refused:
+        """The prefill leg of a sequential request, at one node first. Gives the lease back."""
         try:
-            outcome = await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE, lent=lease)
+            return await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE, lent=lease)
         finally:
             self._prefill.release(lease)
-        return await self._go_on(exchange, outcome)
 
     async def _run_prefill(
         self,
@@ -90,18 +93,14 @@ class ParallelFlow(Flow):
                 finally:
                     await _end(decode)
             # Only P's word is left, and D's connection is closed.
-            try:
-                outcome = prefill.result()
-            except LegError as error:
+            self._metrics.flows.labels("resumed").inc()
+            error = prefill.exception()
+            if isinstance(error, LegError):
                 self._channels.pop(lease.url, None)
-                if error.reason not in ("unreachable", "connect_timeout"):
-                    raise
-                # It has not heard of the request: another node may.
-                self._metrics.flows.labels("resumed").inc()
-                return await super()._run_both(exchange)
-            if isinstance(outcome, Handed):
-                self._metrics.flows.labels("resumed").inc()
-            return await self._go_on(exchange, outcome)
+                if error.reason in ("unreachable", "connect_timeout"):
+                    # It has not heard of the request: another node may.
+                    return await super()._run_both(exchange)
+            return await self._go_on(exchange, prefill)
         finally:
             # P's leg may outlast D's first byte, and is of no use after D's last.
             await _end(prefill)

@@ -163,6 +163,10 @@ class Pool:
         """At least one node has answered and is in rotation."""
         return any(node.state is State.HEALTHY for node in self._nodes.values())
 
+    def is_out(self) -> bool:
+        """Every node has left rotation."""
+        return not any(node.state in _IN_ROTATION for node in self._nodes.values())
+
     def view(self) -> list[NodeView]:
         """Every node, in the order given."""
         return [NodeView(n.url, n.state, n.in_flight, n.ejections) for n in self._nodes.values()]

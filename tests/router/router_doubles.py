@@ -151,11 +151,11 @@ class Client:
 async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncIterator[Client]:
     """A router in front of these URLs, and its client. Each node is checked once unless asked for more.
 
-    ``limits`` may hold the router's ``flow`` too.
+    ``limits`` may hold the router's ``flow`` and ``decode_fallback`` too.
     """
     limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, **limits}
-    flow = limits.pop("flow", "sequential")
-    app = create_router_app(prefill, decode, limits=RouterLimits(**limits), flow=flow)
+    options = {name: limits.pop(name) for name in ("flow", "decode_fallback") if name in limits}
+    app = create_router_app(prefill, decode, limits=RouterLimits(**limits), **options)
     runner = router_runner(app)
     await runner.setup()
     try:

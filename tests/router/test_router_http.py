@@ -13,6 +13,8 @@ import pytest
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, never, pair, routed, streams
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "temperature": 0}
+STRICT = {"decode_fallback": False}
+"""A prefill leg that fails is the answer: what happens otherwise is in test_router_fallback."""
 
 
 def run(coroutine) -> None:
@@ -126,7 +128,7 @@ def test_a_legs_own_refusal_reaches_the_client_unchanged(leg: str, status: int) 
     refusal = answers(status, {"error": {"message": "prompt of 9 tokens, 8 fit"}}, **{"Retry-After": "3"})
 
     async def main() -> None:
-        async with pair(**{leg: refusal}) as (client, prefill, decode):
+        async with pair(**{leg: refusal}, **STRICT) as (client, prefill, decode):
             got, headers, raw = await client.post(ASK, headers={"X-Request-Id": "r"})
             assert got == status
             assert json.loads(raw) == {"error": {"message": "prompt of 9 tokens, 8 fit"}}
@@ -140,7 +142,7 @@ def test_a_legs_own_refusal_reaches_the_client_unchanged(leg: str, status: int) 
 
 def test_timeouts_of_each_leg_are_504_within_their_bound() -> None:
     async def timed(expected: str, **options) -> None:
-        async with pair(**options) as (client, prefill, decode):
+        async with pair(**options, **STRICT) as (client, prefill, decode):
             begun = asyncio.get_running_loop().time()
             status, _, raw = await client.post(ASK)
             assert asyncio.get_running_loop().time() - begun < 2.0
@@ -191,7 +193,7 @@ def test_a_connect_timeout_is_504() -> None:
             node = Node()
             async with (
                 node.serving(),
-                routed([f"http://127.0.0.1:{port}"], [node.url], connect_timeout_s=0.3) as client,
+                routed([f"http://127.0.0.1:{port}"], [node.url], connect_timeout_s=0.3, **STRICT) as client,
             ):
                 status, _, body = await client.post(ASK)
                 assert status == 504, body
@@ -209,7 +211,8 @@ def test_unreachable_prefill_is_tried_elsewhere_and_then_502() -> None:
             for _ in range(3):
                 assert (await client.post(ASK))[0] == 200
             assert await client.metric('kvconnect_router_retries_total{role="prefill"}') >= 2
-        async with good.serving(), routed([dead_url() for _ in range(5)], [good.url], retries=1) as client:
+        dead = [dead_url() for _ in range(5)]
+        async with good.serving(), routed(dead, [good.url], retries=1, **STRICT) as client:
             status, _, raw = await client.post(ASK)
             assert status == 502
             assert json.loads(raw)["error"]["message"] == "a prefill node cannot be reached"
@@ -236,7 +239,7 @@ def test_unreachable_decode_is_502_and_ejection_makes_it_503_at_once() -> None:
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_node_that_breaks_off_before_the_first_byte_is_502(leg: str) -> None:
     async def main() -> None:
-        async with pair(**{leg: streams(end="abort")}) as (client, _, _):
+        async with pair(**{leg: streams(end="abort")}, **STRICT) as (client, _, _):
             status, _, raw = await client.post(ASK)
             assert status == 502
             assert f"the {leg} node broke off" in raw.decode()
@@ -248,13 +251,14 @@ def test_an_empty_answer_or_a_senseless_one_is_502() -> None:
     async def main() -> None:
         async with pair(decode=streams()) as (client, _, _):
             assert (await client.post(ASK))[0] == 502
-        async with pair(prefill=streams(b"not json")) as (client, _, decode):
+        async with pair(prefill=streams(b"not json"), **STRICT) as (client, _, decode):
             assert (await client.post(ASK))[0] == 502
             assert decode.seen == []
-        async with pair(prefill=answers(body={"kv_transfer_params": [1]})) as (client, _, decode):
+        async with pair(prefill=answers(body={"kv_transfer_params": [1]}), **STRICT) as (client, _, decode):
             assert (await client.post(ASK))[0] == 502
             assert decode.seen == []
-        async with pair(prefill=answers(body={"x": "y" * 5000}), max_answer_bytes=1000) as (client, _, _):
+        long = answers(body={"x": "y" * 5000})
+        async with pair(prefill=long, max_answer_bytes=1000, **STRICT) as (client, _, _):
             status, _, raw = await client.post(ASK)
             assert (status, b"longer than 1000 bytes" in raw) == (502, True)
 

@@ -31,7 +31,13 @@ async def until(condition, timeout_s: float = 3.0) -> None:
         await asyncio.sleep(0.02)
 
 
-FAST = {"check_interval_s": 0.05, "check_timeout_s": 0.5, "failures_to_eject": 2, "eject_s": 0.1}
+FAST = {
+    "decode_fallback": False,
+    "check_interval_s": 0.05,
+    "check_timeout_s": 0.5,
+    "failures_to_eject": 2,
+    "eject_s": 0.1,
+}
 
 
 def test_ready_means_a_healthy_node_of_each_role() -> None:

@@ -13,6 +13,7 @@ from kvconnect.router.app import create_router_app
 from tests.router.router_doubles import PARAMS, Node, answers, never, pair, routed, streams
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "stream": False}
+STRICT = {"flow": "parallel", "decode_fallback": False}
 DONE = answers(body={"token_ids": [5, 6]})
 
 
@@ -121,7 +122,7 @@ def test_a_refusal_of_the_prefill_node_ends_the_decode_leg_and_reaches_the_clien
     async def main() -> None:
         refuses = answers(status, {"error": {"message": "too long"}}, **{"Retry-After": "3"})
         prefill = in_turn(hands_out(), after(0.1, refuses))
-        async with pair(prefill=prefill, decode=in_turn(DONE, never), flow="parallel") as (client, _, decode):
+        async with pair(prefill=prefill, decode=in_turn(DONE, never), **STRICT) as (client, _, decode):
             await learnt(client)
             got, headers, raw = await client.post(ASK)
             assert (got, json.loads(raw)["error"]["message"], headers["Retry-After"]) == (
@@ -130,7 +131,7 @@ def test_a_refusal_of_the_prefill_node_ends_the_decode_leg_and_reaches_the_clien
                 "3",
             )
             await asyncio.wait_for(decode.gone.wait(), 2)
-            assert await flows(client) == {"sequential": 1, "parallel": 1, "resumed": 0}
+            assert await flows(client) == {"sequential": 1, "parallel": 1, "resumed": 1}
 
     run(main())
 
@@ -139,12 +140,12 @@ def test_a_prefill_node_that_breaks_off_is_502_and_is_learnt_anew() -> None:
     async def main() -> None:
         prefill = in_turn(hands_out(), streams(end="abort"), hands_out())
         decode = in_turn(DONE, never, DONE)
-        async with pair(prefill=prefill, decode=decode, flow="parallel") as (client, _, d):
+        async with pair(prefill=prefill, decode=decode, **STRICT) as (client, _, d):
             await learnt(client)
             assert (await client.post(ASK))[0] == 502
             await asyncio.wait_for(d.gone.wait(), 2)
             await learnt(client)
-            assert await flows(client) == {"sequential": 2, "parallel": 1, "resumed": 0}
+            assert await flows(client) == {"sequential": 2, "parallel": 1, "resumed": 1}
 
     run(main())
 

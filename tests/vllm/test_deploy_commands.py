@@ -99,7 +99,7 @@ def test_the_commands_of_the_files_serve_and_move_kv(kind, model, tmp_path):
             pair[name].wait_for("/health", START_TIMEOUT_S)
             # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
             tokens(pair[name], [1, 2, 3, 4, 5])
-        pair["router"].wait_for("/ready", 60)
+        pair["router"].wait_for("/ready?all", 60)
         got = tokens(pair["router"], PROMPT)
         assert loaded_tokens(pair["decode"]) > 0, "the decode server computed the prompt by itself"
         assert got == tokens(pair["prefill"], PROMPT)

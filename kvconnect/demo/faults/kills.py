@@ -155,7 +155,7 @@ def _settle(stage: Stage, questions: Questions, report: KillReport) -> None:
         report.problems.append(f"after {report.kills} kills: {problem}")
     for router in stage.routers:
         # A node that was ejected is looked at again after some seconds.
-        wait_until(partial(answers, router.url + "/ready"), _USABLE_TIMEOUT_S, "the router")
+        wait_until(partial(answers, router.url + "/ready?all"), _USABLE_TIMEOUT_S, "the router")
         one = questions.ask(router.url, len(questions) - 1)
         if one.verdict != "exact":
             report.problems.append(

@@ -232,7 +232,7 @@ class Stage:
         self.routers.append(router)
         router.start()
         router.wait_ready()
-        wait_until(lambda: answers(router.url + "/ready"), 30.0, "the router to find both nodes")
+        wait_until(lambda: answers(router.url + "/ready?all"), 30.0, "the router to find both nodes")
         return router
 
     def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
