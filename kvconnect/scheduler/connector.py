@@ -29,6 +29,7 @@ from kvconnect.orders import (
     Withdraw,
 )
 from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
+from kvconnect.scheduler.held import Held
 from kvconnect.scheduler.params import (
     HANDLE_KEY,
     TRANSFER_KEY,
@@ -60,6 +61,7 @@ class SchedulerConnector:
         new_handle: makes an unguessable string.
         handles: makes the handles of requests, and reads those of peers.
         trust: whom to fetch from; left out, whoever a request names.
+        parent_of: what the ids of requests have in common that a serving stack made of one.
 
     Raises:
         ConfigError: engine id and host are too long for a handle.
@@ -76,6 +78,7 @@ class SchedulerConnector:
         new_handle: Callable[[], str] = lambda: secrets.token_urlsafe(24),
         handles: Handles | None = None,
         trust: PeerTrust | None = None,
+        parent_of: Callable[[str], str] = str,
     ) -> None:
         if not directory:
             raise LocalError("the scheduler half needs the address of rank 0 at least")
@@ -88,6 +91,7 @@ class SchedulerConnector:
         self._new_handle = new_handle
         self._handles = handles or Handles()
         self._trust = trust
+        self._parent_of = parent_of
         self._epoch = new_handle()
         if config.is_producer:
             # Said now if it cannot be: later it would end the scheduler. With the longest that it may sign.
@@ -99,7 +103,7 @@ class SchedulerConnector:
         self._expected: list[Expect] = []
         self._withdrawn: list[Withdraw] = []
         self._failures: list[str] = []
-        self._held: set[str] = set()
+        self._held = Held()
         self._shares = Shares()
         self._promises = Promises()
         extra = config.extra
@@ -241,7 +245,9 @@ class SchedulerConnector:
         kept, params = False, None
         reason = "the prefill was aborted, or failed"
         if delivered and not self._shares.is_loading(request_id):
-            kept, params, reason = self._hold(request, block_ids)
+            params = self._held.params(self._parent_of(request_id))
+            if params is None:
+                kept, params, reason = self._hold(request, block_ids)
         if not kept and (handle := self._promises.of(request_id)) is not None:
             self._promises.end(request_id)
             self._withdraw(handle, reason)
@@ -250,7 +256,7 @@ class SchedulerConnector:
     def update_results(self, results: Results) -> None:
         """What the workers reported, after all of them did."""
         for request_id in results.sent:
-            self._held.discard(request_id)
+            self._held.sent(request_id)
             self._promises.end(request_id)
         for request_id in results.received:
             self._shares.loaded(request_id)
@@ -297,11 +303,13 @@ class SchedulerConnector:
         if transfer.refusal:
             self._complain("transfer_id", "%s; its KV is not held", transfer.refusal)
         elif not self._promises.make(request.request_id, transfer.handle):
-            self._complain(
-                "transfer_id_in_use",
-                "request %s has a transfer id that another request is using; its KV is not held",
-                request.request_id,
-            )
+            owner = self._promises.owner(transfer.handle)
+            if self._parent_of(owner) != self._parent_of(request.request_id):
+                self._complain(
+                    "transfer_id_in_use",
+                    "request %s has a transfer id that another request is using; its KV is not held",
+                    request.request_id,
+                )
         elif len(self._promises) > self._config.extra.max_leases:
             self._promises.end(request.request_id)
             self._withdraw(transfer.handle, self._complain_full())
@@ -387,10 +395,10 @@ class SchedulerConnector:
             lease_s=self._config.extra.lease_s,
         )
         self._holds.append(hold)
-        self._held.add(request.request_id)
         params = self._params(hold, block_ids, token)
         if self._promises.of(request.request_id) is not None:
             params[TRANSFER_KEY] = transfer_params(request)[TRANSFER_KEY]
+        self._held.add(request.request_id, self._parent_of(request.request_id), params)
         return True, params, ""
 
     def _sign(self, name: str, num_tokens: int) -> str:

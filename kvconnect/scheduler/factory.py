@@ -23,6 +23,7 @@ def configured_scheduler(
     environ: Mapping[str, str],
     clock: Callable[[], float],
     held_back: int = 0,
+    parent_of: Callable[[str], str] = str,
 ) -> SchedulerConnector:
     """A scheduler half. Keys are read from files, or ``environ``; ``clock`` is the wall clock, in seconds.
 
@@ -39,4 +40,5 @@ def configured_scheduler(
         held_back=held_back,
         handles=Handles(keyring.handle_secret if keyring else b"", clock),
         trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
+        parent_of=parent_of,
     )

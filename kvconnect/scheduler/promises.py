@@ -23,6 +23,10 @@ class Promises:
             self._handles.setdefault(request_id, handle) == handle
         )
 
+    def owner(self, handle: str) -> str:
+        """The request that owns a handle; empty where none does."""
+        return self._owners.get(handle, "")
+
     def of(self, request_id: str) -> str | None:
         """The handle that a request owns."""
         return self._handles.get(request_id)

@@ -40,6 +40,7 @@ from kvconnect.vllm.reports import (
     hit_sources,
     kv_events,
 )
+from kvconnect.vllm.request_ids import reaches_router
 from kvconnect.vllm.settings import (
     computes_prompts_whole,
     log_like_vllm,
@@ -250,7 +251,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and the parameters for D."""
-        delivered = request.status.name in _DELIVERED
+        delivered = request.status.name in _DELIVERED and reaches_router(request)
         self._steps.forget(request.request_id)
         half = self._half
         if half.offload is not None:

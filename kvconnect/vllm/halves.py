@@ -29,6 +29,7 @@ from kvconnect.vllm.offload import (
     stack_facts,
 )
 from kvconnect.vllm.reports import AddressMetadata
+from kvconnect.vllm.request_ids import parent_of
 from kvconnect.vllm.values import attention_layers
 from kvconnect.worker.connector import WorkerConnector
 
@@ -62,6 +63,7 @@ def make_scheduler_half(
             held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
             environ=os.environ,
             clock=time.time,
+            parent_of=parent_of,
         )
     offload = None
     if extra.offload is not None:

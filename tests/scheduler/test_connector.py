@@ -30,7 +30,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default=None)
 
 
-def connector(role="kv_both", groups=(ATTENTION,), **extra):
+def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, **extra):
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
     handles = iter(f"handle{n}" for n in range(1000))
     return SchedulerConnector(
@@ -40,6 +40,7 @@ def connector(role="kv_both", groups=(ATTENTION,), **extra):
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
         handles=HANDLES,
+        parent_of=parent_of,
     )
 
 

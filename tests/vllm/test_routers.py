@@ -131,6 +131,41 @@ def test_a_prefill_that_was_aborted_fails_the_waiting_decode_at_once(servers):
     assert time.monotonic() - started < 15, "well before the load's deadline of 20 s"
 
 
+SOON_S = 5.0
+"""Far less than a lease: blocks that nobody fetches would be in use for 30 s."""
+
+
+def _texts(server: Server, prompt: object, **more: object) -> list[list[int]]:
+    choices = server.ask(prompt, **more)["choices"]
+    return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+
+def test_several_answers_to_one_prompt_take_one_lease_and_one_load(servers):
+    """As routers pass ``n`` on that leave the prefill leg as it is."""
+    prefill, decode = servers
+    prompt = random_prompt(700, 75)
+    holds, loaded = len(prefill.observed("hold")), decode.loaded_tokens()
+    params = prefill.prefilled(prompt, n=4)
+    assert _texts(decode, prompt, n=4, kv_transfer_params=params) == [prefill.local_tokens(prompt)] * 4
+    prefill.wait_idle(SOON_S)
+    decode.wait_idle()
+    assert decode.loaded_tokens() - loaded == 700
+    assert len(prefill.observed("hold")) - holds == 1
+
+
+def test_a_batch_of_prompts_holds_what_its_answer_tells_of(servers):
+    prefill, decode = servers
+    prompts = [random_prompt(400, 80 + number) for number in range(4)]
+    holds, loaded = len(prefill.observed("hold")), decode.loaded_tokens()
+    params = prefill.prefilled(prompts)
+    expected = [prefill.local_tokens(prompt) for prompt in prompts]
+    assert _texts(decode, prompts, kv_transfer_params=params) == expected
+    prefill.wait_idle(SOON_S)
+    decode.wait_idle()
+    assert decode.loaded_tokens() - loaded == 400
+    assert len(prefill.observed("hold")) - holds == 1
+
+
 def _series(server: Server) -> dict[str, float]:
     return {name: value for name, value in server.metrics().items() if name.startswith("vllm:kvconnect")}
 
