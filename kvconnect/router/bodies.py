@@ -73,6 +73,7 @@ _ROUTING = frozenset(
         "x-kv-cache-source-host-port",
     }
 )
+_ANSWERS = ("n", "best_of")
 _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
@@ -99,12 +100,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-_SEVERAL = "it asks for several sequences"
 DIRECT: Mapping[str, str] = {
-    "n": _SEVERAL,
-    "best_of": _SEVERAL,
-    "beam_search": _SEVERAL,
-    "batch": _SEVERAL,
+    "beam_search": "it asks for a beam search",
+    "batch": "it has several prompts",
     "prompt_logprobs": "log probabilities of the prompt are asked for",
 }
 """Why a request cannot be split between two nodes, in words."""
@@ -113,13 +111,9 @@ DIRECT: Mapping[str, str] = {
 def direct_reason(body: Mapping[str, Any]) -> str | None:
     """Why a request cannot be split between two nodes, as a key of ``DIRECT``, or None if it can.
 
-    One set of transfer parameters stands for one sequence, so several sequences go straight to decode.
-    So do requests for the log probabilities of the prompt: only the node that prefills can know them.
+    One set of transfer parameters stands for one prompt, so several prompts go straight to decode. So do
+    requests for the log probabilities of the prompt: only the node that prefills can know them.
     """
-    for key in ("n", "best_of"):
-        count = body.get(key)
-        if isinstance(count, int) and not isinstance(count, bool) and count > 1:
-            return key
     if body.get("use_beam_search") is True:
         return "beam_search"
     prompt = body.get("prompt")
@@ -130,11 +124,22 @@ def direct_reason(body: Mapping[str, Any]) -> str | None:
     return None
 
 
+def wants_several(body: Mapping[str, Any]) -> bool:
+    """Several answers to one prompt are wanted: a decode node makes a request of each."""
+    counts = (body.get(key) for key in _ANSWERS)
+    return any(isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts)
+
+
+def can_share(params: Mapping[str, Any]) -> bool:
+    """Several requests of a decode node can have these parameters: one of them fetches, for all."""
+    return "kvconnect_handle" in params
+
+
 def prefill_body(
     body: Mapping[str, Any], params: Mapping[str, Any] = ASK_FOR_REMOTE_DECODE
 ) -> dict[str, Any]:
-    """The prefill leg: the same prompt, one token, no stream, and the request to keep the KV cache."""
-    leg = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options")}
+    """The prefill leg: the same prompt, one token of one answer, no stream, and the wish for its KV cache."""
+    leg = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options", *_ANSWERS)}
     leg["max_tokens"] = 1
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = 1

@@ -39,6 +39,11 @@ class Exchange:
     headers: list[tuple[str, str]]
     body: Mapping[str, Any] | None
 
+    @property
+    def wants_several(self) -> bool:
+        """The decode node makes several requests of it."""
+        return self.body is not None and bodies.wants_several(self.body)
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -144,6 +149,9 @@ class Flow:
         if outcome.params is None:
             why = "the prefill node handed out no transfer parameters"
             return await self._run_alone(exchange, "empty_params", why)
+        if exchange.wants_several and not bodies.can_share(outcome.params):
+            why = "its answers cannot share what the prefill node handed out, which is not kvconnect's"
+            return await self._run_alone(exchange, "several", why)
         return await self._run_decode(exchange, outcome.params)
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:

@@ -43,7 +43,7 @@ class ParallelFlow(Flow):
         if lease is None:
             return await super()._run_both(exchange)
         told = self._channels.get(lease.url)
-        if told is not None:
+        if told is not None and (told.handle or not exchange.wants_several):
             return await self._run_at_once(exchange, lease, told)
         self._metrics.flows.labels("sequential").inc()
         return await self._go_on(exchange, self._prefill_at(lease, exchange))

@@ -137,3 +137,32 @@ def test_without_the_option_a_prefill_leg_that_fails_is_the_answer(flow) -> None
             assert not decode.seen
 
     run(main())
+
+
+@FLOWS
+def test_several_answers_are_prefilled_once_and_decoded_together(flow) -> None:
+    async def main() -> None:
+        prefill = hands_out(kvconnect_handle="u1.x")
+        async with pair(prefill=prefill, decode=DONE, flow=flow) as (client, p, d):
+            for _ in range(2):
+                assert (await client.post({**ASK, "n": 4}))[0] == 200
+            assert not any("n" in seen.body for seen in p.seen)
+            assert [seen.body["n"] for seen in d.seen] == [4, 4]
+            assert all(seen.body["kv_transfer_params"]["do_remote_prefill"] for seen in d.seen)
+
+    run(main())
+
+
+@FLOWS
+@pytest.mark.parametrize("more", [{"n": 2}, {"best_of": 2}])
+def test_several_answers_over_another_connector_go_to_the_decode_node_alone(flow, more) -> None:
+    """Its prefill node may free the blocks with the first of several loads of them."""
+
+    async def main() -> None:
+        async with pair(prefill=hands_out(), decode=DONE, flow=flow) as (client, _, d):
+            for _ in range(2):
+                assert (await client.post({**ASK, **more}))[0] == 200
+            assert [seen.body for seen in d.seen] == [{**ASK, **more}] * 2
+            assert await client.metric('kvconnect_router_fallbacks_total{reason="several"}') == 2
+
+    run(main())

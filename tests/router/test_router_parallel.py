@@ -265,17 +265,6 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
     run(main())
 
 
-def test_several_sequences_still_go_straight_to_decode() -> None:
-    async def main() -> None:
-        async with pair(prefill=hands_out(), decode=DONE, flow="parallel") as (client, p, d):
-            await learnt(client)
-            assert (await client.post({**ASK, "n": 2}))[0] == 200
-            assert len(p.seen) == 1
-            assert "kv_transfer_params" not in d.seen[1].body
-
-    run(main())
-
-
 def test_an_unknown_flow_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="flow is 'both'; accepted: sequential, parallel"):
         create_router_app(["http://a"], ["http://b"], flow="both")
