@@ -164,9 +164,7 @@ class Transfers:
     def settle(self, results: Results) -> Settled:
         """What became of the requests that results came for."""
         settled = Settled()
-        # Whose load it was is known only until the connector has heard of its end.
         keeper = self.keeping.keeper if self.keeping is not None else None
-        restored = {name for name in results.failed if keeper is not None and keeper.restoring(name)}
         self.hooks.update_results(results)
         for request_id in results.sent:
             request = self._unsent.pop(request_id, None)
@@ -183,7 +181,7 @@ class Transfers:
                 self._report_unknown("received", request_id)
             elif request_id not in results.failed:
                 settled.loaded.append(request)
-            elif request_id in restored or self._recompute_failed_loads:
+            elif self._recompute_failed_loads or (keeper is not None and keeper.is_restored(request_id)):
                 logger.warning(
                     "loading %s failed, it is computed here: %s", request_id, results.failed[request_id]
                 )

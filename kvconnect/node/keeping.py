@@ -42,8 +42,8 @@ class KeeperHooks(Protocol):
         """A request has so many tokens now, and got these blocks since its admission or the last call."""
         ...
 
-    def restoring(self, request_id: str) -> bool:
-        """Whether what is being loaded for this request comes from memory of this node."""
+    def is_restored(self, request_id: str) -> bool:
+        """Whether what is, or was last, loaded for this request comes from memory of this node."""
         ...
 
 

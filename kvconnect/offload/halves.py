@@ -43,6 +43,7 @@ class SchedulerHalf:
             raise LocalError("a connector needs an engine, or offload")
         self.transfer = transfer
         self.offload = offload
+        self._restored: set[str] = set()
 
     def drain(self) -> None:
         """Hold nothing for peers any more. From any thread."""
@@ -70,10 +71,14 @@ class SchedulerHalf:
             if count is None or count > 0:
                 if self.offload is not None:
                     self.offload.withdraw(request.request_id)
+                    self._restored.discard(request.request_id)
                 return count, in_background
         if self.offload is None:
             return 0, False
-        return self.offload.matched_tokens(request, num_computed_tokens)
+        count, in_background = self.offload.matched_tokens(request, num_computed_tokens)
+        if count:
+            self._restored.add(request.request_id)
+        return count, in_background
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -136,16 +141,18 @@ class SchedulerHalf:
         if self.offload is not None:
             self.offload.preempted(request_id)
 
-    def restoring(self, request_id: str) -> bool:
-        """Whether a request's load comes from the tiers here: from its promise until it was reported.
+    def is_restored(self, request_id: str) -> bool:
+        """Whether what a request was promised last comes from the tiers here, not from a peer.
 
-        If such a load fails the request is to be computed, whatever the policy for loads from peers.
+        True until the request ends: a serving stack also asks once its load was reported, since only then
+        does it go on with what was loaded. If such a load fails the request is to be computed, whatever the
+        policy for loads from peers.
         """
-        return self.offload is not None and self.offload.restoring(request_id)
+        return request_id in self._restored
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """Of so many tokens that a request takes, how many come from which tier, or from a peer."""
-        if self.restoring(request_id):
+        if self.is_restored(request_id):
             assert self.offload is not None
             return self.offload.sources(request_id, num_external_tokens)
         return {PEER: num_external_tokens} if num_external_tokens else {}
@@ -165,6 +172,7 @@ class SchedulerHalf:
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Whether its blocks must be kept until it was reported sent, and parameters."""
+        self._restored.discard(request.request_id)
         if self.offload is not None:
             self.offload.request_finished(request, block_ids)
         if self.transfer is None:

@@ -187,7 +187,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """The groups that a load fills: vLLM must neither zero nor replay them."""
-        return self._kept if self._half.restoring(request.request_id) else self._moved
+        return self._kept if self._half.is_restored(request.request_id) else self._moved
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The tiers that a hit came from, as far as vLLM tells them apart."""

@@ -57,7 +57,7 @@ class Keeper:
     def computed(self, request_id, num_computed_tokens, new_block_ids):
         self.told.append(("computed", request_id, num_computed_tokens, new_block_ids))
 
-    def restoring(self, request_id):
+    def is_restored(self, request_id):
         return False
 
 

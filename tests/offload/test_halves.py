@@ -65,15 +65,17 @@ def test_a_request_of_no_peer_is_restored():
     half.new_request(request)
     assert half.prefill_tokens(request) == 64
     assert half.matched_tokens(request, 0) == (56, True)
-    assert half.restoring("again")
+    assert half.is_restored("again")
     assert half.sources("again", 56) == {"host": 56}
     half.update_after_alloc(request, IDS, 56)
     orders = half.build_orders()
     assert not orders.loads
     assert [restore.request_id for restore in orders.offload.restores] == ["again"]
     half.update_results(Results(received=("again",)))
-    assert not half.restoring("again")
+    assert half.is_restored("again"), "asked once more when it goes on, after its load was reported"
+    half.update_after_alloc(request, IDS, 0)
     assert half.request_finished(request, IDS, delivered=True) == (False, None)
+    assert not half.is_restored("again")
     half.build_orders()
     assert not any(half.state().values())
 
@@ -83,7 +85,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     request = request_of(stack, "fetched", range(64), remote(64))
     half.new_request(request)
     assert half.matched_tokens(request, 0) == (64, True)
-    assert not half.restoring("fetched")
+    assert not half.is_restored("fetched")
     assert half.sources("fetched", 64) == {"peer": 64}
     half.update_after_alloc(request, IDS, 64)
     orders = half.build_orders()
@@ -100,6 +102,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     half.preempted("fetched")
     stack.clock.now += 1
     assert half.matched_tokens(request, 0) == (56, True)
+    assert half.is_restored("fetched")
     half.request_finished(request, ([],), delivered=False)
     half.build_orders()
     assert not any(half.state().values())
@@ -109,9 +112,13 @@ def test_a_promise_of_the_tiers_ends_where_a_peer_is_asked():
     stack, half = both()
     request = request_of(stack, "r", range(64), remote(64))
     half.new_request(request)
-    assert stack.half.matched_tokens(request, 0) == (56, True)
+    half.transfer, transfer = None, half.transfer
+    assert half.matched_tokens(request, 0) == (56, True)
+    assert half.is_restored("r")
+    half.transfer = transfer
     assert half.matched_tokens(request, 0) == (64, True)
-    assert not stack.half.restoring("r")
+    assert not half.is_restored("r")
+    assert not stack.half.offers("r")
     assert stack.half.index.counts()[0].pinned == 0
 
 

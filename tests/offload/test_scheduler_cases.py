@@ -350,9 +350,9 @@ def test_a_promise_that_is_not_taken_is_given_back():
     request = stack.add("again", range(64))
     stack.waiting.remove(request)
     assert stack.half.matched_tokens(request, 0) == (56, True)
-    assert stack.half.restoring("again")
+    assert stack.half.offers("again")
     stack.half.update_after_alloc(request, ([1], [2]), 0)
-    assert not stack.half.restoring("again")
+    assert not stack.half.offers("again")
     assert not any(counts.pinned for counts in stack.half.index.counts().values())
     assert not orders(stack)
 

@@ -181,10 +181,6 @@ class OffloadScheduler:
         tracked = self._requests.get(request_id)
         return tracked is not None and tracked.offer is not None and tracked.offer.length > 0
 
-    def restoring(self, request_id: str) -> bool:
-        """Whether a request was promised something, or waits for it: until ``update_results`` has it."""
-        return request_id in self._restores or self.offers(request_id)
-
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
