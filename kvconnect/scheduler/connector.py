@@ -170,7 +170,8 @@ class SchedulerConnector:
         handle = remote.handle
         if not self._shares.fetch(request.request_id, share):
             # Without the handle: a worker lets go of what it could not load, and this is another's.
-            handle, refusal = "", "another request of this node has fetched under its handle"
+            handle = ""
+            refusal = share.failure or "another request of this node has fetched under its handle"
         self._loads.append(
             Load(
                 request_id=request.request_id,
@@ -207,6 +208,8 @@ class SchedulerConnector:
     def build_orders(self) -> Orders:
         """The orders since the last call; once per step, also for a step without tokens."""
         preempted, progress = self._streams.take()
+        for request_id in self._aborted:
+            self._shares.cancel(request_id)
         orders = Orders(
             holds=tuple(self._holds),
             loads=tuple(self._loads),
@@ -259,7 +262,7 @@ class SchedulerConnector:
             self._held.sent(request_id)
             self._promises.end(request_id)
         for request_id in results.received:
-            self._shares.loaded(request_id)
+            self._shares.loaded(request_id, results.failed.get(request_id, ""))
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""

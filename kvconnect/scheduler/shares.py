@@ -26,7 +26,8 @@ class Share:
     """A handle and the requests of this node that name it.
 
     ``undecided`` may still fetch; ``decided`` got their blocks, or fetch. ``spent`` once a fetch was
-    ordered or P was told that none will come. ``loader`` is the request whose load is under way.
+    ordered or P was told that none will come. ``loader`` is the request whose load is under way, and
+    ``cancelled`` whether that is ordered to end. ``failure`` says so if it failed otherwise.
     """
 
     remote: RemotePrefill
@@ -34,6 +35,8 @@ class Share:
     decided: set[str] = field(default_factory=set)
     loader: str = ""
     spent: bool = False
+    cancelled: bool = False
+    failure: str = ""
 
 
 class Shares:
@@ -68,8 +71,12 @@ class Shares:
         return share
 
     def turn(self, request_id: str, share: Share) -> Turn:
-        """What a request may do now. It stays so until somebody fetches or ends."""
-        if request_id in share.decided or (share.spent and not share.loader):
+        """What a request may do now. It stays so until somebody fetches or ends.
+
+        After a failure every sibling is to order a load, which can only be refused: whether it is computed
+        then is for the serving stack's policy to say.
+        """
+        if request_id in share.decided or (share.spent and not (share.loader or share.failure)):
             return Turn.COMPUTE
         return Turn.WAIT if share.loader else Turn.FETCH
 
@@ -102,11 +109,19 @@ class Shares:
         self._forget_if_over(share)
         return share if self._is_unwanted(share) else None
 
-    def loaded(self, request_id: str) -> None:
-        """A load is over, whether it succeeded or not."""
+    def cancel(self, request_id: str) -> None:
+        """A load that may be under way is ordered to end: that it fails then says nothing of the handle."""
+        share = self._loading.get(request_id)
+        if share is not None and share.loader == request_id:
+            share.cancelled = True
+
+    def loaded(self, request_id: str, failure: str = "") -> None:
+        """A load is over; ``failure`` says why it failed, if it did."""
         share = self._loading.pop(request_id, None)
         if share is not None and share.loader == request_id:
             share.loader = ""
+            if failure and not share.cancelled:
+                share.failure = f"the request that fetched for this one failed: {failure}"
             self._forget_if_over(share)
 
     def is_loading(self, request_id: str) -> bool:

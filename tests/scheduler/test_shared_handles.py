@@ -57,23 +57,51 @@ def test_one_child_loads_and_the_others_wait_and_then_compute(told):
     assert set(decode.state().values()) == {0}
 
 
-@pytest.mark.parametrize("how", ["failed", "aborted"])
-def test_a_first_child_that_fails_or_is_aborted_leaves_the_others_to_compute(how):
+def test_a_first_child_that_is_aborted_leaves_the_others_to_compute():
     decode, (first, second, third) = children()
     load(decode, first)
-    if how == "aborted":
-        end(decode, first, delivered=False)
-        assert decode.build_orders().aborted == ("0_d",)
-        assert decode.matched_tokens(second, 0) == (None, False), "its blocks are not quiet yet"
-    decode.update_results(Results(received=("0_d",), failed={"0_d": "the link is down"}))
-    if how == "failed":
-        assert decode.matched_tokens(first, 0) == (0, False), "recomputed here"
+    end(decode, first, delivered=False)
+    assert decode.build_orders().aborted == ("0_d",)
+    assert decode.matched_tokens(second, 0) == (None, False), "its blocks are not quiet yet"
+    decode.update_results(Results(received=("0_d",), failed={"0_d": "the request was aborted"}))
     assert decode.matched_tokens(second, 0) == (0, False)
     decode.update_after_alloc(second, BLOCKS, 0)
     assert decode.matched_tokens(third, 0) == (0, False)
-    end(decode, *([first] if how == "failed" else []), second, third)
+    end(decode, second, third)
     assert not decode.build_orders().let_go
     assert set(decode.state().values()) == {0}
+
+
+@pytest.mark.parametrize("ended", ["before", "after"])
+def test_a_first_child_that_fails_fails_the_others_for_the_same_reason(ended):
+    """Whether they are computed then is the stack's policy. vLLM ends the request before it reports."""
+    decode, (first, second, third) = children()
+    load(decode, first)
+    if ended == "before":
+        end(decode, first, delivered=False)
+    decode.update_results(Results(received=("0_d",), failed={"0_d": "the link is down"}))
+    if ended == "after":
+        assert decode.matched_tokens(first, 0) == (0, False), "recomputed here"
+    decode.build_orders()
+    for child in (second, third):
+        refused = load(decode, child)
+        assert (refused.handle, refused.refusal) == (
+            "",
+            "the request that fetched for this one failed: the link is down",
+        )
+    for child in (second, third):
+        decode.update_results(Results(received=(child.request_id,), failed={child.request_id: "refused"}))
+        assert decode.matched_tokens(child, 0) == (0, False), "recomputed here"
+    end(decode, *([first] if ended == "after" else []), second, third)
+    assert not decode.build_orders().let_go
+    assert set(decode.state().values()) == {0}
+
+
+def test_a_child_that_has_all_of_it_does_not_fail_with_the_first():
+    decode, (first, second, _) = children()
+    load(decode, first)
+    decode.update_results(Results(received=("0_d",), failed={"0_d": "the link is down"}))
+    assert decode.matched_tokens(second, 40) == (0, False)
 
 
 def test_a_child_that_is_admitted_after_the_load_ended_computes_too():
