@@ -146,7 +146,10 @@ class SchedulerConnector:
         turn = self._shares.turn(request.request_id, share)
         if count <= 0 or turn is Turn.COMPUTE:
             return 0, False
-        return (None, False) if turn is Turn.WAIT else (count, True)
+        if turn is Turn.WAIT:
+            return None, False
+        share.starts[request.request_id] = num_computed_tokens
+        return count, True
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -154,8 +157,8 @@ class SchedulerConnector:
         """Blocks were given to a request.
 
         ``block_ids`` are those of the whole request, per group and by position; 0 where a position
-        has no block. ``num_external_tokens`` may be less than ``matched_tokens`` offered, and is 0
-        whenever nothing is to be fetched.
+        has no block. ``num_external_tokens`` may be less than ``matched_tokens`` offered: the first of
+        these tokens; it is 0 whenever nothing is to be fetched.
         """
         share = self._share(request)
         if share is None or request.request_id in share.decided:
@@ -166,7 +169,13 @@ class SchedulerConnector:
                 self._release(request.request_id, remote)
             return
         wanted = self._wanted_tokens(request)
-        refusal = remote.refusal or self._prompt_refusal(request, remote)
+        first = share.starts.get(request.request_id, wanted - num_external_tokens)
+        end = first + num_external_tokens
+        refusal = (
+            remote.refusal
+            or self._prompt_refusal(request, remote)
+            or self._part_refusal(num_external_tokens, wanted - first)
+        )
         handle = remote.handle
         if not self._shares.fetch(request.request_id, share):
             # Without the handle: a worker lets go of what it could not load, and this is another's.
@@ -180,7 +189,7 @@ class SchedulerConnector:
                 host=remote.host,
                 port=remote.port,
                 num_tokens=wanted,
-                groups=self._blocks(block_ids, wanted - num_external_tokens, wanted),
+                groups=self._blocks(block_ids, first, end),
                 refusal=refusal,
             )
         )
@@ -351,6 +360,16 @@ class SchedulerConnector:
                 "they are not of this prompt, or the two nodes run different models"
             )
         return ""
+
+    def _part_refusal(self, taken: int, offered: int) -> str:
+        """A peer holds windows and states as they are after the last token of all that it holds."""
+        is_whole = not any(group.is_state or group.sliding_window for group in self._groups)
+        if taken == offered or (taken < offered and is_whole):
+            return ""
+        return (
+            f"blocks were given for {taken} of the {offered} tokens that were offered; accepted: all of them"
+            + ", or fewer" * is_whole
+        )
 
     def _blocks(
         self, block_ids: BlockIdsByGroup, first_token: int, end_token: int

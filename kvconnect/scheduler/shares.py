@@ -25,7 +25,8 @@ class Turn(enum.Enum):
 class Share:
     """A handle and the requests of this node that name it.
 
-    ``undecided`` may still fetch; ``decided`` got their blocks, or fetch. ``spent`` once a fetch was
+    ``undecided`` may still fetch; ``decided`` got their blocks, or fetch. ``starts`` is, of those that were
+    offered the load, how many tokens each had. ``spent`` once a fetch was
     ordered or P was told that none will come. ``loader`` is the request whose load is under way, and
     ``cancelled`` whether that is ordered to end. ``failure`` says so if it failed otherwise.
     """
@@ -33,6 +34,7 @@ class Share:
     remote: RemotePrefill
     undecided: set[str] = field(default_factory=set)
     decided: set[str] = field(default_factory=set)
+    starts: dict[str, int] = field(default_factory=dict)
     loader: str = ""
     spent: bool = False
     cancelled: bool = False

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
@@ -20,6 +20,7 @@ from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_pre
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
+WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=20))
 HANDLES = Handles(b"what this cluster signs with")
 
 
@@ -131,6 +132,49 @@ def test_a_load_asks_for_what_is_not_there_yet():
     decode.update_results(Results(received=("d",)))
     assert decode.request_finished(request, ([7],), delivered=True) == (False, None)
     assert set(decode.state().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("computed", "taken", "loaded"),
+    [
+        (0, 32, GroupBlocks(0, 0, (7, 8))),
+        (0, 20, GroupBlocks(0, 0, (7, 8))),
+        (16, 16, GroupBlocks(0, 1, (8,))),
+    ],
+)
+def test_a_stack_that_takes_fewer_tokens_than_offered_gets_the_first_of_them(computed, taken, loaded):
+    """What it did not take it computes itself, in the blocks that follow."""
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, computed) == (40 - computed, True)
+    decode.update_after_alloc(request, ([7, 8, 9, 10],), taken)
+    (load,) = decode.build_orders().loads
+    assert load.groups == (loaded,)
+    assert (load.num_tokens, load.refusal) == (40, ""), "of all that the peer holds"
+
+
+@pytest.mark.parametrize("group", [STATE, WINDOW])
+def test_fewer_tokens_than_offered_of_windows_and_states_are_refused(group):
+    """The peer has them as they are after all of the prompt."""
+    blocks = ([1, 2, 3], [5])
+    _, _, params = prefilled((ATTENTION, group), 39 if group is STATE else 40, blocks)
+    decode = connector("kv_consumer", (ATTENTION, group))
+    request = Request("d", 40, params)
+    count, _ = decode.matched_tokens(request, 0)
+    decode.update_after_alloc(request, blocks, 16)
+    (load,) = decode.build_orders().loads
+    assert f"16 of the {count} tokens that were offered" in load.refusal
+
+
+def test_more_tokens_than_offered_are_refused():
+    _, _, params = prefilled()
+    decode = connector("kv_consumer")
+    request = Request("d", 40, params)
+    assert decode.matched_tokens(request, 16) == (24, True)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert "40 of the 24 tokens that were offered" in load.refusal
 
 
 def test_a_full_local_hit_lets_the_peer_go():
