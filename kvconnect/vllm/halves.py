@@ -24,6 +24,7 @@ from kvconnect.vllm.offload import (
     align_tokens,
     draft_groups,
     hash_block_tokens,
+    least_rows,
     offload_cache,
     offload_config,
     stack_facts,
@@ -134,6 +135,7 @@ def make_worker_half(
             facts=stack_facts(vllm_config, kv_cache_config),
             rank=rank,
             world_size=world_size,
+            least_rows=least_rows(config.extra.offload, kv_cache_config),
         )
         offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     return WorkerHalf(transfer, offload), {} if offload is None else offload.row_bytes

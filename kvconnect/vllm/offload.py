@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, overload
 import msgspec
 
 from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import TransferConfig
+from kvconnect.config import OffloadConfig, TransferConfig
 from kvconnect.errors import ConfigError
+from kvconnect.offload.scheduler.reach import Reach, reach_groups
 from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
@@ -110,6 +111,13 @@ def offload_config(kv_cache_config: Any) -> KVCacheConfig:
     """The scheduler's copy of the cache with the groups that are not kept taken out."""
     config = scheduler_config(kv_cache_config)
     return _only(config, kept_groups(kv_cache_config))
+
+
+def least_rows(config: OffloadConfig, kv_cache_config: Any) -> dict[int, int]:
+    """By group the rows without which there is never a hit: a worker refuses less memory when it starts."""
+    groups, align = offload_config(kv_cache_config).groups, align_tokens(kv_cache_config)
+    reach = Reach(reach_groups(groups, kept_groups(kv_cache_config), align), align)
+    return reach.least_rows(config.min_tokens)
 
 
 def offload_cache(cache: VllmCache, kv_cache_config: Any) -> VllmCache:

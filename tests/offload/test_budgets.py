@@ -108,6 +108,21 @@ def test_the_least_that_is_named_is_enough():
         plan_arena(least - 1, {0: 64, 1: 600}, shares)
 
 
+def test_a_group_without_the_rows_of_one_hit_is_named_with_what_all_groups_need():
+    shares, least = {0: 0.25, 1: 0.75}, {0: 4, 1: 16}
+    # 4 rows of 64 bytes in a quarter, 16 of 640 in three.
+    needed = 16 * 640 * 4 // 3 + 1
+    assert plan_arena(needed, {0: 64, 1: 600}, shares, least).limits[1] == 16
+    text = (
+        r"cpu_bytes is 1000: cache group 0 may take 0.25 of it, one of its blocks has 64 bytes, and the "
+        rf"shortest hit needs 4 of them; it must be at least {needed}$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        plan_arena(1000, {0: 64, 1: 600}, shares, least)
+    with pytest.raises(ConfigError, match="cache group 1 .* needs 16 of them"):
+        plan_arena(needed - 1, {0: 64, 1: 600}, shares, least)
+
+
 def test_shares_of_other_groups_are_a_bug():
     with pytest.raises(LocalError, match=r"rows are given for cache groups \[0\], shares for \[1\]"):
         plan_arena(1000, {0: 64}, {1: 1.0})

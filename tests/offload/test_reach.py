@@ -208,7 +208,13 @@ def test_a_window_of_one_token_needs_no_block():
 def test_the_least_rows_are_what_the_longest_tail_needs(window):
     group = ReachGroup(0, 4, window=window)
     reach = Reach((group,), 8)
-    assert reach.least_rows(group) == max(1, *(len(reach.needed(b)[0]) for b in range(8, 800, 8)))
+    assert reach.least_rows()[0] == max(1, *(len(reach.needed(b)[0]) for b in range(8, 800, 8)))
+
+
+def test_a_hit_of_fewer_tokens_than_are_ever_restored_is_not_the_shortest():
+    reach = Reach((ReachGroup(0, 4), ReachGroup(1, 8, is_state=True)), 8)
+    assert reach.least_rows() == {0: 2, 1: 1}
+    assert reach.least_rows(min_tokens=17) == {0: 6, 1: 1}
 
 
 def test_block_sizes_that_do_not_divide_the_alignment_are_named():

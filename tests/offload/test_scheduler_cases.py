@@ -438,7 +438,7 @@ def test_events_tell_what_came_and_went():
 
 def test_too_little_memory_for_one_hit_is_said():
     kinds = (Kind(4), Kind(4, window=64))
-    with pytest.raises(ConfigError, match="cache group 1 .* rows, and the shortest hit needs 16"):
+    with pytest.raises(ConfigError, match="cache group 1 .*, and the shortest hit needs 16 of them"):
         Stack(kinds, 4, rows=8)
 
 

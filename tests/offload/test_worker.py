@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.errors import LocalError
+from kvconnect.errors import ConfigError, LocalError
 from kvconnect.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
 
@@ -19,6 +19,14 @@ def rig():
     made = Rig()
     yield made
     made.close()
+
+
+def test_memory_that_is_too_small_for_one_hit_is_refused_before_any_of_it_is_taken():
+    made = Rig(register=False, least_rows={1: 1000})
+    with pytest.raises(ConfigError, match=r"cpu_bytes is 65536: .* the shortest hit needs 1000 of them"):
+        made.worker.register_kv_caches(made.tensors)
+    with pytest.raises(LocalError):
+        _ = made.worker.plan
 
 
 def hashes(*numbers):

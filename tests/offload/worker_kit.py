@@ -47,7 +47,7 @@ def caches():
 class Rig:
     """A worker, its caches, and what it reported so far, by job and by request."""
 
-    def __init__(self, *tiers, seed=0, register=True, **settings):
+    def __init__(self, *tiers, seed=0, register=True, least_rows=None, **settings):
         config, sizes, self.tensors = caches()
         for at, cache in enumerate(self.tensors.values()):
             fill_random(cache, seed * 100 + at)
@@ -55,7 +55,13 @@ class Rig:
         given = {"cpu_bytes": CPU_BYTES, "shares": (0.4, 0.3, 0.3), **settings}
         make = (lambda namespace, facts: tiers) if tiers else None
         self.worker = OffloadWorker(
-            OffloadConfig(**given), config, sizes, facts={"model": "m"}, registry=self.registry, tiers=make
+            OffloadConfig(**given),
+            config,
+            sizes,
+            facts={"model": "m"},
+            least_rows=least_rows or {},
+            registry=self.registry,
+            tiers=make,
         )
         if register:
             self.worker.register_kv_caches(self.tensors)

@@ -7,8 +7,10 @@ arithmetic: both halves of a connector work out the same plan from the same conf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 
 import msgspec
 
@@ -88,25 +90,36 @@ def aligned_row_bytes(content_bytes: int) -> int:
     return div_ceil(content_bytes, ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
 
 
-def plan_arena(cpu_bytes: int, row_bytes: Mapping[int, int], shares: Mapping[int, float]) -> ArenaPlan:
+def plan_arena(
+    cpu_bytes: int,
+    row_bytes: Mapping[int, int],
+    shares: Mapping[int, float],
+    least_rows: Mapping[int, int] = MappingProxyType({}),
+) -> ArenaPlan:
     """Divide ``cpu_bytes`` among cache groups, in whole rows.
 
     ``row_bytes`` are by group what one block of it holds; ``shares`` the part of the memory that it may take.
-    Shares that add up to more than 1 are scaled down.
+    Shares that add up to more than 1 are scaled down. ``least_rows`` are those without which a group is of no
+    use, 1 for a group that is left out.
 
     Raises:
-        ConfigError: a group would get no row; the text says what would do.
+        ConfigError: a group would get fewer; the text says what would do.
         LocalError: no group is given, or the shares are of other groups.
     """
     if not row_bytes or set(row_bytes) != set(shares):
         raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
     whole = max(Fraction(1), sum((Fraction(share) for share in shares.values()), Fraction(0)))
+    parts = {group: Fraction(shares[group]) / whole for group in sorted(row_bytes)}
+    needed_bytes = {
+        group: max(1, least_rows.get(group, 1)) * aligned_row_bytes(row_bytes[group]) for group in parts
+    }
     limits: dict[int, int] = {}
-    for group in sorted(row_bytes):
-        part = Fraction(shares[group]) / whole
+    for group, part in parts.items():
         limits[group] = int(cpu_bytes * part) // aligned_row_bytes(row_bytes[group])
-        if limits[group] < 1:
-            raise ConfigError(_no_row(group, cpu_bytes, aligned_row_bytes(row_bytes[group]), part))
+        if cpu_bytes * part < needed_bytes[group]:
+            raise ConfigError(
+                _too_few(group, cpu_bytes, aligned_row_bytes(row_bytes[group]), needed_bytes, parts)
+            )
     lengths = sorted({aligned_row_bytes(length) for length in row_bytes.values()}, reverse=True)
     class_of = {group: lengths.index(aligned_row_bytes(row_bytes[group])) for group in sorted(row_bytes)}
     classes: list[RowClass] = []
@@ -116,23 +129,36 @@ def plan_arena(cpu_bytes: int, row_bytes: Mapping[int, int], shares: Mapping[int
     return ArenaPlan(tuple(classes), class_of, limits, classes[-1].end_bytes)
 
 
-def _no_row(group: int, cpu_bytes: int, row_bytes: int, part: Fraction) -> str:
-    share = (
-        f"cache group {group} may take {float(part):.3g} of it, and one of its blocks has {row_bytes} bytes"
+def _too_few(
+    group: int,
+    cpu_bytes: int,
+    row_bytes: int,
+    needed_bytes: Mapping[int, int],
+    parts: Mapping[int, Fraction],
+) -> str:
+    for other, part in parts.items():
+        if not part:
+            return (
+                f"{_SETTING}.shares gives cache group {other} nothing; accepted: more than 0 for every group"
+            )
+    least = max(math.ceil(needed_bytes[each] / part) for each, part in parts.items())
+    return (
+        f"{_SETTING}.cpu_bytes is {cpu_bytes}: cache group {group} may take {float(parts[group]):.3g} of it, "
+        f"one of its blocks has {row_bytes} bytes, and the shortest hit needs "
+        f"{needed_bytes[group] // row_bytes} of them; it must be at least {least}"
     )
-    if not part:
-        return f"{_SETTING}.shares gives cache group {group} nothing; accepted: more than 0 for every group"
-    least = -(-row_bytes * part.denominator // part.numerator)
-    return f"{_SETTING}.cpu_bytes is {cpu_bytes}: {share}; it must be at least {least}"
 
 
 def plan_for(
-    config: OffloadConfig, groups: Sequence[KVCacheGroup], row_bytes: Mapping[int, int]
+    config: OffloadConfig,
+    groups: Sequence[KVCacheGroup],
+    row_bytes: Mapping[int, int],
+    least_rows: Mapping[int, int] = MappingProxyType({}),
 ) -> ArenaPlan:
     """The plan of a configuration. ``row_bytes`` are by the index of those groups that are kept.
 
     Raises:
-        ConfigError: the shares are not one for each group, or a group would get no row.
+        ConfigError: the shares are not one for each group, or a group would get fewer than ``least_rows``.
     """
     if not config.shares:
         shares = usual_shares(groups, row_bytes, config.checkpoint_tokens)
@@ -143,7 +169,7 @@ def plan_for(
         )
     else:
         shares = {group: config.shares[group] for group in row_bytes}
-    return plan_arena(config.cpu_bytes, row_bytes, shares)
+    return plan_arena(config.cpu_bytes, row_bytes, shares, least_rows)
 
 
 def usual_shares(

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import ConfigError
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
@@ -89,8 +88,7 @@ class OffloadScheduler:
         self._config = config
         self._clock = clock
         self.reach = Reach(reach_groups(groups, row_bytes, align_tokens, draft_groups), align_tokens)
-        self.plan = plan_for(config, groups, row_bytes)
-        _check_room(self.reach, self.plan.limits)
+        self.plan = plan_for(config, groups, row_bytes, self.reach.least_rows(config.min_tokens))
         self.index = TierIndex(self.plan, config.policy)
         self.lower = LowerIndex(num_ranks)
         self._jobs = Jobs(num_ranks, job_timeout_s)
@@ -384,14 +382,3 @@ class OffloadScheduler:
 
 
 _NOTHING = OffloadOrders()
-
-
-def _check_room(reach: Reach, limits: Mapping[int, int]) -> None:
-    for group in reach.groups:
-        least = reach.least_rows(group)
-        if limits[group.group] < least:
-            raise ConfigError(
-                f"kv_connector_extra_config.offload.cpu_bytes gives cache group {group.group} "
-                f"{limits[group.group]} rows, and the shortest hit needs {least} of them; accepted: "
-                "more memory, or a larger share for this group"
-            )

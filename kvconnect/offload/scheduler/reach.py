@@ -200,23 +200,27 @@ class Reach:
             flags[group.group] = np.array(known(group, first, end), dtype=np.bool_)
         return self.longest(start_tokens, limit, flags), limit
 
-    def least_rows(self, group: ReachGroup) -> int:
-        """Rows of a group without which there can be no hit at all."""
-        return max(
-            1,
-            max(
-                boundary // group.block_tokens - group.first_needed(boundary)
-                for boundary in self._boundaries_of(group)
-            ),
-        )
+    def least_rows(self, min_tokens: int = 1) -> dict[int, int]:
+        """By group the rows without which there can be no hit at all, of at least ``min_tokens``."""
+        shortest = div_ceil(max(1, min_tokens), self.align_tokens) * self.align_tokens
+        return {
+            group.group: max(
+                1,
+                *(
+                    boundary // group.block_tokens - group.first_needed(boundary)
+                    for boundary in self._boundaries_of(group, shortest)
+                ),
+            )
+            for group in self.groups
+        }
 
     def most_tokens(self, limits: Mapping[int, int]) -> int:
         """The longest hit that can be kept with so many rows by group."""
         most = [limits[group.group] * group.block_tokens for group in self.whole]
         return min(most) // self.align_tokens * self.align_tokens if most else 1 << 62
 
-    def _boundaries_of(self, group: ReachGroup) -> tuple[int, ...]:
+    def _boundaries_of(self, group: ReachGroup, shortest: int) -> tuple[int, ...]:
         """Boundaries at which a group needs the most that it ever must."""
         if group.window is None:
-            return (self.align_tokens,)
-        return (self.align_tokens, div_ceil(group.window, self.align_tokens) * self.align_tokens)
+            return (shortest,)
+        return (shortest, div_ceil(group.window, self.align_tokens) * self.align_tokens)

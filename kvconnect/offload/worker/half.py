@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -55,6 +56,7 @@ class OffloadWorker:
             and weights, how the hashes of contents are made. Values as JSON has them.
         rank: tensor-parallel rank of this worker.
         world_size: number of tensor-parallel ranks.
+        least_rows: by group the rows without which there is never a hit.
         registry: where the metrics are exported.
         tiers: makes the lower tiers, in place of those that are configured.
     """
@@ -68,10 +70,12 @@ class OffloadWorker:
         facts: Mapping[str, Any],
         rank: int = 0,
         world_size: int = 1,
+        least_rows: Mapping[int, int] = MappingProxyType({}),
         registry: CollectorRegistry = REGISTRY,
         tiers: Tiers | None = None,
     ) -> None:
         self._config, self._cache_config, self._facts = config, cache_config, dict(facts)
+        self._least_rows = least_rows
         self._rank, self._world_size = rank, world_size
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
@@ -132,7 +136,7 @@ class OffloadWorker:
         self._tensors = dict(tensors)
         self._device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
-        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes)
+        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, self._least_rows)
         facts = worker_facts(
             self._cache_config,
             table,
