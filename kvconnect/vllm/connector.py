@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -41,6 +42,7 @@ from kvconnect.vllm.reports import (
     kv_events,
 )
 from kvconnect.vllm.request_ids import reaches_router
+from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.settings import (
     computes_prompts_whole,
     log_like_vllm,
@@ -62,6 +64,8 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 3.0
 """How long vLLM is kept from ending: about as long as it waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+_NOTHING_YET = SchedulerHalf(None, None)
 
 # Whoever names this class by its module may put it under a MultiConnector, which looks for it by name.
 register()
@@ -96,13 +100,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._rank = 0
         self._row_bytes: dict[int, int] = {}
         self._told: dict[int, AddressMetadata] = {}
+        self._early: dict[str, Request] = {}
+        self._is_asked = False
         self._takes_all_but_one = computes_prompts_whole(vllm_config)
         self._steps = Steps()
         self._filled = FilledBlocks(
             told_groups(kv_cache_config, self._kept),
             is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)),
         )
-        self._recovery = Recovery(expects=bool(offload and offload.disk_path), clock=time.monotonic)
+        self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._reports: tuple[OffloadReport, ...] = ()
         kv_events = getattr(vllm_config, "kv_events_config", None)
         self._tells_events = bool(kv_events and kv_events.enable_kv_cache_events)
@@ -150,34 +156,39 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """The workers' addresses. May be told again; another connector's metadata is not for us."""
         for meta in metadata.values():
             if isinstance(meta, AddressMetadata):
-                self._told[meta.rank] = meta
-        if not self._told:
+                self._hear(meta)
+        engine = self._config.extra.engine
+        if not self._told and engine != "none":
             kinds = sorted({type(meta).__name__ for meta in metadata.values()})
             raise ConfigError(
-                f"the workers told where they listen by {', '.join(kinds)}, which is not ours: vLLM passes "
-                "on what the first connector of a MultiConnector says; put KVConnect first"
+                f"the workers told where they listen by {', '.join(kinds)}, which is not ours: of a "
+                f"MultiConnector vLLM passes on the handshake of one connector only, and engine is "
+                f"{engine!r}; accepted beside that connector: engine 'none', with offload"
             )
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. One that is prefilled for others stops where they take over."""
-        if getattr(request, "resumable", False) and request.kv_transfer_params:
+        half = self._half
+        if self._awaits_workers:
+            self._early[request.request_id] = request
+        if half.transfer and getattr(request, "resumable", False) and request.kv_transfer_params:
             # More of its prompt comes later, and vLLM does not say when it is whole.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
-        # With prompt log probabilities vLLM computes the whole prompt anew, whatever could be loaded.
-        reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)
-        self._half.new_request(request, reads=reads, writes=writes)
+        introduce(half, request)
         if self._kept:
             self._filled.begin(request)
-        excess = request.num_tokens - self._half.prefill_tokens(request)
-        if excess > 0 and reads:
-            _shorten(request, excess)
+        excess = request.num_tokens - half.prefill_tokens(request)
+        if excess > 0 and not request.get_skip_reading_prefix_cache():
+            shorten(request, excess)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those computed here, asynchronously."""
         half = self._half
+        if self._awaits_workers and self._recovery.is_under_way:
+            return None, False
         count, in_background = half.matched_tokens(request, num_computed_tokens)
         missing = request.num_tokens - num_computed_tokens - (count or 0)
         if count and missing > 1 and self._takes_all_but_one and half.offload is not None:
@@ -199,6 +210,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """A request got blocks."""
+        self._early.pop(request.request_id, None)
         block_ids = running_states(self._cache, blocks.get_block_ids())
         self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
@@ -210,12 +222,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if half.offload is not None:
             self._recovery.step()
             self._filled.tell(half.offload, scheduler_output)
-        return OrdersMetadata(half.build_orders())
+        return OrdersMetadata(half.build_orders(), self._awaits_workers)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         reports = told.reports if isinstance(told, ReportMetadata) else ()
+        for address in told.addresses if isinstance(told, ReportMetadata) else ():
+            self._hear(address)
         self._recovery.heard(reports)
         self._half.update_results(
             Results(
@@ -231,10 +245,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return bool(self._kept) and (self._half.pending or self._recovery.is_under_way)
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept: nobody will ask for it, since the weights change, say."""
+        """Forget everything that is kept, since the weights change, say. False: it is not known here yet."""
         if self._kept:
             self._half.clear()
-        return True
+        return not self._awaits_workers
 
     def take_events(self) -> Iterable[Any]:
         """What the tiers have got and lost since the last call."""
@@ -253,6 +267,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """A request ended: whether its blocks must be kept, and the parameters for D."""
         delivered = request.status.name in _DELIVERED and reaches_router(request)
         self._steps.forget(request.request_id)
+        self._early.pop(request.request_id, None)
         half = self._half
         if half.offload is not None:
             self._filled.end(half.offload, request.request_id)
@@ -269,10 +284,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this worker listens, and the rows in which it keeps blocks."""
-        if self._worker is None:
-            return None
-        return AddressMetadata(self._rank, self._worker.address(), self._row_bytes)
+        """Where this worker listens, and the rows in which it keeps blocks.
+
+        Of a ``MultiConnector`` vLLM passes on to all children what the first that answers says, and not all
+        bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
+        """
+        told = self._address()
+        return told if told and (told.address or get_kv_transfer_group() is self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
@@ -291,6 +309,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Hand this step's orders to the worker half. Never waits."""
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OrdersMetadata):
+            self._is_asked = metadata.asks_address
             self._worker.start(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -323,9 +342,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this worker's tiers have done, or None."""
+        """What this worker's tiers have done, and what it is asked for, or None."""
         reports, self._reports = self._reports, ()
-        return ReportMetadata(reports) if reports else None
+        told = self._address() if self._is_asked else None
+        return ReportMetadata(reports, (told,) if told else ()) if reports or told else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""
@@ -342,10 +362,30 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _half(self) -> SchedulerHalf:
-        """The scheduler half, made at the first hook: by then the workers have told about themselves."""
+        """The scheduler half, made at the first hook after the workers have told about themselves."""
         if self._scheduler is None:
+            if self._awaits_workers:
+                return _NOTHING_YET
             self._scheduler = make_scheduler_half(self._vllm, self._cache, self._config, self._told)
+            for request in self._early.values():
+                introduce(self._scheduler, request)
+            self._early = {}
         return self._scheduler
+
+    @property
+    def _awaits_workers(self) -> bool:
+        """Whether rows are not known yet, since the handshake is another connector's."""
+        return self._config.extra.engine == "none" and not self._told
+
+    def _hear(self, told: AddressMetadata) -> None:
+        offload = self._config.extra.offload
+        self._told[told.rank] = told
+        self._recovery.expect(expects=bool(offload and offload.disk_path))
+
+    def _address(self) -> AddressMetadata | None:
+        if self._worker is None:
+            return None
+        return AddressMetadata(self._rank, self._worker.address(), self._row_bytes)
 
     def _results(self) -> Results:
         if self._worker is None:
@@ -355,20 +395,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             level = logging.DEBUG if reason == ABORTED else logging.WARNING
             logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
         return results
-
-
-def _shorten(request: Request, excess: int) -> None:
-    """Cut the last ``excess`` tokens off a prompt that has not been scheduled yet, and compute no more."""
-    if request.prompt_token_ids is not None:
-        request.prompt_token_ids = request.prompt_token_ids[:-excess]
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-excess]
-    if getattr(request, "prompt_is_token_ids", None) is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-excess]
-    # In place: vLLM hands out read-only views of this list.
-    del request._all_token_ids[-excess:]
-    request.num_prompt_tokens -= excess
-    request.max_tokens = 1
 
 
 def _tensor_rank() -> int:

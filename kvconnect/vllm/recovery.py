@@ -1,5 +1,6 @@
-"""How long an idle vLLM must step so that its scheduler hears what lower tiers hold from before.
+"""How long an idle vLLM must step so that its scheduler hears what its workers have to tell from before.
 
+That is what lower tiers hold, and of what size a worker's rows are where another connector has the handshake.
 vLLM takes reports of its workers with its steps only, and steps only while it has something to do: without
 this, prompts that come first after a restart would find nothing. Imports no vLLM.
 """
@@ -15,13 +16,17 @@ WAIT_S = 5.0
 
 
 class Recovery:
-    """Whether more of what tiers hold is on its way."""
+    """Whether more is on its way, of what was expected or what a step began to tell."""
 
     def __init__(self, *, expects: bool, clock: Callable[[], float]) -> None:
         self._expects = expects
         self._clock = clock
         self._until: float | None = None
         self._is_telling = False
+
+    def expect(self, *, expects: bool) -> None:
+        """What was expected has come, and whether something else is."""
+        self._expects, self._until = expects, None
 
     def step(self) -> None:
         """A step begins."""

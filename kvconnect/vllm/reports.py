@@ -44,14 +44,18 @@ else:
 
 @dataclass
 class OrdersMetadata(KVConnectorMetadata):
-    """One step's orders, on their way from the scheduler to the workers."""
+    """One step's orders, on their way from the scheduler to the workers.
+
+    ``asks_address``: the scheduler half has yet to hear what a worker tells of itself.
+    """
 
     orders: Orders
+    asks_address: bool = False
 
 
 @dataclass
 class AddressMetadata(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once.
+    """What a worker tells the scheduler of itself, once.
 
     Where it listens, or None where it hands nothing over; and the bytes of a row by cache group, none where
     nothing is kept.
@@ -64,15 +68,19 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What the tiers of one or more ranks have done, on its way from the workers to the scheduler."""
+    """What the tiers of one or more ranks have done, on its way from the workers to the scheduler.
+
+    ``addresses`` are what workers tell of themselves that were asked.
+    """
 
     reports: tuple[OffloadReport, ...]
+    addresses: tuple[AddressMetadata, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
-        return ReportMetadata(self.reports + other.reports)
+        return ReportMetadata(self.reports + other.reports, self.addresses + other.addresses)
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:

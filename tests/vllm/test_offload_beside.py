@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 import zmq
 
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import OBSERVED, Server, free_port, pair, random_prompt, running
+from tests.vllm.servers import NIXL_CONNECTOR, OBSERVED, Server, free_port, pair, random_prompt, running
 from tests.vllm.test_offload import (
     LENGTHS,
     USUAL_POOL,
@@ -59,6 +59,42 @@ def test_one_connector_hands_over_and_keeps(tmp_path, kind):
         assert answers.cached == [length // 128 * 128 for length in SPLIT_ALIKE]
         assert decode.loaded_tokens() - before == sum(answers.cached)
         for server in (prefill, decode):
+            server.wait_idle()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_connector_of_vllm_s_own_hands_over_and_ours_keeps_in_either_order(tmp_path, first):
+    """vLLM passes on one handshake, and NixlConnector starts with no other than its own."""
+    recipe = write_model("gqa", tmp_path)
+    children = [offload(), NIXL_CONNECTOR] if first else [NIXL_CONNECTOR, offload()]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    servers = [
+        Server(
+            recipe,
+            tmp_path,
+            name,
+            cpu,
+            config,
+            options_of("gqa", USUAL_POOL),
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+        )
+        for name, cpu in (("prefill", "0"), ("decode", "1"))
+    ]
+    with running(*servers) as (prefill, decode):
+        prompts = [random_prompt(length, 70 + length) for length in SPLIT_ALIKE]
+        expected = [prefill.local_tokens(prompt, max_tokens=12) for prompt in prompts]
+        for round_ in range(2):
+            restored = prefill.loaded_tokens()
+            assert [through_the_pair(prefill, decode, prompt) for prompt in prompts] == expected
+            assert (prefill.loaded_tokens() > restored) is (round_ > 0)
+            overwrite(prefill, "gqa")
+            overwrite(decode, "gqa")
+        for server in servers:
             server.wait_idle()
 
 

@@ -38,6 +38,7 @@ CLASSES = {
 
 MODULES = (
     *CLASSES,
+    "vllm.distributed.kv_transfer",
     "vllm.distributed.parallel_state",
     "vllm.v1.attention.backend",
     "vllm.v1.core.kv_cache_manager",
