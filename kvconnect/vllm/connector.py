@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,7 +28,7 @@ from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
 from kvconnect.orders import ABORTED, OffloadReport, Results
 from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.geometry import running_states, transferred_groups
-from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, told_groups
+from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, tensor_rank, told_groups
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
 from kvconnect.vllm.recovery import Recovery
@@ -46,9 +45,11 @@ from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.settings import (
     computes_prompts_whole,
     log_like_vllm,
+    outermost,
     read_config,
     recompute_if_alone,
     refuse_unsupported,
+    warn_if_restores_fail,
 )
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Steps
@@ -278,10 +279,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        self._rank = _tensor_rank()
+        self._rank = tensor_rank()
         self._worker, self._row_bytes = make_worker_half(
             self._vllm, self._cache, self._config, kv_caches, self._rank
         )
+        if self._kept and not self._rank:
+            warn_if_restores_fail(self, outermost(self), self._config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.
@@ -290,7 +293,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
         """
         told = self._address()
-        return told if told and (told.address or get_kv_transfer_group() is self) else None
+        return told if told and (told.address or outermost(self) is self) else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
@@ -395,9 +398,3 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             level = logging.DEBUG if reason == ABORTED else logging.WARNING
             logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
         return results
-
-
-def _tensor_rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())

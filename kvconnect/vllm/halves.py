@@ -141,6 +141,13 @@ def make_worker_half(
     return WorkerHalf(transfer, offload), {} if offload is None else offload.row_bytes
 
 
+def tensor_rank() -> int:
+    """This worker's, once vLLM has set up its groups."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
 def _num_lookahead_tokens(vllm_config: VllmConfig) -> int:
     # vLLM before 0.31 does not say; what it would say there is 1, since several modules are refused.
     return getattr(vllm_config, "num_prefill_lookahead_tokens", 0)

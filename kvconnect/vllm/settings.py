@@ -103,10 +103,32 @@ def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
     """Where nothing is fetched from peers, a request whose blocks could not be restored is computed.
 
     What ``kv_load_failure_policy`` is for does not happen there, and a cache must not fail a request. Called
-    before vLLM's scheduler reads it.
+    before vLLM's scheduler reads it, which in a MultiConnector it does elsewhere.
     """
     if config.extra.engine == "none":
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+
+
+def outermost(connector: Any) -> Any:
+    """The connector that vLLM's worker calls: this one, or the MultiConnector that it is in."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else connector
+
+
+def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) -> None:
+    """Say so where the policy for loads from peers is also that for restores.
+
+    vLLM has one policy, that of the outermost connector, and a connector cannot tell it which load it is for.
+    """
+    policy = outer._kv_transfer_config.kv_load_failure_policy
+    is_alone = outer is connector and config.extra.engine == "none"
+    if policy == "fail" and not is_alone:
+        logger.warning(
+            "kv_load_failure_policy is 'fail', and vLLM has no other for what offload restores: a request "
+            "whose blocks cannot be copied back ends with an error. With 'recompute' (that of the "
+            "MultiConnector, if there is one) it is computed, and so is one whose KV a peer fails to send"
+        )
 
 
 def _has_several_modules(speculative_config: Any) -> bool:

@@ -22,7 +22,7 @@ from kvconnect.vllm.offload import (
     offload_config,
     with_own_folder,
 )
-from kvconnect.vllm.settings import computes_prompts_whole, recompute_if_alone
+from kvconnect.vllm.settings import computes_prompts_whole, recompute_if_alone, warn_if_restores_fail
 from kvconnect.vllm.weights import folder_facts
 
 
@@ -198,6 +198,27 @@ def test_where_nothing_is_fetched_from_peers_a_failed_load_is_computed(engine, p
     vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"))
     recompute_if_alone(vllm_config, config_of(engine))
     assert vllm_config.kv_transfer_config.kv_load_failure_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "is_alone", "said"),
+    [
+        ("none", "fail", True, False),
+        ("none", "fail", False, True),
+        ("none", "recompute", False, False),
+        ("nixl", "fail", True, True),
+        ("nixl", "recompute", True, False),
+    ],
+)
+def test_it_is_said_at_the_start_where_a_failed_restore_fails_its_request(
+    caplog, engine, policy, is_alone, said
+):
+    """vLLM reads one policy, for loads of all kinds; in a MultiConnector the outer one."""
+    own = SimpleNamespace(kv_load_failure_policy=policy if is_alone else "recompute")
+    connector = SimpleNamespace(_kv_transfer_config=own)
+    outer = SimpleNamespace(_kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy))
+    warn_if_restores_fail(connector, connector if is_alone else outer, config_of(engine))
+    assert any("kv_load_failure_policy is 'fail'" in line for line in caplog.messages) is said
 
 
 @pytest.mark.parametrize("chunked", [False, True])

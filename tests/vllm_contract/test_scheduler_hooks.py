@@ -155,7 +155,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
     ours, theirs = connector(), Theirs()
     ours._worker = Worker(None)
     worker = beside(ours, Theirs(), first=first)
-    monkeypatch.setattr(module, "get_kv_transfer_group", lambda: worker)
+    monkeypatch.setattr(module, "outermost", lambda ours: worker)
     ours = connector()
     scheduler = beside(ours, theirs, first=first)
     told = {(0, 0): worker.get_handshake_metadata()}
@@ -193,15 +193,14 @@ def test_requests_wait_for_a_bounded_time_for_what_workers_tell():
     assert not hooks._early, "its blocks were not told from the first on: it stays unknown"
 
 
-def test_alone_the_handshake_tells_what_the_workers_are(monkeypatch):
+def test_alone_the_handshake_tells_what_the_workers_are():
     hooks = connector()
     assert hooks.get_handshake_metadata() is None
     hooks._worker = Worker(None)
-    monkeypatch.setattr(module, "get_kv_transfer_group", lambda: hooks)
     assert hooks.get_handshake_metadata() == AddressMetadata(0, None, {0: 64})
 
 
-def test_an_engine_beside_another_handshake_is_refused_with_what_is_accepted(monkeypatch):
+def test_an_engine_beside_another_handshake_is_refused_with_what_is_accepted():
     hooks = connector(engine="nixl")
     hooks._worker = Worker(RankAddress(0, "10.0.0.1", 5600))
     assert hooks.get_handshake_metadata().address is not None

@@ -13,7 +13,7 @@ TEXTS = {
     "offload_wait_timeout": "a request did not wait any longer for what was on its way to host memory",
     "offload_parameters_refused": "kv_transfer_params.max_offload_tokens is not a number of tokens",
     "offload_refused": "a serving stack asked for what could not be restored",
-    "offload_restore_failed": "blocks could not be restored, and their request is computed",
+    "offload_restore_failed": "blocks could not be restored: the request is computed, or fails by the policy",
     "offload_restores_paused": "several restores failed one after the other, so none is promised for a while",
     "offload_store_failed": "blocks could not be stored",
     "offload_fetch_missed": "a lower tier did not have what it had told of",
