@@ -167,8 +167,9 @@ def signed_anew(params, **change):
 
 
 def test_an_unknown_handle(nodes):
-    params = prefilled(nodes["prefill"])
-    said = refused(nodes["decode"], signed_anew(params, name="made-up"), [3, *PROMPT[1:]])
+    prompt = [3, *PROMPT[1:]]
+    params = prefilled(nodes["prefill"], prompt)
+    said = refused(nodes["decode"], signed_anew(params, name="made-up"), prompt)
     assert "no request is held under this handle" in said
 
 
@@ -190,17 +191,18 @@ def test_a_client_cannot_send_d_to_another_address(nodes):
 
 
 def test_a_handle_whose_time_is_over(nodes):
-    params = prefilled(nodes["prefill"])
-    said = refused(nodes["decode"], signed_anew(params, expires_at=time.time() - 100), [24, *PROMPT[1:]])
+    prompt = [24, *PROMPT[1:]]
+    params = prefilled(nodes["prefill"], prompt)
+    said = refused(nodes["decode"], signed_anew(params, expires_at=time.time() - 100), prompt)
     assert "it expired 100 s ago" in said
 
 
 def test_a_handle_that_was_used_already(nodes):
     prompt = [11, *PROMPT]
     params = prefilled(nodes["prefill"], prompt)
-    ask(nodes["decode"], "gqa", prompt, kv_transfer_params=params)
-    # Another prompt of that length, or D would take it from its prefix cache.
-    assert "no longer held" in refused(nodes["decode"], params, [12, *PROMPT])
+    # Another node, or D would take it from its prefix cache.
+    ask(nodes["recomputing"], "gqa", prompt, kv_transfer_params=params)
+    assert "no longer held" in refused(nodes["decode"], params, prompt)
 
 
 def test_parameters_of_no_use(nodes):
@@ -209,34 +211,52 @@ def test_parameters_of_no_use(nodes):
     assert "kv_transfer_params.remote_port is '56x0'" in said
 
 
-def test_the_kv_of_another_prompt(nodes):
-    params = prefilled(nodes["prefill"], PROMPT[:50])
-    said = refused(nodes["decode"], params, [5, *PROMPT])
-    assert "remote_num_tokens is 50, this prompt needs 201" in said
+@pytest.mark.parametrize("other", [[5, *PROMPT], [5, *PROMPT[1:]]], ids=["longer", "as long"])
+def test_the_handle_of_another_prompt_is_left_to_that_one(nodes, other):
+    """The decode node fails what it cannot load, but this is no load: the prompt is computed."""
+    alone, right = (ask(nodes["alone"], "gqa", prompt) for prompt in (other, prompt_of_its_own(other)))
+    params = prefilled(nodes["prefill"], prompt_of_its_own(other))
+    before = read_metrics(nodes["decode"])
+    answer = ask(nodes["decode"], "gqa", other, kv_transfer_params=params)
+    assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+    after = read_metrics(nodes["decode"])
+    assert growth(before, after, "kvconnect_transfers_total", direction="received") == 0
+    assert growth(before, after, "kvconnect_failures_total", reason="prompt_differs") == 1
+    answer = ask(nodes["decode"], "gqa", prompt_of_its_own(other), kv_transfer_params=params)
+    assert answer["choices"][0]["token_ids"] == right["choices"][0]["token_ids"]
+    loaded = read_metrics(nodes["decode"])
+    assert growth(after, loaded, "kvconnect_transfers_total", direction="received", outcome="ok") == 1
+
+
+def prompt_of_its_own(other):
+    """One that no other test uses, and D does not have in its prefix cache."""
+    return [15, len(other) % 256, *PROMPT[2:]]
 
 
 def test_a_prefill_node_that_is_not_there(nodes):
-    params = prefilled(nodes["prefill"])
+    prompt = [6, *PROMPT[1:]]
+    params = prefilled(nodes["prefill"], prompt)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = refused(nodes["decode"], signed_anew(params, port=port), [6, *PROMPT[1:]])
+    said = refused(nodes["decode"], signed_anew(params, port=port), prompt)
     assert f"nothing listens at 127.0.0.1:{port}" in said
 
 
 def test_a_prefill_node_that_accepts_and_stays_silent(nodes):
-    params = prefilled(nodes["prefill"])
+    prompt = [8, *PROMPT[1:]]
+    params = prefilled(nodes["prefill"], prompt)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         port = silent.getsockname()[1]
-        said = refused(nodes["decode"], signed_anew(params, port=port), [8, *PROMPT[1:]])
+        said = refused(nodes["decode"], signed_anew(params, port=port), prompt)
     assert "did not answer the greeting within 2.0 s" in said
 
 
 def test_two_nodes_with_different_models(nodes):
-    params = prefilled(nodes["other"])
-    said = refused(nodes["decode"], params, [13, *PROMPT[1:]])
+    prompt = [13, *PROMPT[1:]]
+    said = refused(nodes["decode"], prefilled(nodes["other"], prompt), prompt)
     assert "model differ" in said
     assert "seed=0" in said
     assert "seed=1" in said

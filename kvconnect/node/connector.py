@@ -18,6 +18,7 @@ from kvconnect.node.models.base import Model
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Request
 from kvconnect.orders import Orders, RequestView
+from kvconnect.scheduler.prompts import digest_prompt
 
 if TYPE_CHECKING:
     from kvconnect.offload.scheduler.half import OffloadScheduler
@@ -92,6 +93,7 @@ def _transfer_halves(
         directory=(worker.address(),),
         environ=os.environ,
         clock=time.time,
+        prompt_digest=_prompt_digest,
     )
     return scheduler, worker
 
@@ -132,6 +134,11 @@ def _with_offload(
         raise
     half = SchedulerHalf(transfer[0] if transfer else None, deciding)
     return Connector(half, worker, recomputes, half, worker.before_step, _state_of(deciding, keeping))
+
+
+def _prompt_digest(request: RequestView, num_tokens: int) -> bytes:
+    assert isinstance(request, Request)
+    return digest_prompt(request.token_ids[:num_tokens])
 
 
 def _content_hashes(request: RequestView, block_tokens: int) -> Sequence[bytes]:

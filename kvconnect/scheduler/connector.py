@@ -40,6 +40,7 @@ from kvconnect.scheduler.params import (
     transfer_params,
 )
 from kvconnect.scheduler.promises import Promises
+from kvconnect.scheduler.prompts import PROMPT_BYTES, PromptDigest, untold
 from kvconnect.scheduler.shares import Share, Shares, Turn
 from kvconnect.scheduler.streams import Streams
 from kvconnect.scheduler.trust import PeerTrust
@@ -62,6 +63,7 @@ class SchedulerConnector:
         handles: makes the handles of requests, and reads those of peers.
         trust: whom to fetch from; left out, whoever a request names.
         parent_of: what the ids of requests have in common that a serving stack made of one.
+        prompt_digest: what the prompt of a request is called; asked only about those that are handed over.
 
     Raises:
         ConfigError: engine id and host are too long for a handle.
@@ -79,6 +81,7 @@ class SchedulerConnector:
         handles: Handles | None = None,
         trust: PeerTrust | None = None,
         parent_of: Callable[[str], str] = str,
+        prompt_digest: PromptDigest = untold,
     ) -> None:
         if not directory:
             raise LocalError("the scheduler half needs the address of rank 0 at least")
@@ -92,10 +95,11 @@ class SchedulerConnector:
         self._handles = handles or Handles()
         self._trust = trust
         self._parent_of = parent_of
+        self._prompt_digest = prompt_digest
         self._epoch = new_handle()
         if config.is_producer:
             # Said now if it cannot be: later it would end the scheduler. With the longest that it may sign.
-            self._sign(transfer_name(""), MOST_TOKENS)
+            self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._holds: list[Hold] = []
         self._loads: list[Load] = []
         self._let_go: list[LetGo] = []
@@ -293,12 +297,18 @@ class SchedulerConnector:
         share = self._shares.of(request.request_id)
         if share is not None:
             return share
-        remote = read_remote_prefill(transfer_params(request), self._handles)
+        params = transfer_params(request)
+        if not params.get("do_remote_prefill"):
+            return None
+        prompt = self._prompt_digest(request, max(1, self._wanted_tokens(request)))
+        remote = read_remote_prefill(params, self._handles, prompt)
         return None if remote is None else self._shares.join(request.request_id, self._checked(remote))
 
     def _checked(self, remote: RemotePrefill) -> RemotePrefill:
         """The same, refused and counted if it is not to be trusted."""
-        if remote.refusal:
+        if remote.is_of_other_prompt:
+            self._complain("prompt_differs", "a request has the handle of another prompt, and is computed")
+        elif remote.refusal:
             self._failures.append("parameters_refused")
         elif self._trust is not None:
             refusal = self._trust.refusal(remote.host, remote.port, vouched=remote.vouched)
@@ -309,7 +319,10 @@ class SchedulerConnector:
 
     def _promise(self, request: RequestView) -> None:
         """Take note of a router's transfer id: whoever fetches under it may come before the KV is there."""
-        transfer = read_transfer_id(transfer_params(request))
+        params = transfer_params(request)
+        if params.get(TRANSFER_KEY) is None:
+            return
+        transfer = read_transfer_id(params, self._prompt_digest(request, self.prefill_tokens(request)))
         if transfer is None:
             return
         if transfer.refusal:
@@ -402,13 +415,13 @@ class SchedulerConnector:
             return False, None, "the prefill node is stopping"
         if len(self._held) >= self._config.extra.max_leases:
             return False, None, self._complain_full()
-        handle = self._promises.of(request.request_id)
+        handle, prompt = self._promises.of(request.request_id), self._prompt_digest(request, num_tokens)
         if handle is None:
             if transfer_params(request).get(TRANSFER_KEY) is not None:
                 return False, None, "its transfer id was refused"
-            token = handle = self._sign(self._new_handle(), num_tokens)
+            token = handle = self._sign(self._new_handle(), num_tokens, prompt)
         else:
-            token = self._sign(transfer_name(handle), num_tokens)
+            token = self._sign(transfer_name(handle), num_tokens, prompt)
         hold = Hold(
             request_id=request.request_id,
             handle=handle,
@@ -423,7 +436,7 @@ class SchedulerConnector:
         self._held.add(request.request_id, self._parent_of(request.request_id), params)
         return True, params, ""
 
-    def _sign(self, name: str, num_tokens: int) -> str:
+    def _sign(self, name: str, num_tokens: int, prompt: bytes) -> str:
         """What vouches to D for a request that is held."""
         address = self._directory[0]
         return self._handles.make(
@@ -435,6 +448,7 @@ class SchedulerConnector:
                 host=address.host,
                 port=address.port,
                 expires_at=self._handles.expiry(self._config.extra.lease_s),
+                prompt=prompt,
             )
         )
 

@@ -11,6 +11,7 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.prompts import PromptDigest, untold
 from kvconnect.scheduler.trust import PeerTrust
 
 
@@ -24,6 +25,7 @@ def configured_scheduler(
     clock: Callable[[], float],
     held_back: int = 0,
     parent_of: Callable[[str], str] = str,
+    prompt_digest: PromptDigest = untold,
 ) -> SchedulerConnector:
     """A scheduler half. Keys are read from files, or ``environ``; ``clock`` is the wall clock, in seconds.
 
@@ -41,4 +43,5 @@ def configured_scheduler(
         handles=Handles(keyring.handle_secret if keyring else b"", clock),
         trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
         parent_of=parent_of,
+        prompt_digest=prompt_digest,
     )

@@ -18,15 +18,16 @@ from typing import Annotated
 import msgspec
 
 from kvconnect.errors import ConfigError, PeerError
+from kvconnect.scheduler.prompts import PROMPT_BYTES
 
 LONGEST_HANDLE = 512
 MOST_TOKENS = 2**31 - 1
 MOST_SKEW_S = 60.0
 """How far the clocks of two nodes may be apart before a fresh handle counts as expired."""
 
-_SIGNED, _UNSIGNED = "s1.", "u1."
+_SIGNED, _UNSIGNED = "s2.", "u2."
 _CODE_BYTES = 32
-_TEXT = re.compile(r"[su]1\.[A-Za-z0-9_-]+")
+_TEXT = re.compile(r"[su]2\.[A-Za-z0-9_-]+")
 HOST_PATTERN = r"^[A-Za-z0-9._:-]+$"
 
 
@@ -34,7 +35,8 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """What a handle says: under which name P holds how many tokens of a request, and where.
 
     ``epoch`` is of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
-    stands for the router's transfer id. ``expires_at`` is in seconds of the wall clock.
+    stands for the router's transfer id. ``prompt`` is the digest of those tokens: a handle opens one load of
+    one prompt. ``expires_at`` is in seconds of the wall clock.
     """
 
     engine_id: str
@@ -44,6 +46,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     expires_at: float
+    prompt: Annotated[bytes, msgspec.Meta(max_length=PROMPT_BYTES)] = b""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,8 +39,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     """Where the KV of a request waits, or will.
 
     ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told. ``vouched``: a signed
-    handle named the address, and no client did. ``refusal`` says why the dictionary is of no use; the other
-    fields mean nothing then.
+    handle named the address, and no client did. ``is_of_other_prompt``: the handle was made for another
+    prompt. ``refusal`` says why the dictionary is of no use. With either the others mean nothing.
     """
 
     handle: str = ""
@@ -49,6 +49,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     port: int = 0
     num_tokens: int = 0
     vouched: bool = False
+    is_of_other_prompt: bool = False
     refusal: str = ""
 
 
@@ -72,18 +73,22 @@ def transfer_params(request: RequestView) -> Mapping[str, Any]:
     return params if isinstance(params, Mapping) else {}
 
 
-def read_transfer_id(params: Mapping[str, Any] | None) -> TransferId | None:
-    """The transfer id of a request. None where it has none. Raises nothing."""
+def read_transfer_id(params: Mapping[str, Any] | None, prompt: bytes = b"") -> TransferId | None:
+    """The transfer id of a request with this prompt. None where it has none. Raises nothing."""
     if not params or params.get(TRANSFER_KEY) is None:
         return None
     try:
-        return TransferId(_TRANSFER_PREFIX + _text(params, TRANSFER_KEY))
+        return TransferId(_transfer_handle(params, prompt))
     except _Unusable as error:
         return TransferId(refusal=str(error))
 
 
-def read_remote_prefill(params: Mapping[str, Any] | None, handles: Handles) -> RemotePrefill | None:
+def read_remote_prefill(
+    params: Mapping[str, Any] | None, handles: Handles, prompt: bytes = b""
+) -> RemotePrefill | None:
     """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
+
+    ``prompt`` is the digest of the tokens that the request wants.
 
     With a handle all is in it: some routers write another name of P's host beside it, and nobody connects to
     that. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count of tokens
@@ -93,8 +98,8 @@ def read_remote_prefill(params: Mapping[str, Any] | None, handles: Handles) -> R
         return None
     try:
         if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:
-            return _announced(params, handles)
-        return _held(params, handles)
+            return _announced(params, handles, prompt)
+        return _held(params, handles, prompt)
     except _Unusable as error:
         return RemotePrefill(refusal=str(error))
 
@@ -104,13 +109,23 @@ def transfer_name(handle: str) -> str:
     return _TRANSFER_PREFIX + hashlib.sha256(handle.encode()).hexdigest()[:32]
 
 
-def _held(params: Mapping[str, Any], handles: Handles) -> RemotePrefill:
+def _transfer_handle(params: Mapping[str, Any], prompt: bytes) -> str:
+    """What P and D call a transfer: its id, and the prompt that it is of.
+
+    A router may give one id to several prompts. P holds nothing under the name that D has for another one.
+    """
+    return f"{_TRANSFER_PREFIX}{prompt.hex()}{':' if prompt else ''}{_text(params, TRANSFER_KEY)}"
+
+
+def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
     """P's own answer."""
     handle = _text(params, HANDLE_KEY, LONGEST_HANDLE)
     claims = _claims(handles, HANDLE_KEY, handle)
     _check_contradictions(params, claims, ("remote_engine_id", "remote_num_tokens"))
+    if claims.prompt != prompt:
+        return RemotePrefill(is_of_other_prompt=True)
     if claims.name.startswith(_TRANSFER_PREFIX):
-        handle = _TRANSFER_PREFIX + _text(params, TRANSFER_KEY)
+        handle = _transfer_handle(params, prompt)
         if transfer_name(handle) != claims.name:
             raise _wrong(TRANSFER_KEY, params[TRANSFER_KEY], f"{HANDLE_KEY} was signed for another one")
     return RemotePrefill(
@@ -118,10 +133,10 @@ def _held(params: Mapping[str, Any], handles: Handles) -> RemotePrefill:
     )
 
 
-def _announced(params: Mapping[str, Any], handles: Handles) -> RemotePrefill:
+def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
     """What a router says while P is computing."""
     remote = RemotePrefill(
-        handle=_TRANSFER_PREFIX + _text(params, TRANSFER_KEY),
+        handle=_transfer_handle(params, prompt),
         engine_id="" if params.get("remote_engine_id") is None else _engine_id(params),
         host=_host(params),
         port=_port(params),

@@ -65,7 +65,8 @@ class Shares:
         """A request names a handle. It joins once."""
         share = self._by_handle.get(remote.handle)
         if share is None:
-            share = Share(remote)
+            # What was made for another prompt is spent for this one, and its handle is left to that.
+            share = Share(remote, spent=remote.is_of_other_prompt)
             if remote.handle:
                 self._by_handle[remote.handle] = share
         share.undecided.add(request_id)

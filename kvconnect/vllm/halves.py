@@ -29,6 +29,7 @@ from kvconnect.vllm.offload import (
     offload_config,
     stack_facts,
 )
+from kvconnect.vllm.prompts import prompt_digest
 from kvconnect.vllm.reports import AddressMetadata
 from kvconnect.vllm.request_ids import parent_of
 from kvconnect.vllm.values import attention_layers
@@ -65,6 +66,7 @@ def make_scheduler_half(
             environ=os.environ,
             clock=time.time,
             parent_of=parent_of,
+            prompt_digest=prompt_digest,
         )
     offload = None
     if extra.offload is not None:

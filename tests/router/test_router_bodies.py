@@ -124,11 +124,11 @@ HANDED = {"remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "P
 
 
 def test_a_handle_of_the_prefill_node_vouches_for_its_address_later() -> None:
-    first, later = (bodies.side_channel({**HANDED, "kvconnect_handle": text}) for text in ("s1.a", "s1.b"))
+    first, later = (bodies.side_channel({**HANDED, "kvconnect_handle": text}) for text in ("s2.a", "s2.b"))
     assert first == later, "another handle is no other place"
     assert first is not None
     told = bodies.announced_decode("t", first)
-    assert told["kvconnect_peer"] == "s1.a"
+    assert told["kvconnect_peer"] == "s2.a"
     assert "kvconnect_handle" not in told, "that would be what is fetched"
 
 

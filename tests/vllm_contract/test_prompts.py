@@ -1,0 +1,145 @@
+"""vLLM's own requests as both nodes see them: no two prompts share a handle, one prompt always does."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.orders import RankAddress, Results
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.vllm.prompts import prompt_digest
+from tests.scheduler.test_connector import ATTENTION, HANDLES
+
+PAIRS = 1000
+ON_P = {"do_remote_decode": True}
+
+
+def connector(role):
+    half = SchedulerConnector(
+        parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
+        KVCacheConfig(1000, (ATTENTION,)),
+        {},
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        handles=HANDLES,
+        prompt_digest=prompt_digest,
+    )
+    half.build_orders()
+    return half
+
+
+def request(name, tokens, params=None, *, images=(), **more):
+    """``images`` are (identifier, offset, length)."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params} if params else None)
+    features = [
+        SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=offset, length=length))
+        for image, offset, length in images
+    ]
+    tokens = None if tokens is None else list(tokens)
+    return Request(name, tokens, sampling, None, mm_features=features, **more)
+
+
+def adapter(name="a", path="/adapters/a"):
+    return LoRARequest(lora_name=name, lora_int_id=1, lora_path=path)
+
+
+def handed_out(prefill, name, tokens, **more):
+    """The parameters of a prompt after the prefill server computed it."""
+    made = request(name, tokens, ON_P, **more)
+    prefill.new_request(made)
+    made.append_output_token_ids(5)
+    _, params = prefill.request_finished(made, ([1] * 40,), delivered=True)
+    prefill.build_orders()
+    prefill.update_results(Results(sent=(name,)))
+    return params
+
+
+def wanted(decode, name, tokens, params, **more):
+    """How many tokens the decode server would fetch."""
+    made = request(name, tokens, params, **more)
+    decode.new_request(made)
+    count, _ = decode.matched_tokens(made, 0)
+    decode.update_after_alloc(made, ([1] * 40,), 0)
+    decode.request_finished(made, ([1] * 40,), delivered=True)
+    return count
+
+
+def test_a_thousand_pairs_of_prompts_of_one_length():
+    rng = random.Random(15)
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    for number in range(PAIRS):
+        count = rng.randint(1, 600)
+        first = [rng.randrange(128_000) for _ in range(count)]
+        second = list(first)
+        for at in rng.sample(range(count), rng.choice((1, min(2, count), count))):
+            second[at] = (second[at] + rng.randint(1, 127_999)) % 128_000
+        params = handed_out(prefill, f"p{number}", first)
+        assert wanted(decode, f"b{number}", second, dict(params)) == 0
+        assert wanted(decode, f"a{number}", first, dict(params)) == count
+    counted = decode.build_orders().failures
+    assert counted == ("prompt_differs",) * PAIRS
+    assert not any(decode.state().values())
+
+
+IMAGES = (("cat", 3, 10), ("dog", 20, 10))
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"cache_salt": "a"}, {}),
+        ({"lora_request": adapter()}, {}),
+        ({"lora_request": adapter()}, {"lora_request": adapter(name="b")}),
+        ({"lora_request": adapter()}, {"lora_request": adapter(path="/adapters/b")}),
+        ({"images": IMAGES}, {}),
+        ({"images": IMAGES}, {"images": (("cat", 3, 10), ("fox", 20, 10))}),
+        ({"images": IMAGES}, {"images": (("dog", 3, 10), ("cat", 20, 10))}),
+        ({"images": IMAGES}, {"images": (("cat", 4, 10), ("dog", 20, 10))}),
+    ],
+)
+def test_what_vllm_tells_equal_tokens_apart_by(here, there):
+    tokens = list(range(50))
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    params = handed_out(prefill, "p", tokens, **here)
+    assert wanted(decode, "other", tokens, dict(params), **there) == 0
+    assert wanted(decode, "same", tokens, dict(params), **here) == 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_that_are_embeddings(dtype):
+    embeds = torch.randn(50, 8, dtype=dtype)
+    other = embeds.clone()
+    other[31, 5] += 1
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    params = handed_out(prefill, "p", None, prompt_embeds=embeds)
+    assert wanted(decode, "other", None, dict(params), prompt_embeds=other) == 0
+    assert wanted(decode, "same", None, dict(params), prompt_embeds=embeds.clone()) == 50
+
+
+def test_an_image_behind_what_is_handed_over_does_not_count():
+    made = request("r", range(50), images=IMAGES)
+    assert prompt_digest(made, 20) == prompt_digest(request("r", range(50), images=IMAGES[:1]), 20)
+
+
+def test_a_prompt_of_131072_tokens_takes_a_moment():
+    rng = random.Random(1)
+    made = request("long", [rng.randrange(128_000) for _ in range(131_072)])
+    took_s = []
+    for _ in range(20):
+        started = time.perf_counter()
+        prompt_digest(made, 131_072)
+        took_s.append(time.perf_counter() - started)
+    print(f"{min(took_s) * 1e3:.2f} ms")
+    assert min(took_s) < 20e-3
