@@ -122,7 +122,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             asked both nodes at once and the packed path is open; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched, unless who will fetch them renews that.
         lease_max_s: how long they wait at most, however often that is renewed.
-        drain_s: how long a node that shall stop goes on sending what it was asked for.
+        drain_s: how long a node that shall stop goes on sending what it was asked for. vLLM decides that by
+            itself: ``--shutdown-timeout``, 0 unless told otherwise.
         heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
         retry_max_s: how long at most a peer that could not be reached is left alone.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
