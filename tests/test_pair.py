@@ -254,10 +254,10 @@ def test_a_prefill_node_that_accepts_and_stays_silent(nodes):
     assert "did not answer the greeting within 2.0 s" in said
 
 
-def test_two_nodes_with_different_models(nodes):
+def test_two_nodes_with_different_weights(nodes):
     prompt = [13, *PROMPT[1:]]
     said = refused(nodes["decode"], prefilled(nodes["other"], prompt), prompt)
-    assert "model differ" in said
+    assert "peer has other weights" in said
     assert "seed=0" in said
     assert "seed=1" in said
 

@@ -52,7 +52,12 @@ def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = Fal
     """
     dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
     kept = "convert_dtype=true" if convert_dtype else f"dtype={dtype}"
-    return f"{model.name}:seed={options.seed}:{model.describe()}:{kept}"
+    return f"{model.name}:{model.describe()}:{kept}"
+
+
+def weights_of(options: NodeOptions) -> str:
+    """The name of a node's weights, which are random."""
+    return f"seed={options.seed}"
 
 
 def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
@@ -70,7 +75,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
         assert transfer is not None, "the configuration was checked"
         transfer[1].register_kv_caches(cache.tensors)
         return Connector(*transfer, recomputes)
-    return _with_offload(config.extra.offload, transfer, fingerprint(options, model), cache, recomputes)
+    return _with_offload(config.extra.offload, transfer, options, model, cache, recomputes)
 
 
 def _transfer_halves(
@@ -85,6 +90,7 @@ def _transfer_halves(
         cache.config,
         cache.kernel_block_sizes,
         model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
+        weights=weights_of(options),
     )
     scheduler = configured_scheduler(
         config,
@@ -101,7 +107,8 @@ def _transfer_halves(
 def _with_offload(
     config: OffloadConfig,
     transfer: tuple[SchedulerConnector, WorkerConnector] | None,
-    model: str,
+    options: NodeOptions,
+    model: Model,
     cache: NodeCache,
     recomputes: bool,
 ) -> Connector:
@@ -114,7 +121,8 @@ def _with_offload(
         config,
         cache.config,
         cache.kernel_block_sizes,
-        facts={"model": model, "hashes": hashes.SCHEME},
+        facts={"model": fingerprint(options, model), "hashes": hashes.SCHEME},
+        weights=weights_of(options),
     )
     worker = WorkerHalf(transfer[1] if transfer else None, keeping)
     try:

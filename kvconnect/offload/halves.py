@@ -183,8 +183,10 @@ class SchedulerHalf:
         if self.offload is not None:
             self.offload.update_results(results)
 
-    def clear(self) -> None:
-        """Forget everything that is kept, in every tier."""
+    def reset(self) -> None:
+        """Forget everything that is kept, in every tier, and hold nothing that was begun before this."""
+        if self.transfer is not None:
+            self.transfer.reset()
         if self.offload is not None:
             self.offload.clear()
 
@@ -250,6 +252,13 @@ class WorkerHalf:
             self.offload.register_kv_caches(tensors, heads, scales)
         if self.transfer is not None:
             self.transfer.register_kv_caches(tensors, heads, scales)
+
+    def replace_weights(self, weights: str) -> None:
+        """The model runs with other weights from now on. See the parts."""
+        if self.transfer is not None:
+            self.transfer.replace_weights(weights)
+        if self.offload is not None:
+            self.offload.replace_weights(weights)
 
     def mark(self) -> None:
         """Take note of what the device was given so far, for transfers."""

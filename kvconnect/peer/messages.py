@@ -30,19 +30,24 @@ MAX_HANDLES = 4096
 """Most handles that one message names."""
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
+
+OTHER_WEIGHTS = "peer has other weights"
+"""What every refusal for that reason says, as while servers are updated one by one."""
 
 
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal for one side's KV to mean the same on the other.
 
-    ``model`` is the serving stack's fingerprint: architecture, weights and cache dtype, in words.
+    ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` is its
+    name of those that it runs with now; a peer that replaces them introduces itself anew.
     """
 
     model: str
     num_heads: Heads | None
     world_size: Ranks
+    weights: str = ""
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -300,4 +305,11 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
     ):
         if our_value != their_value:
             return f"{what} differ: {their_value!r} asks {our_value!r}"
-    return card_refusal(theirs.table)
+    return other_weights(ours.meaning, theirs.meaning) or card_refusal(theirs.table)
+
+
+def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:
+    """Why KV of one side's weights is of no use to the other's; None if they are the same."""
+    if ours.weights == theirs.weights:
+        return None
+    return f"{OTHER_WEIGHTS}: {theirs.weights!r} asks {ours.weights!r}"

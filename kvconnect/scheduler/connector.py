@@ -112,6 +112,8 @@ class SchedulerConnector:
         self._promises = Promises()
         extra = config.extra
         self._streams = Streams(self._groups, extra.stream_min_tokens if extra.has_slots else 0)
+        self._computing: set[str] = set()
+        self._mixed: set[str] = set()
         self._said: set[str] = set()
         self._draining = False
 
@@ -164,6 +166,9 @@ class SchedulerConnector:
         has no block. ``num_external_tokens`` may be less than ``matched_tokens`` offered: the first of
         these tokens; it is 0 whenever nothing is to be fetched.
         """
+        if self._wants_decode(request):
+            self._computing.add(request.request_id)
+            self._mixed.discard(request.request_id)
         share = self._share(request)
         if share is None or request.request_id in share.decided:
             return
@@ -218,6 +223,14 @@ class SchedulerConnector:
         """A running request lost its blocks, and will be computed anew."""
         self._streams.preempted(request_id)
 
+    def reset(self) -> None:
+        """What the device holds may be of other weights than what it computes next.
+
+        Requests that have blocks now are not handed over, unless they lose these and begin anew.
+        """
+        self._mixed |= self._computing
+        self._held.reset()
+
     def build_orders(self) -> Orders:
         """The orders since the last call; once per step, also for a step without tokens."""
         preempted, progress = self._streams.take()
@@ -258,9 +271,13 @@ class SchedulerConnector:
         if not self._wants_decode(request):
             return False, None
         self._streams.end(request_id)
+        self._computing.discard(request_id)
         kept, params = False, None
         reason = "the prefill was aborted, or failed"
-        if delivered and not self._shares.is_loading(request_id):
+        if request_id in self._mixed:
+            self._mixed.discard(request_id)
+            reason = "the prefill began before the caches were reset"
+        elif delivered and not self._shares.is_loading(request_id):
             params = self._held.params(self._parent_of(request_id))
             if params is None:
                 kept, params, reason = self._hold(request, block_ids)
@@ -285,6 +302,7 @@ class SchedulerConnector:
             "loading": self._shares.num_loading,
             "sharing": len(self._shares),
             "streaming": len(self._streams),
+            "computing": len(self._computing),
         }
 
     def _wants_decode(self, request: RequestView) -> bool:

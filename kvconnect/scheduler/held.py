@@ -30,8 +30,12 @@ class Held:
         params = self._params.get(parent)
         return None if params is None else dict(params)
 
+    def reset(self) -> None:
+        """What is held now is of no use to children that end later."""
+        self._params.clear()
+
     def sent(self, request_id: str) -> None:
         """A lease is over."""
         parent = self._parents.pop(request_id, None)
         if parent is not None:
-            del self._params[parent]
+            self._params.pop(parent, None)

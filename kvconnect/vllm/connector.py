@@ -29,6 +29,7 @@ from kvconnect.orders import ABORTED, OffloadReport, Results
 from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.geometry import running_states, transferred_groups
 from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, tensor_rank, told_groups
+from kvconnect.vllm.loaded import LoadedWeights, ResetWatch, loaded_weights
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
 from kvconnect.vllm.recovery import Recovery
@@ -98,6 +99,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._kept = kept_groups(kv_cache_config) if offload else ()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._weights: LoadedWeights | None = None
+        self._reset_watch = ResetWatch()
         self._rank = 0
         self._row_bytes: dict[int, int] = {}
         self._told: dict[int, AddressMetadata] = {}
@@ -223,7 +226,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if half.offload is not None:
             self._recovery.step()
             self._filled.tell(half.offload, scheduler_output)
-        return OrdersMetadata(half.build_orders(), self._awaits_workers)
+        orders = half.build_orders()
+        check = self._reset_watch.asks(scheduler_output.total_num_scheduled_tokens, orders)
+        return OrdersMetadata(orders, self._awaits_workers, check)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
@@ -246,9 +251,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return bool(self._kept) and (self._half.pending or self._recovery.is_under_way)
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept, since the weights change, say. False: it is not known here yet."""
-        if self._kept:
-            self._half.clear()
+        """Forget everything that is kept: weights may be replaced. False: that is not known here yet."""
+        self._half.reset()
+        self._reset_watch.reset()
         return not self._awaits_workers
 
     def take_events(self) -> Iterable[Any]:
@@ -280,8 +285,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
         self._rank = tensor_rank()
+        self._weights = loaded_weights(self._vllm)
         self._worker, self._row_bytes = make_worker_half(
-            self._vllm, self._cache, self._config, kv_caches, self._rank
+            self._vllm, self._cache, self._config, kv_caches, self._rank, self._weights.name
         )
         if self._kept and not self._rank:
             warn_if_restores_fail(self, outermost(self), self._config)
@@ -303,6 +309,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is None or not isinstance(kv_connector_metadata, OrdersMetadata):
             return
+        self._check_weights(kv_connector_metadata)
         orders = kv_connector_metadata.orders
         if orders.progress or orders.holds:
             self._worker.mark()
@@ -313,6 +320,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OrdersMetadata):
             self._is_asked = metadata.asks_address
+            self._check_weights(metadata)
             self._worker.start(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -389,6 +397,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         return AddressMetadata(self._rank, self._worker.address(), self._row_bytes)
+
+    def _check_weights(self, metadata: OrdersMetadata) -> None:
+        """Before anything of a step's orders is carried out."""
+        weights = self._weights if metadata.check_weights else None
+        if self._worker is not None and weights is not None and weights.were_replaced(metadata):
+            self._worker.replace_weights(weights.name)
 
     def _results(self) -> Results:
         if self._worker is None:

@@ -90,6 +90,7 @@ def make_worker_half(
     config: TransferConfig,
     kv_caches: Mapping[str, torch.Tensor],
     rank: int,
+    weights: str,
 ) -> tuple[WorkerHalf, dict[int, int]]:
     """The worker half, with the caches registered, and the bytes of its rows by cache group."""
     world_size = vllm_config.parallel_config.tensor_parallel_size
@@ -121,6 +122,7 @@ def make_worker_half(
                 bound_to=world_size if cache.rank_bound else None,
                 convert_dtype=config.extra.convert_dtype,
             ),
+            weights=weights,
             rank=rank,
             world_size=world_size,
             num_heads=counts.finest,
@@ -135,6 +137,7 @@ def make_worker_half(
             cache.config,
             cache.kernel_block_sizes,
             facts=stack_facts(vllm_config, kv_cache_config),
+            weights=weights,
             rank=rank,
             world_size=world_size,
             least_rows=least_rows(config.extra.offload, kv_cache_config),

@@ -21,18 +21,16 @@ _CONVERTED_MODELS = ("bfloat16", "float16")
 def fingerprint(
     vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None, convert_dtype: bool = False
 ) -> str:
-    """Model, weights and cache contents in words.
+    """Model and cache contents in words.
 
-    Of a model's path only the last part counts, since paths differ between hosts. ``bound_to`` is the
-    number of ranks where some layer can only travel between equal ones. With ``convert_dtype`` the types
-    that are converted count as one, so that a peer must say the same of itself.
+    Nothing of a model's path counts, since paths differ between hosts, and weights have a name of their own.
+    ``bound_to`` is the number of ranks where some layer can only travel between equal ones. With
+    ``convert_dtype`` the types that are converted count as one, so that a peer must say the same of itself.
     """
     model = vllm_config.model_config
-    name = str(model.model).rstrip("/").rpartition("/")[2]
     text = model.hf_text_config
     states = _states(kv_cache_config)
     parts = [
-        f"{name}@{model.revision or 'main'}",
         str(text.model_type),
         f"{text.num_hidden_layers}x{text.hidden_size}",
         *_dtypes(vllm_config, bool(states), convert_dtype),

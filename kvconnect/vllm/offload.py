@@ -24,7 +24,6 @@ from kvconnect.offload.scheduler.reach import Reach, reach_groups
 from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
-from kvconnect.vllm.weights import folder_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -195,8 +194,8 @@ def with_own_folder(config: TransferConfig, vllm_config: VllmConfig) -> Transfer
 def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:
     """What the bytes of a block depend on that only vLLM knows, as plain values.
 
-    The cache's own geometry, its scales, the rank and the salt are known elsewhere. vLLM's version counts,
-    since what its kernels keep in a block may change with it.
+    The cache's own geometry, its scales, the weights, the rank and the salt are known elsewhere. vLLM's
+    version counts, since what its kernels keep in a block may change with it.
     """
     cache, model = vllm_config.cache_config, vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -228,17 +227,10 @@ def _only(config: KVCacheConfig, kept: Sequence[int]) -> KVCacheConfig:
 def _model_facts(model: Any) -> dict[str, Any]:
     stated = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_NO_EFFECT}
     text = json.dumps(stated, sort_keys=True, default=str)
-    folder = Path(str(model.model))
-    local = folder.is_dir()
     return {
-        # Paths differ between hosts; a folder's contents say more than its name.
-        "name": "" if local else str(model.model),
-        "revision": str(model.revision or ""),
-        "commit": str(getattr(model.hf_config, "_commit_hash", None) or ""),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "config": hashlib.sha256(text.encode()).hexdigest(),
-        "weights": folder_facts(folder) if local else None,
     }
 
 

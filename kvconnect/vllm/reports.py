@@ -46,11 +46,13 @@ else:
 class OrdersMetadata(KVConnectorMetadata):
     """One step's orders, on their way from the scheduler to the workers.
 
-    ``asks_address``: the scheduler half has yet to hear what a worker tells of itself.
+    ``asks_address``: the scheduler half has yet to hear what a worker tells of itself. ``check_weights``:
+    caches were reset, as vLLM does where weights are replaced, and this is the first step that does anything.
     """
 
     orders: Orders
     asks_address: bool = False
+    check_weights: bool = False
 
 
 @dataclass

@@ -1,47 +1,198 @@
-"""Which weights a model folder holds, told apart without reading them all. Imports no vLLM."""
+"""What the weights that a server runs with are called, whatever path they came from. Imports no vLLM.
+
+The name is that of the checkpoint's tensors where its files can be read, and of the tensors in memory where
+they cannot, or after these were replaced in place. It is a sample: no file is read whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+_READ_FROM_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "runai_streamer",
+    "instanttensor",
+    "mistral",
+    "pt",
+    "npcache",
+    "gguf",
+    "bitsandbytes",
+    "sharded_state",
+)
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Training changes nearly every value, so that few samples of a file tell two checkpoints apart; the number of
-# samples is bounded because folders lie on slow shares too.
-_SAMPLE_BYTES = 4096
-_MOST_SAMPLES = 512
-_LEAST_SAMPLES = 2
+_INDEX = "model.safetensors.index.json"
+# Training changes nearly every value, so that few samples of a tensor tell two checkpoints apart; their
+# number is bounded because folders lie on slow shares too.
+_SAMPLE_BYTES = 512
+_MOST_SAMPLES = 2048
+_LEAST_OF_A_KIND = 4
+_FILE_SAMPLE_BYTES = 4096
+_MOST_HEADER_BYTES = 256 << 20
+NAME_BYTES = 16
 
 
-def folder_facts(folder: Path) -> dict[str, Any]:
-    """The names and sizes of a folder's weight files, and a digest of samples of what is in them.
+def checkpoint_name(model: Any, load_config: Any) -> str | None:
+    """The name of the checkpoint that a model is configured with. None: its files are not here, or unused."""
+    load_format = getattr(load_config.load_format, "value", load_config.load_format)
+    if str(load_format) not in _READ_FROM_FILES:
+        return None
+    source = str(getattr(model, "model_weights", "") or model.model)
+    path = _local_path(source, model.revision, load_config.download_dir)
+    if path is None:
+        return None
+    try:
+        return files_name(path)
+    except OSError as error:
+        logger.warning("the weights in %s cannot be told by their files: %s", path, error)
+        return None
 
-    Samples are evenly spaced, the first at a file's beginning, where the shapes are, and the last at its end.
-    Files that cannot be read count by name and size.
+
+def _local_path(source: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    path = Path(source)
+    if path.exists():
+        return path
+    if "://" in source:
+        # Streamed from an object store, in which an address says nothing of what it holds today.
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception as error:
+        # Whatever it is: not a name that it knows, nothing in its cache, or no such package.
+        logger.debug("no files of %s are here: %s", source, error)
+        return None
+
+
+def files_name(path: Path) -> str | None:
+    """The name of what a checkpoint holds: a folder, or one file. None: there are no weights in it.
+
+    Tensors count by name, type, shape and a sample of their bytes, wherever in which file they are. Files of
+    another kind than safetensors count by name, size and samples.
+
+    Raises:
+        OSError: a file cannot be read.
     """
-    files = sorted(
-        path for path in folder.rglob("*") if path.suffix in _SUFFIXES and not _is_hidden(path, folder)
-    )
-    samples = max(_LEAST_SAMPLES, _MOST_SAMPLES // max(len(files), 1))
-    digest = hashlib.sha256()
-    sizes: dict[str, int] = {}
-    for path in files:
+    files = [path] if path.is_file() else _weight_files(path)
+    if not files:
+        return None
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+    tensors: list[_Tensor] = []
+    for file in files:
+        found = _tensors(file) if file.suffix == ".safetensors" else None
+        if found is not None:
+            tensors += found
+        else:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            _sample_file(file, len(files), digest)
+    tensors.sort(key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+    for data in _sample_tensors(tensors):
+        digest.update(data)
+    return f"files {digest.hexdigest()}"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that vLLM reads of a folder: of one kind, and none that says the same once more."""
+    for suffix in _SUFFIXES:
+        files = sorted(path for path in folder.iterdir() if path.suffix == suffix and path.is_file())
+        if suffix == ".safetensors" and (folder / _INDEX).is_file():
+            listed = _listed(folder / _INDEX)
+            files = [path for path in files if path.name in listed] or files
+        if others := [path for path in files if not path.name.startswith("consolidated")]:
+            return others
+        if files:
+            return files
+    return []
+
+
+def _listed(index: Path) -> set[str]:
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a safetensors file."""
+
+    name: str
+    dtype: str
+    shape: str
+    file: Path
+    start: int
+    length_bytes: int
+
+
+def _tensors(path: Path) -> list[_Tensor] | None:
+    """What the header of a file says. None: it has none that can be read."""
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < header_bytes <= min(_MOST_HEADER_BYTES, path.stat().st_size):
+            return None
         try:
-            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-            _sample(path, samples, digest)
-        except OSError:
-            continue
-    return {"files": sizes, "samples": digest.hexdigest()}
+            header = json.loads(file.read(header_bytes))
+            header.pop("__metadata__", None)
+            return [
+                _Tensor(
+                    name,
+                    str(entry["dtype"]),
+                    str(entry["shape"]),
+                    path,
+                    8 + header_bytes + entry["data_offsets"][0],
+                    entry["data_offsets"][1] - entry["data_offsets"][0],
+                )
+                for name, entry in header.items()
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return None
 
 
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _sample_tensors(tensors: Iterable[_Tensor]) -> Iterator[bytes]:
+    """Bytes of tensors of every kind: those whose names differ in numbers only are one."""
+    kinds: dict[str, list[_Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
+    count = max(_LEAST_OF_A_KIND, _MOST_SAMPLES // max(len(kinds), 1))
+    chosen = [
+        tensor for kind in kinds.values() for tensor in sorted(kind, key=lambda t: _chance(t.name))[:count]
+    ]
+    chosen.sort(key=lambda tensor: (tensor.file, tensor.start))
+    read: dict[str, bytes] = {}
+    for path, held in itertools.groupby(chosen, key=lambda tensor: tensor.file):
+        with path.open("rb", buffering=0) as file:
+            for tensor in held:
+                room = max(tensor.length_bytes - _SAMPLE_BYTES, 0)
+                file.seek(tensor.start + _chance(tensor.name) % (room + 1))
+                read[tensor.name] = file.read(min(_SAMPLE_BYTES, tensor.length_bytes))
+    # In an order that does not depend on how the tensors are spread over files.
+    yield from (read[name] for name in sorted(read))
 
 
-def _sample(path: Path, count: int, digest: hashlib._Hash) -> None:
+def _chance(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _sample_file(path: Path, num_files: int, digest: hashlib.blake2b) -> None:
+    """Evenly spaced pieces, the first at the file's beginning and the last at its end."""
+    count = max(2, _MOST_SAMPLES // 4 // num_files)
     with path.open("rb", buffering=0) as file:
-        last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+        last = max(path.stat().st_size - _FILE_SAMPLE_BYTES, 0)
         for number in range(count):
             file.seek(last * number // (count - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
+            digest.update(file.read(_FILE_SAMPLE_BYTES))

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -53,7 +54,8 @@ class WorkerConnector:
         config: the parsed ``kv_transfer_config``.
         cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index.
-        model: the serving stack's fingerprint of model, weights and cache dtype; peers must agree.
+        model: the serving stack's fingerprint of model and cache dtype; peers must agree.
+        weights: its name of the weights that it runs with; likewise.
         rank: tensor-parallel rank of this worker.
         world_size: number of tensor-parallel ranks.
         num_heads: KV heads of the whole model, or None where every rank keeps the same bytes.
@@ -73,6 +75,7 @@ class WorkerConnector:
         kernel_block_sizes: Mapping[int, int],
         *,
         model: str,
+        weights: str = "",
         rank: int = 0,
         world_size: int = 1,
         num_heads: int | None = None,
@@ -83,7 +86,7 @@ class WorkerConnector:
         self._config = config
         self._cache_config = cache_config
         self._rank = rank
-        self._meaning = CacheMeaning(model, num_heads, world_size)
+        self._meaning = CacheMeaning(model, num_heads, world_size, weights)
         self._incarnation = uuid.uuid4().hex
         # Everything built from here on, the region table first, is in kernel blocks.
         self.kernel_block_sizes = {
@@ -277,6 +280,16 @@ class WorkerConnector:
         else:
             use_one_thread()
         mover.run(self._stopping)
+
+    def replace_weights(self, weights: str) -> None:
+        """The model runs with other weights from now on: what is held or being loaded is void.
+
+        Before ``start`` of the first orders whose KV is of the new ones.
+        """
+        self._meaning = msgspec.structs.replace(self._meaning, weights=weights)
+        self._metrics.failures.labels("weights_replaced").inc()
+        if self._mover is not None:
+            self._mover.replace_weights()
 
     def mark(self) -> None:
         """Take note of what the device was given so far: what the next orders call computed is part of it.

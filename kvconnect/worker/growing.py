@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.arithmetic import div_ceil
@@ -114,6 +114,11 @@ class Prefills:
 
     def __len__(self) -> int:
         return len(self._growing)
+
+    @property
+    def handles(self) -> KeysView[str]:
+        """Those of all prefills. A view."""
+        return self._growing.keys()
 
     def get(self, handle: str) -> Growing | None:
         """The prefill behind a handle."""

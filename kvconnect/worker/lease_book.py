@@ -39,7 +39,6 @@ class LeaseBook:
         self._epochs = epochs
         self._ended = ended
         self._metrics = metrics
-        self._revoked = ""
         self._look_at = math.inf
 
     def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> Lease | None:
@@ -101,8 +100,8 @@ class LeaseBook:
         else:
             lease.move(LeaseEvent.EXPIRED)
             self._metrics.failures.labels("lease_expired").inc()
-            reason = self._revoked or f"its lease of {lease.order.lease_s} s is over"
-            if not self._revoked and lease.renewers and lease.expires_at >= lease.last_until:
+            reason = lease.revoked or f"its lease of {lease.order.lease_s} s is over"
+            if not lease.revoked and lease.renewers and lease.expires_at >= lease.last_until:
                 reason = f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
             logger.warning(
                 "request %s was not fetched, its blocks are freed: %s", lease.order.request_id, reason
@@ -111,10 +110,9 @@ class LeaseBook:
 
     def revoke(self, reason: str) -> None:
         """End all that nobody reads, whoever wants it. What is being read ends when that does."""
-        self._revoked = reason
         self._look_at = 0.0
         for lease in list(self.leases.values()):
-            lease.expires_at = lease.last_until = 0.0
+            lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
             if lease.state is LeaseState.HELD and not lease.busy_until:
                 lease.move(LeaseEvent.EXPIRED)
                 self._end(lease, reason)

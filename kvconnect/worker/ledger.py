@@ -184,7 +184,8 @@ class Lease(Claims):
 
     ``ready`` says whether its KV is complete on the device. It ends at ``expires_at``, which may be moved as
     far as ``last_until``. Until ``busy_until`` a library that could not prove that it stopped may still read
-    the blocks. ``renewers`` are the connections over which somebody renewed it.
+    the blocks. ``renewers`` are the connections over which somebody renewed it. ``revoked`` says why it is
+    given up before its time.
     """
 
     order: Hold
@@ -193,6 +194,7 @@ class Lease(Claims):
     ready: Callable[[], bool]
     busy_until: float = 0.0
     renewers: set[str] = field(default_factory=set)
+    revoked: str = ""
     state: LeaseState = LeaseState.HELD
 
     @property

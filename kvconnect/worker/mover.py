@@ -20,7 +20,7 @@ from kvconnect.engine.base import Engine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, Results
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
-from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.peer.messages import OTHER_WEIGHTS, CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.local import Local
 from kvconnect.worker.moves import Counted
@@ -137,6 +137,17 @@ class Mover:
         """Run something on the mover's thread, soon."""
         self._commands.append(command)
         self._channel.wake()
+
+    def replace_weights(self) -> None:
+        """Our introduction names other weights from now on: before the orders that are given after this."""
+
+        def replace(now: float) -> None:
+            self.prefill.replace_weights(f"{OTHER_WEIGHTS} than those that it was computed with")
+            for loading in self.decode.loads.values():
+                loading.fail("our weights were replaced while it was being loaded")
+            self.decode.peers.greet_anew()
+
+        self.call(replace)
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Begin no lease any more; ``drained`` is called, on the mover's thread, once none is left."""

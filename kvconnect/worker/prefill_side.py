@@ -32,6 +32,7 @@ from kvconnect.peer.messages import (
     Renewed,
     StillAlive,
     Written,
+    other_weights,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.plan.align import Link
@@ -167,6 +168,17 @@ class PrefillSide:
             self._draining = "the prefill node is stopping"
             self._drained_at = now + self._config.drain_s
 
+    def replace_weights(self, reason: str) -> None:
+        """What is held, and what is being computed, is of other weights than those that we have now.
+
+        What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
+        """
+        for handle in list(self.growing.handles):
+            self.waiting.end(handle, reason)
+            self._cut_short(self.growing.pop(handle), reason, again=False)
+        self.book.revoke(reason)
+        self.visitors.introduce_anew()
+
     @property
     def drained(self) -> bool:
         """It was drained, and nothing is held, sent, or waited for."""
@@ -280,6 +292,10 @@ class PrefillSide:
         if visitor is None or visitor.session.peer is None:
             return
         fetch, peer = waiting.fetch, visitor.session.peer
+        if refusal := other_weights(visitor.session.ours.meaning, peer.meaning):
+            # It greeted us before we replaced ours.
+            self._answer_failure(visitor, waiting, refusal)
+            return
         if (held := self.leases.get(fetch.handle)) is not None:
             # What we stood still for too long to end in time serves nobody any more.
             self.book.end_if_due(held, now)

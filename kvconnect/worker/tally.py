@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvconnect.metrics import Metrics
+from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.plan.cost import Path
 from kvconnect.worker.ledger import Lease, Loading, Sending
 
@@ -39,7 +40,7 @@ def count_loaded(metrics: Metrics, loading: Loading, now: float) -> None:
     metrics.transfers.labels("received", outcome).inc()
     if loading.error:
         if not loading.aborted:
-            metrics.failures.labels("load").inc()
+            metrics.failures.labels("other_weights" if OTHER_WEIGHTS in loading.error else "load").inc()
         return
     for path, (total_bytes, copies) in loading.moved.items():
         metrics.transfer_bytes.labels("received", path).inc(total_bytes)

@@ -132,6 +132,11 @@ class Visitors:
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("an answer to %s could not be sent", link)
 
+    def introduce_anew(self) -> None:
+        """Our introduction has changed: what visitors say from now on is compared with what it is now."""
+        for visitor in self._visitors.values():
+            visitor.session.ours = self._introduce()
+
     def forget(self, link: str) -> None:
         """A conversation is over, if there was one."""
         self._visitors.pop(link, None)

@@ -174,7 +174,7 @@ def test_without_an_engine_or_without_offload():
         mine.update_results(Results())
         mine.build_orders()
         mine.drain()
-        mine.clear()
+        mine.reset()
         mine.take_events()
         assert not any(mine.state().values())
     assert only_transfer.due == {}

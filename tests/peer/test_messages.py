@@ -181,20 +181,20 @@ CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_3_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 3
+def test_the_wire_format_of_version_4_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 4
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_3_has_its_fields_in_this_order():
-    meaning = m.CacheMeaning("model", 8, 2)
+def test_a_greeting_of_version_4_has_its_fields_in_this_order():
+    meaning = m.CacheMeaning("model", 8, 2, "files 1f")
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
     table = TableCard((region,), (GroupGeometry(0, 16, 1, False, None),))
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
-    read = msgspec.msgpack.decode(m.encode(m.Hello(3, ours)))
-    assert read[:2] == ["hello", 3]
-    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2], "memory", b"card"]
+    read = msgspec.msgpack.decode(m.encode(m.Hello(4, ours)))
+    assert read[:2] == ["hello", 4]
+    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f"], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, False, None]]

@@ -16,9 +16,9 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
 
 
-def introduction(engine_id="P", model="m", engine="memory", heads=None):
+def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w"):
     return m.Introduction(
-        engine_id, "1", 0, m.CacheMeaning(model, heads, 1), engine, b"card", TableCard((), ())
+        engine_id, "1", 0, m.CacheMeaning(model, heads, 1, weights), engine, b"card", TableCard((), ())
     )
 
 
@@ -90,6 +90,7 @@ def test_greeting_makes_both_sides_ready():
         ({"model": "other"}, "model differ: 'other' asks 'm'"),
         ({"engine": "nixl"}, "engine differ: 'nixl' asks 'memory'"),
         ({"heads": 4}, "number of KV heads differ"),
+        ({"weights": "v"}, "peer has other weights: 'v' asks 'w'"),
     ],
 )
 def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
@@ -186,7 +187,7 @@ def test_silence_is_noticed_where_nothing_is_owed_if_that_is_wanted():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 3" in ended.reason
+    assert "protocol version is 99, accepted: 4" in ended.reason
 
 
 @pytest.mark.parametrize("message", [FETCH, m.Granted(1, (GRANT,)), m.Cancel(1), m.LetGo("h", 1)])

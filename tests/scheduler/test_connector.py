@@ -349,3 +349,25 @@ def test_parameters_that_are_no_dictionary_are_none(role, params):
     asked = (*orders.holds, *orders.loads, *orders.let_go, *orders.expected, *orders.withdrawn)
     assert asked == ()
     assert set(half.state().values()) == {0}
+
+
+@pytest.mark.parametrize("begins", ["before", "after", "anew"])
+def test_a_prefill_that_has_blocks_when_caches_are_reset_is_not_held(begins):
+    """What its blocks hold may be of weights that were replaced since."""
+    prefill = connector("kv_producer")
+    request = Request("p", 40, {"do_remote_decode": True, TRANSFER_KEY: "t"})
+    prefill.new_request(request)
+    if begins != "after":
+        prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    prefill.reset()
+    if begins != "before":
+        prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    request.num_tokens += 1
+    kept, params = prefill.request_finished(request, ([1, 2, 3],), delivered=True)
+    assert kept == (params is not None) == (begins != "before")
+    withdrawn = prefill.build_orders().withdrawn
+    assert [order.reason for order in withdrawn] == (
+        [] if kept else ["no KV comes under this handle: the prefill began before the caches were reset"]
+    )
+    prefill.update_results(Results(sent=("p",)))
+    assert set(prefill.state().values()) == {0}

@@ -188,7 +188,7 @@ def test_scales_that_no_row_can_have_do_not_keep_a_worker_from_starting(convert)
 def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None) -> str:
     text = SimpleNamespace(model_type="qwen3", num_hidden_layers=4, hidden_size=128)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model="/models/tiny", revision=None, hf_text_config=text, dtype=dtype),
+        model_config=SimpleNamespace(hf_text_config=text, dtype=dtype),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
     groups = Config(5, [((NAME,), spec or FullAttentionSpec())])
@@ -201,8 +201,8 @@ def test_types_that_are_converted_count_as_one():
         for cache in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    assert set(everything) == {"tiny@main:qwen3:4x128:convert_dtype=true"}
-    assert words("fp8", convert=False) == "tiny@main:qwen3:4x128:bfloat16:fp8_e4m3"
+    assert set(everything) == {"qwen3:4x128:convert_dtype=true"}
+    assert words("fp8", convert=False) == "qwen3:4x128:bfloat16:fp8_e4m3"
 
 
 def test_types_that_are_not_converted_are_told_apart():

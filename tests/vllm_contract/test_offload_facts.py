@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import msgspec
@@ -23,7 +22,6 @@ from kvconnect.vllm.offload import (
     with_own_folder,
 )
 from kvconnect.vllm.settings import computes_prompts_whole, recompute_if_alone, warn_if_restores_fail
-from kvconnect.vllm.weights import folder_facts
 
 
 class AttentionSpec(SimpleNamespace):
@@ -151,37 +149,6 @@ def test_every_data_parallel_engine_has_a_folder_of_its_own():
         for index in range(3)
     ]
     assert folders == ["/data/kv", "/data/kv/dp1", "/data/kv/dp2"]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(os.urandom(1 << 20))
-    (tmp_path / "small.bin").write_bytes(b"abc")
-    (tmp_path / "README.md").write_text("not weights")
-    return tmp_path
-
-
-def test_weights_of_the_same_size_are_told_apart(folder):
-    before = folder_facts(folder)
-    assert before["files"] == {"model.safetensors": 1 << 20, "small.bin": 3}
-    (folder / "README.md").write_text("other words")
-    assert folder_facts(folder) == before
-    (folder / "model.safetensors").write_bytes(os.urandom(1 << 20))
-    assert folder_facts(folder)["files"] == before["files"]
-    assert folder_facts(folder) != before
-
-
-@pytest.mark.parametrize("place", [0, -1])
-def test_the_first_and_the_last_byte_of_a_file_count(folder, place):
-    before = folder_facts(folder)
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[place] ^= 1
-    (folder / "model.safetensors").write_bytes(content)
-    assert folder_facts(folder) != before
-
-
-def test_a_folder_without_weights_has_facts_too(tmp_path):
-    assert folder_facts(tmp_path)["files"] == {}
 
 
 def config_of(engine):

@@ -52,8 +52,9 @@ class OffloadWorker:
         config: the ``offload`` settings.
         cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index; only groups that are in it are kept.
-        facts: what the bytes of blocks depend on that only the serving stack knows: the model, its revision
-            and weights, how the hashes of contents are made. Values as JSON has them.
+        facts: what the bytes of blocks depend on that only the serving stack knows: the model, how the hashes
+            of contents are made. Values as JSON has them.
+        weights: the serving stack's name of the weights that it runs with.
         rank: tensor-parallel rank of this worker.
         world_size: number of tensor-parallel ranks.
         least_rows: by group the rows without which there is never a hit.
@@ -68,6 +69,7 @@ class OffloadWorker:
         kernel_block_sizes: Mapping[int, int],
         *,
         facts: Mapping[str, Any],
+        weights: str = "",
         rank: int = 0,
         world_size: int = 1,
         least_rows: Mapping[int, int] = MappingProxyType({}),
@@ -76,7 +78,7 @@ class OffloadWorker:
     ) -> None:
         self._config, self._cache_config, self._facts = config, cache_config, dict(facts)
         self._least_rows = least_rows
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._weights = rank, world_size, weights
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
@@ -137,15 +139,8 @@ class OffloadWorker:
         self._device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
         plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, self._least_rows)
-        facts = worker_facts(
-            self._cache_config,
-            table,
-            rank=self._rank,
-            world_size=self._world_size,
-            salt=self._config.salt,
-            stack=self._facts,
-        )
-        self._namespace = Namespace.of(facts)
+        self._table = table
+        self._namespace = self._name()
         # Tiers first: what is wrong with a folder is said before memory is taken.
         made = tuple(self._make_tiers(self._namespace, plan))
         arena: RowArena | None = None
@@ -177,6 +172,32 @@ class OffloadWorker:
             ", ".join(tier.name for tier in made) or "none",
             self._namespace.name,
         )
+
+    def _name(self) -> Namespace:
+        return Namespace.of(
+            worker_facts(
+                self._cache_config,
+                self._table,
+                rank=self._rank,
+                world_size=self._world_size,
+                salt=self._config.salt,
+                stack={**self._facts, "weights": self._weights},
+            )
+        )
+
+    def replace_weights(self, weights: str) -> None:
+        """The model runs with other weights from now on: nothing that is kept is theirs, in any tier.
+
+        After the scheduler half was cleared, and before the first orders whose KV is of the new ones.
+
+        Raises:
+            LocalError: ``register_kv_caches`` was not called.
+        """
+        _, loop = self._registered()
+        self._weights = weights
+        self._namespace = namespace = self._name()
+        logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
+        loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
     def _configured_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
         most_row_bytes = max(rows.row_bytes for rows in plan.classes)

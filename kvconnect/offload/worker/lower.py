@@ -173,12 +173,16 @@ class LowerTiers:
             self._give_up_late(now)
         return progress
 
-    def close(self, now: float) -> None:
+    def replace(self, tiers: Sequence[LowerTier]) -> None:
+        """Use these from now on, in place of those that were closed."""
+        self._tiers = {tier.name: tier for tier in tiers}
+
+    def close(self, now: float, *, tell_changes: bool = True) -> None:
         """Close all tiers. Whatever they did not do fails."""
         for tier in self.tiers:
             quiet: list[bool] = []
             self._ask(tier, "close", functools.partial(_close, tier, quiet))
-            self._take(tier, self._poll(tier), now)
+            self._take(tier, self._poll(tier), now, tell_changes=tell_changes)
             for key in [key for key in self._errands if key[0] == tier.name]:
                 self._give_up(key, "closed")
                 errand = self._errands.pop(key)

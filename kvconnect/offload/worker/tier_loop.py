@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
+from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.held_rows import HeldRows
 from kvconnect.offload.worker.lower import LowerTiers
 from kvconnect.offload.worker.open_jobs import OpenJobs
@@ -60,7 +62,10 @@ class TierLoop:
         self._stopping = threading.Event()
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-offload", daemon=True)
-        for tier in lower.tiers:
+        self._hear(lower.tiers)
+
+    def _hear(self, tiers: Sequence[LowerTier]) -> None:
+        for tier in tiers:
             tier.on_news(self._news.set)
 
     # For any thread
@@ -82,6 +87,23 @@ class TierLoop:
     def clear(self) -> None:
         """Have everything forgotten that was kept, or ordered to be kept, before."""
         self.order(self._clear)
+
+    def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
+        """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
+
+        def replace(now: float) -> None:
+            self.copies.clear()
+            self.lower.close(now, tell_changes=False)
+            self._jobs.forget_changes()
+            self.lower.replace(())
+            try:
+                self.lower.replace(make())
+            except ConfigError as error:
+                self._metrics.failures.labels("offload_tiers_lost").inc()
+                logger.error("lower tiers cannot be used any more: %s", error)
+            self._hear(self.lower.tiers)
+
+        self.order(replace)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all that it drives; whether it ended in time."""

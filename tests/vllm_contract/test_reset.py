@@ -1,0 +1,111 @@
+"""vLLM resets caches: when the workers look at their weights, and that they do so before anything else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
+from kvconnect.vllm.connector import KVConnect
+from kvconnect.vllm.loaded import LoadedWeights, ResetWatch
+from kvconnect.vllm.reports import OrdersMetadata
+
+EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)
+LOAD = Orders(loads=(Load("r", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (1,)),)),))
+HOLD = Orders(holds=(Hold("r", "h", 4, (), 1.0),))
+SEEK = Orders(offload=OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),)))
+CLEAR = Orders(offload=OffloadOrders(clear=True))
+
+
+def connector(**attributes):
+    """One without vLLM's configuration: only what these hooks use."""
+    made = KVConnect.__new__(KVConnect)
+    config = SimpleNamespace(extra=SimpleNamespace(engine="nixl"))
+    made.__dict__ |= {"_reset_watch": ResetWatch(), "_kept": (), "_config": config, **attributes}
+    return made
+
+
+class Half:
+    transfer = offload = None
+
+    def __init__(self):
+        self.resets, self.orders = 0, Orders()
+
+    def reset(self):
+        self.resets += 1
+
+    def build_orders(self):
+        return self.orders
+
+
+def scheduler():
+    half = Half()
+    return connector(_scheduler=half, _role=KVConnectorRole.SCHEDULER), half
+
+
+@pytest.mark.parametrize(
+    ("step", "orders", "checks"),
+    [
+        (EMPTY, Orders(), False),
+        (EMPTY, CLEAR, False),
+        (BUSY, Orders(), True),
+        (EMPTY, LOAD, True),
+        (EMPTY, HOLD, True),
+        (EMPTY, SEEK, True),
+    ],
+)
+def test_the_first_step_after_a_reset_that_does_anything_has_weights_checked(step, orders, checks):
+    made, half = scheduler()
+    half.orders = orders
+    assert not made.build_connector_meta(step).check_weights
+    assert made.reset_cache() is True
+    assert half.resets == 1, "also where nothing is kept: what is held counts too"
+    assert made.build_connector_meta(step).check_weights is checks
+    half.orders = Orders()
+    assert made.build_connector_meta(BUSY).check_weights is not checks
+    assert not made.build_connector_meta(BUSY).check_weights
+
+
+class Worker:
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.told.append((name, *args))
+
+
+def looked_at(check):
+    weights = LoadedWeights("files 1", [], lambda value: [value])
+    weights.name, weights.check = "tensors 1", check
+    return weights
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_worker_looks_once_and_before_it_takes_the_orders(changed):
+    worker = Worker()
+    weights = looked_at(lambda: worker.told.append(("check",)) or changed)
+    made = connector(_worker=worker, _weights=weights, _role=KVConnectorRole.WORKER)
+    metadata = OrdersMetadata(LOAD, check_weights=True)
+    made.handle_preemptions(metadata)
+    made.bind_connector_metadata(metadata)
+    made.start_load_kv(None)
+    replaced = [("replace_weights", "tensors 1")] if changed else []
+    assert worker.told == [("check",), *replaced, ("before_step", LOAD), ("start", LOAD)]
+    made.bind_connector_metadata(OrdersMetadata(LOAD))
+    made.start_load_kv(None)
+    assert worker.told[-1] == ("start", LOAD)
+    assert worker.told.count(("check",)) == 1
+
+
+def test_a_worker_that_is_given_orders_late_only_looks_before_them():
+    """As vLLM's first runner does: no hook comes before the step is launched."""
+    worker = Worker()
+    made = connector(_worker=worker, _weights=looked_at(lambda: True), _role=KVConnectorRole.WORKER)
+    made.bind_connector_metadata(OrdersMetadata(LOAD, check_weights=True))
+    made.start_load_kv(None)
+    assert worker.told == [("replace_weights", "tensors 1"), ("start", LOAD)]

@@ -1,0 +1,318 @@
+"""What weights are called: by the tensors of their files, or by those in memory. Runs without vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kvconnect.offload.namespace import Namespace
+from kvconnect.vllm.loaded import LoadedWeights, loaded_weights, tensors_digest
+from kvconnect.vllm.weights import checkpoint_name, files_name
+
+LAYERS = 40
+
+
+def tensors(seed=0, layers=LAYERS, **changes):
+    """Made-up weights by name, as bytes of float32."""
+    rng = random.Random(seed)
+    made = {"embed.weight": rng.randbytes(4 * 512)}
+    for layer in range(layers):
+        for part in ("q", "k", "mlp.up"):
+            made[f"layers.{layer}.{part}.weight"] = rng.randbytes(4 * 256)
+    return {**made, **changes}
+
+
+def write(folder, files):
+    """Safetensors files by hand: a header's length, the header, the bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        header, at = {"__metadata__": {"made_in": str(folder)}}, 0
+        for tensor, data in content.items():
+            header[tensor] = {
+                "dtype": "F32",
+                "shape": [len(data) // 4],
+                "data_offsets": [at, at + len(data)],
+            }
+            at += len(data)
+        text = json.dumps(header).encode()
+        data = b"".join(content.values())
+        (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder
+
+
+def one_file(folder, content):
+    return write(folder, {"model.safetensors": content})
+
+
+def config(model, weights="", revision=None, load_format="auto", **more):
+    return (
+        SimpleNamespace(model=str(model), model_weights=weights, revision=revision, **more),
+        SimpleNamespace(load_format=load_format, download_dir=None),
+    )
+
+
+# Files
+
+
+def test_equal_weights_have_one_name_wherever_they_lie(tmp_path):
+    made = tensors()
+    first = one_file(tmp_path / "mnt" / "models", made)
+    (first / "README.md").write_text("anything")
+    assert files_name(first) == files_name(one_file(tmp_path / "elsewhere", made))
+    half = len(made) // 2
+    parts = dict(list(made.items())[:half]), dict(list(made.items())[half:])
+    split = write(tmp_path / "split", {f"model-{n}.safetensors": part for n, part in enumerate(parts)})
+    assert files_name(split) == files_name(first), "nor how they are spread over files"
+    assert files_name(first / "model.safetensors") == files_name(first)
+
+
+@pytest.mark.parametrize("what", ["all", "one kind", "name", "shape", "one fewer"])
+def test_two_fine_tunes_under_one_path_have_two_names(tmp_path, what):
+    made = tensors()
+    before = files_name(one_file(tmp_path, made))
+    if what == "all":
+        made = tensors(1)
+    elif what == "one kind":
+        made |= {f"layers.{n}.q.weight": bytes(4 * 256) for n in range(0, LAYERS, 4)}
+    elif what == "name":
+        made["embed.weights"] = made.pop("embed.weight")
+    elif what == "shape":
+        made["embed.weight"] += bytes(4)
+    else:
+        del made["embed.weight"]
+    assert files_name(one_file(tmp_path, made)) != before
+
+
+def test_of_a_model_of_very_many_tensors_every_kind_is_looked_at(tmp_path):
+    """Ten in 30 000 that are changed, and no others of their kind: experts must not crowd them out."""
+    made = {f"layers.{n}.experts.{e}.up": struct.pack("<I", n * e) for n in range(60) for e in range(500)}
+    made |= {f"layers.{n}.o_proj": struct.pack("<I", n) for n in range(10)}
+    before = files_name(one_file(tmp_path, made))
+    made["layers.7.o_proj"] = b"abcd"
+    assert files_name(one_file(tmp_path, made)) != before
+
+
+def test_what_is_read_twice_or_not_at_all_does_not_count(tmp_path):
+    made = tensors()
+    alone = one_file(tmp_path / "alone", made)
+    beside = one_file(tmp_path / "beside", made)
+    write(beside, {"consolidated.safetensors": {"w": b"same"}})
+    (beside / "pytorch_model.bin").write_bytes(b"the same in another form")
+    (beside / "original").mkdir()
+    (beside / "original" / "consolidated.00.pth").write_bytes(b"and once more")
+    assert files_name(beside) == files_name(alone)
+    write(beside, {"left-over.safetensors": tensors(3)})
+    (beside / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(made, "model.safetensors")})
+    )
+    assert files_name(beside) == files_name(alone)
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "broken.safetensors"])
+def test_files_of_other_kinds_count_by_size_and_samples(tmp_path, place, name):
+    content = bytearray(random.Random(2).randbytes(1 << 20))
+    (tmp_path / name).write_bytes(content)
+    before = files_name(tmp_path)
+    assert before is not None
+    content[place] ^= 1
+    (tmp_path / name).write_bytes(content)
+    assert files_name(tmp_path) != before
+
+
+def test_a_folder_without_weights_has_no_name(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert files_name(tmp_path) is None
+
+
+def test_a_header_that_lies_is_no_reason_to_fail(tmp_path):
+    for text in (b"[]", b'{"a": {}}', b'{"a": 1}', b'{"a": {"dtype": 1, "shape": 2, "data_offsets": []}}'):
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+        assert files_name(tmp_path) is not None
+
+
+# Which files
+
+
+def test_what_is_streamed_from_an_object_store_is_not_told_by_its_address(tmp_path):
+    """The folder that vLLM gives such a model has its configuration only."""
+    (tmp_path / "config.json").write_text("{}")
+    for address in ("s3://bucket/a", "gs://bucket/a"):
+        assert checkpoint_name(*config(tmp_path, address, load_format="runai_streamer")) is None
+    mounted = one_file(tmp_path / "mounted", tensors())
+    assert checkpoint_name(*config(tmp_path, str(mounted))) == files_name(mounted)
+
+
+def test_weights_that_are_made_up_are_not_told_by_the_files_beside_them(tmp_path):
+    one_file(tmp_path, tensors())
+    assert checkpoint_name(*config(tmp_path)) == files_name(tmp_path)
+    assert checkpoint_name(*config(tmp_path, load_format="dummy")) is None
+    assert checkpoint_name(*config(tmp_path / "not there")) is None
+
+
+def test_a_pinned_revision_of_a_hub_model_is_what_a_copy_of_it_is(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    commit = "1234567890123456789012345678901234567890"
+    repository = tmp_path / "cache" / "models--some--model"
+    snapshot = one_file(repository / "snapshots" / commit, tensors())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    copy = tmp_path / "mnt" / "models"
+    shutil.copytree(snapshot, copy)
+    model, load = config("some/model")
+    load.download_dir = str(tmp_path / "cache")
+    assert checkpoint_name(model, load) == files_name(copy)
+    model.revision = commit
+    assert checkpoint_name(model, load) == files_name(copy)
+    model.revision = "another"
+    assert checkpoint_name(model, load) is None
+
+
+# In memory
+
+
+class Runner:
+    """As vLLM's: what registers its caches is among the callers."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def get_model(self):
+        return self.model
+
+    def initialize_kv_cache(self, vllm_config):
+        return loaded_weights(vllm_config)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 300), nn.Linear(300, 16), nn.LayerNorm(16)).to(torch.bfloat16)
+
+
+def alone(value):
+    return [value]
+
+
+def ranks(*checkpoints, models):
+    """Two ranks that are asked in turn; what each says is there when both have said it."""
+    told = [
+        (name, tensors_digest([model] if model else []))
+        for name, model in zip(checkpoints, models, strict=True)
+    ]
+    return [
+        LoadedWeights(name, [model], lambda _: told).name
+        for (name, _), model in zip(told, models, strict=True)
+    ]
+
+
+def test_what_no_file_names_is_named_by_what_is_in_memory():
+    assert LoadedWeights("files 1", [network()], alone).name == "files 1"
+    name = LoadedWeights(None, [network()], alone).name
+    assert name.startswith("tensors ")
+    assert LoadedWeights(None, [network()], alone).name == name
+    assert LoadedWeights(None, [network(1)], alone).name != name
+
+
+def test_weights_that_are_replaced_in_place_get_another_name_and_get_it_back():
+    model, others = network(), network(1).state_dict()
+    weights = LoadedWeights("files 1", [model], alone)
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not weights.check(), "caches may be reset for other reasons"
+    model.load_state_dict(others)
+    assert weights.check()
+    assert not weights.check()
+    assert weights.name == LoadedWeights(None, [network(1)], alone).name, "as on a server of the same update"
+    model.load_state_dict(first)
+    assert weights.check()
+    assert weights.name == "files 1"
+
+
+@pytest.mark.parametrize("what", ["few values", "through data", "one layer"])
+def test_small_changes_are_seen(what):
+    model = network()
+    weights = LoadedWeights("files 1", [model], alone)
+    with torch.no_grad():
+        if what == "few values":
+            model[0].weight.view(-1)[::500] += 1
+        elif what == "through data":
+            model[1].weight.data.copy_(model[1].weight.data * 2)
+        else:
+            model[2].bias += 1
+    assert weights.check()
+
+
+def test_tensors_of_every_make_are_looked_at():
+    model = nn.Module()
+    model.transposed = nn.Parameter(torch.randn(8, 4).t())
+    model.part = nn.Parameter(torch.randn(100)[::3])
+    model.small = nn.Parameter(torch.tensor(1.0))
+    model.none = nn.Parameter(torch.empty(0))
+    model.fp8 = nn.Parameter(torch.randn(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    model.packed = nn.Parameter(torch.arange(9, dtype=torch.int32), requires_grad=False)
+    seen = {tensors_digest([model])}
+    for name in ("transposed", "part", "small", "packed"):
+        getattr(model, name).data.view(-1 if name == "small" else getattr(model, name).shape).add_(1)
+        seen.add(tensors_digest([model]))
+    assert len(seen) == 5
+    assert None not in seen
+
+
+def test_all_ranks_have_one_name():
+    models = network(0), network(1)
+    assert set(ranks("files 1", "files 1", models=models)) == {"files 1"}
+    (name,) = set(ranks(None, None, models=models))
+    assert name.endswith("over 2 ranks")
+    assert set(ranks("files 1", None, models=models)) == {name}, "also where one of them sees no files"
+
+
+def test_a_change_on_one_rank_is_one_on_all():
+    mine, other = network(0), network(1)
+    told = [("files 1", tensors_digest([mine])), ("files 1", tensors_digest([other]))]
+    weights = LoadedWeights(
+        "files 1", [mine], lambda value: told if value[0] == "files 1" else [value, (False, b"x")]
+    )
+    assert weights.check()
+    assert weights.name.endswith("over 2 ranks")
+
+
+def test_what_cannot_be_told_is_a_name_of_its_own_each_time(caplog):
+    caplog.set_level(logging.WARNING, "kvconnect")
+    logging.getLogger("kvconnect").propagate = True
+    made = [LoadedWeights(None, [], alone) for _ in range(2)]
+    assert made[0].name != made[1].name
+    assert made[0].name.startswith("unidentified ")
+    assert "cannot be told from others" in caplog.text
+
+
+def test_what_cannot_be_looked_at_is_another_after_each_reset():
+    weights = LoadedWeights("files 1", [], alone)
+    assert weights.name == "files 1"
+    names = set()
+    for _ in range(3):
+        assert weights.check()
+        names.add(weights.name)
+    assert len(names) == 3
+
+
+def test_the_models_are_those_of_the_runner_that_registers(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvconnect.vllm.loaded._all_ranks", alone)
+    vllm_config = SimpleNamespace(speculative_config=None)
+    vllm_config.model_config, vllm_config.load_config = config(tmp_path, "s3://bucket/x")
+    models = [network(0), network(1)]
+    names = []
+    for model in models:
+        names.append(Runner(model).initialize_kv_cache(vllm_config).name)
+    assert names == [LoadedWeights(None, [model], alone).name for model in models]
+
+
+def test_the_namespace_of_kept_blocks_has_the_weights():
+    names = {Namespace.of({"weights": weights}).digest for weights in ("files 1", "files 2", "tensors 1")}
+    assert len(names) == 3
