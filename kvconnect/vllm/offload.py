@@ -228,6 +228,8 @@ def _model_facts(model: Any) -> dict[str, Any]:
     stated = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_NO_EFFECT}
     text = json.dumps(stated, sort_keys=True, default=str)
     return {
+        # For people who look: all that it says is in the digest of the configuration.
+        "name": str(getattr(model.hf_config, "model_type", "")),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "config": hashlib.sha256(text.encode()).hexdigest(),
