@@ -41,13 +41,15 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal for one side's KV to mean the same on the other.
 
     ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` is its
-    name of those that it runs with now; a peer that replaces them introduces itself anew.
+    name of those that it runs with now; a peer that replaces them introduces itself anew. ``held_back`` are
+    the last tokens of a prompt that P leaves to D.
     """
 
     model: str
     num_heads: Heads | None
     world_size: Ranks
     weights: str = ""
+    held_back: Count = 0
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -301,6 +303,7 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
     for what, our_value, their_value in (
         ("model", ours.meaning.model, theirs.meaning.model),
         ("number of KV heads", ours.meaning.num_heads, theirs.meaning.num_heads),
+        ("prompt tokens left to the decode node", ours.meaning.held_back, theirs.meaning.held_back),
         ("engine", ours.engine, theirs.engine),
     ):
         if our_value != their_value:

@@ -105,16 +105,21 @@ def is_state(spec: Any) -> bool:
 
 
 def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
-    """Prompt tokens that P must leave to D, beyond what recurrent state asks for.
+    """Prompt tokens that P must not compute, and D always computes itself.
 
-    A drafter of several modules reads ``num_lookahead_tokens`` ahead of what is computed: near the end
-    of a prompt it would keep its own guesses. A window that is replayed after a local hit is not
-    replayed after a load: it has to end where D begins.
+    Of a window, a local chunk or a recurrent state vLLM keeps what the token after the last computed one
+    sees, and D computes the last token of a prompt in any case: it must not have been computed before. A
+    drafter of several modules reads ``num_lookahead_tokens`` ahead of what is computed: near the end of a
+    prompt it would keep its own guesses.
     """
-    replayed = any(
-        getattr(group_spec(group), "bounded_replay", False) for group in _moved(kv_cache_config).values()
-    )
-    return max(int(replayed), num_lookahead_tokens - 1, 0)
+    forgets = any(_forgets(group_spec(group)) for group in _moved(kv_cache_config).values())
+    return max(int(forgets), num_lookahead_tokens - 1, 0)
+
+
+def _forgets(spec: Any) -> bool:
+    """vLLM frees blocks of a running request, or overwrites them, once later tokens cannot see them."""
+    kind = type(spec).__name__
+    return is_state(spec) or "SlidingWindow" in kind or "ChunkedLocal" in kind
 
 
 def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:

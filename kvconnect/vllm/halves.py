@@ -126,6 +126,7 @@ def make_worker_half(
             rank=rank,
             world_size=world_size,
             num_heads=counts.finest,
+            held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
         )
         transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     offload = None

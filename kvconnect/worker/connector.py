@@ -59,6 +59,7 @@ class WorkerConnector:
         rank: tensor-parallel rank of this worker.
         world_size: number of tensor-parallel ranks.
         num_heads: KV heads of the whole model, or None where every rank keeps the same bytes.
+        held_back: tokens at the end of a prompt that the scheduler half leaves to D; peers must agree.
         registry: where the metrics are exported.
         engine: an engine to use in place of the configured one.
 
@@ -79,6 +80,7 @@ class WorkerConnector:
         rank: int = 0,
         world_size: int = 1,
         num_heads: int | None = None,
+        held_back: int = 0,
         registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class WorkerConnector:
         self._config = config
         self._cache_config = cache_config
         self._rank = rank
-        self._meaning = CacheMeaning(model, num_heads, world_size, weights)
+        self._meaning = CacheMeaning(model, num_heads, world_size, weights, held_back)
         self._incarnation = uuid.uuid4().hex
         # Everything built from here on, the region table first, is in kernel blocks.
         self.kernel_block_sizes = {

@@ -194,7 +194,7 @@ def test_a_greeting_of_version_4_has_its_fields_in_this_order():
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
     read = msgspec.msgpack.decode(m.encode(m.Hello(4, ours)))
     assert read[:2] == ["hello", 4]
-    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f"], "memory", b"card"]
+    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f", 0], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, False, None]]

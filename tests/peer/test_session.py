@@ -16,10 +16,9 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
 
 
-def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w"):
-    return m.Introduction(
-        engine_id, "1", 0, m.CacheMeaning(model, heads, 1, weights), engine, b"card", TableCard((), ())
-    )
+def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w", held_back=0):
+    meaning = m.CacheMeaning(model, heads, 1, weights, held_back)
+    return m.Introduction(engine_id, "1", 0, meaning, engine, b"card", TableCard((), ()))
 
 
 def region(**changes):
@@ -91,6 +90,7 @@ def test_greeting_makes_both_sides_ready():
         ({"engine": "nixl"}, "engine differ: 'nixl' asks 'memory'"),
         ({"heads": 4}, "number of KV heads differ"),
         ({"weights": "v"}, "peer has other weights: 'v' asks 'w'"),
+        ({"held_back": 1}, "prompt tokens left to the decode node differ: 1 asks 0"),
     ],
 )
 def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):

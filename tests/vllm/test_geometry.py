@@ -52,6 +52,12 @@ class SlidingWindowMLASpec:
 
 
 @dataclass
+class ChunkedLocalAttentionSpec:
+    block_size: int = BLOCK
+    attention_chunk_size: int = 16
+
+
+@dataclass
 class MambaSpec:
     block_size: int = 4096
     shapes: tuple[tuple[int, ...], ...] = ((2, 3), (4,))
@@ -197,9 +203,11 @@ def test_a_window_of_latent_rows_keeps_its_window():
 
 def test_what_prefill_leaves_to_decode():
     plain = Config(5, [(("a",), FullAttentionSpec())])
-    replayed = Config(5, [(("a",), SlidingWindowMLASpec(bounded_replay=True))])
+    replayed = SlidingWindowMLASpec(bounded_replay=True)
     assert [held_back(plain, ahead) for ahead in (0, 1, 3)] == [0, 0, 2]
-    assert [held_back(replayed, ahead) for ahead in (0, 1, 3)] == [1, 1, 2]
+    for forgetful in (SlidingWindowMLASpec(), ChunkedLocalAttentionSpec(), MambaSpec(), replayed):
+        config = Config(5, [(("a",), FullAttentionSpec()), (("b",), forgetful)])
+        assert [held_back(config, ahead) for ahead in (0, 1, 3)] == [1, 1, 2]
 
 
 def test_groups_that_are_not_transferred_are_left_alone():
