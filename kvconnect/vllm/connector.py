@@ -216,6 +216,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """A request got blocks."""
         self._early.pop(request.request_id, None)
         block_ids = running_states(self._cache, blocks.get_block_ids())
+        self._filled.admitted(request.request_id)
         self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

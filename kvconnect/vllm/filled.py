@@ -72,6 +72,13 @@ class FilledBlocks:
         """A request arrived. vLLM's own object: it is read whenever something is told of it."""
         self._requests[request.request_id] = request
 
+    def admitted(self, request_id: str) -> None:
+        """A request gets a new table of blocks. What it did before it was preempted is of its old one.
+
+        vLLM preempts and admits a request within one ``schedule`` when its caches are reset under load.
+        """
+        self._forget(request_id)
+
     def end(self, half: Keeper, request_id: str) -> None:
         """A request ends, and its blocks are about to be freed: what is left of it is told now."""
         if request_id in self._scheduled or request_id in self._states:

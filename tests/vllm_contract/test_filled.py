@@ -275,6 +275,17 @@ def test_a_request_that_is_due_is_told_without_new_blocks():
     assert half.calls == [("r1", 1001)]
 
 
+def test_a_request_that_is_admitted_anew_is_told_nothing_of_the_blocks_that_it_lost():
+    """It was preempted and admitted within one step: its table is a new one."""
+    filled, half = _running(2), Silent()
+    filled.tell(half, _decoding(2, with_blocks={"r0", "r1"}))
+    filled.admitted("r0")
+    output = _decoding(1)
+    output.preempted_req_ids = {"r0"}
+    filled.tell(half, output)
+    assert half.calls == [("r1", 1001), ("preempted", "r0")]
+
+
 def test_a_step_of_256_requests_takes_little_time():
     filled, half = _running(256), Silent()
     outputs = [_decoding(256, with_blocks={f"r{at}", f"r{at + 1}"}) for at in range(50)]
