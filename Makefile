@@ -31,8 +31,8 @@ test: setup ## all tests
 
 test-vllm: setup ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@deploy/setup-vllm.sh
-	@echo "test-vllm: pytest over tests/vllm_contract/, and tests/vllm/ with real servers"
-	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm -m "$(MARKS)" $(PYTEST_ARGS)
+	@echo "test-vllm: pytest over tests/vllm_contract/, tests/vllm_bench/, and tests/vllm/ with real servers"
+	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm_bench tests/vllm -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-vllm-releases: setup ## a part of the same on older releases of vLLM, each in its own environment
 	@for release in 0.30.0 0.31.0; do \

@@ -1,0 +1,130 @@
+"""vLLM's own configuration for an engine without a model, and what a seed draws for it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+
+from tests.vllm_bench.model import Model
+
+LONGEST_PROMPT_AND_ANSWER = 400
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float16",
+}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What distinguishes one engine from another."""
+
+    num_blocks: int = 64
+    max_num_seqs: int = 8
+    max_batch_tokens: int = 64
+    is_async: bool = False
+    is_v2: bool = False
+    num_drafts: int = 0
+    drafts_ahead: bool = False
+    layout: str = "LBNHC"
+    policy: str = "recompute"
+
+
+class Speculation:
+    """What vLLM's scheduler and the connector ask of a speculative configuration."""
+
+    max_num_new_slots_for_drafting = 0
+    num_speculative_tokens_per_batch_size = None
+    draft_model_config = None
+
+    def __init__(self, num_drafts: int, *, is_eagle: bool) -> None:
+        self.num_speculative_tokens = num_drafts
+        self._is_eagle = is_eagle
+
+    def use_eagle(self) -> bool:
+        return self._is_eagle
+
+    use_eagle_block_drop = use_eagle
+
+    def use_multi_module_mtp(self) -> bool:
+        return False
+
+    use_dflash = use_dspark = uses_draft_model = use_multi_module_mtp
+    parallel_drafting = False
+
+
+class _Config(VllmConfig):
+    """One whose runner can be chosen: without a GPU vLLM always takes the older one."""
+
+    is_v2 = False
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.is_v2
+
+
+@functools.cache
+def _base() -> VllmConfig:
+    folder = Path(tempfile.mkdtemp(prefix="vllm-bench-"))
+    (folder / "config.json").write_text(json.dumps(_MODEL))
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", max_model_len=448)
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_model_len=448, max_num_batched_tokens=64, max_num_seqs=8, is_encoder_decoder=False
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def vllm_config(
+    settings: EngineSettings, role: str, engine_id: str, extra: dict[str, Any], model: Model
+) -> VllmConfig:
+    """vLLM's configuration of one engine; parts of it are shared between engines and never changed."""
+    base = _base()
+    made = copy.copy(base)
+    made.__class__ = _Config
+    made.cache_config = copy.copy(base.cache_config)
+    made.cache_config.num_gpu_blocks = settings.num_blocks
+    made.cache_config.kv_cache_layout = settings.layout
+    made.cache_config.mamba_cache_mode = model.mamba_mode
+    made.cache_config.enable_prefix_caching = model.caches_prefixes
+    made.scheduler_config = copy.copy(base.scheduler_config)
+    made.scheduler_config.max_num_seqs = settings.max_num_seqs
+    made.scheduler_config.max_num_batched_tokens = settings.max_batch_tokens
+    made.scheduler_config.async_scheduling = settings.is_async
+    made.is_v2 = settings.is_v2
+    if settings.num_drafts:
+        made.speculative_config = Speculation(settings.num_drafts, is_eagle=settings.drafts_ahead)
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVConnect",
+        kv_connector_module_path="kvconnect.vllm",
+        kv_role=role,
+        engine_id=engine_id,
+        kv_load_failure_policy=settings.policy,
+        kv_connector_extra_config=extra,
+    )
+    return made

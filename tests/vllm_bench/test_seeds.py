@@ -1,0 +1,22 @@
+"""Seeded random traffic through vLLM's own scheduler and both halves of the connector."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from tests.vllm_bench.pair import KINDS
+from tests.vllm_bench.seeds import run_seeds
+
+NUM_SEEDS = 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_reads_the_right_bytes_at_every_step(kind):
+    outcome = run_seeds(kind, range(NUM_SEEDS))
+    assert not outcome.failures, "\n".join(
+        [str(outcome.failures[0]), *outcome.failures[0].trace[-20:], "python -m tests.vllm_bench replays it"]
+    )
+    assert outcome.num_seeds == NUM_SEEDS
+    assert outcome.steps > 20 * NUM_SEEDS, outcome
