@@ -125,6 +125,20 @@ class Load(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
+class Await(msgspec.Struct, frozen=True):
+    """A request that may fetch under this handle waits for blocks: keep what the peer holds for it.
+
+    Followed by a ``Load`` or a ``LetGo`` of the same handle, which end it; given again where something of it
+    is new. With ``reports`` the handle is reported settled, once, when the peer holds it or never will.
+    """
+
+    handle: str
+    engine_id: str
+    host: str
+    port: int
+    reports: bool = False
+
+
 class LetGo(msgspec.Struct, frozen=True):
     """Tell a peer that nothing will be fetched. Reports nothing."""
 
@@ -241,7 +255,8 @@ class Orders(msgspec.Struct, frozen=True):
     ``aborted`` are requests that ended while their load was under way: it is cancelled, and still
     reported, once their blocks are quiet. ``failures`` are reasons to count: the scheduler half has
     no metrics of its own. Of one handle they are meant to be read in this order: what is withdrawn, what
-    is expected, who was preempted, the progress, what is held.
+    is expected, who was preempted, the progress, what is held; and what is loaded or let go before what is
+    awaited.
     """
 
     holds: tuple[Hold, ...] = ()
@@ -255,6 +270,7 @@ class Orders(msgspec.Struct, frozen=True):
     preempted: tuple[Preempted, ...] = ()
     progress: tuple[Progress, ...] = ()
     offload: OffloadOrders = OffloadOrders()
+    awaited: tuple[Await, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(
@@ -269,6 +285,7 @@ class Orders(msgspec.Struct, frozen=True):
             or self.preempted
             or self.progress
             or self.offload
+            or self.awaited
         )
 
 
@@ -277,12 +294,14 @@ class Results(msgspec.Struct, frozen=True):
 
     ``received`` are requests whose blocks nobody will touch any more; those of them that are in
     ``failed``, with the reason, hold no valid KV. ``offload`` are reports of tiers, at most one of each rank.
+    ``settled`` are awaited handles that the peer holds, or never will; rank 0 reports them for all ranks.
     """
 
     sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     failed: Mapping[str, str] = {}
     offload: tuple[OffloadReport, ...] = ()
+    settled: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received or self.offload)
+        return bool(self.sent or self.received or self.offload or self.settled)

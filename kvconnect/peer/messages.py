@@ -222,7 +222,10 @@ class LetGo(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """D to P: hold these requests on, I will still fetch them. Answered by ``Renewed``."""
+    """D to P: hold these requests on, I will still fetch them. Answered by ``Renewed``.
+
+    A handle that is not held yet is remembered: D is told when it is, or never will be.
+    """
 
     handles: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)]
 
@@ -230,12 +233,13 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """P to D: the leases that go on, each with its epoch, and those that are over, each with the reason.
 
-    A handle that P has not heard of yet is in neither. Also sent unasked, when a lease is over that D
-    has renewed.
+    A handle that P has not heard of is in ``unknown``; one whose prefill is under way in none of them. Also
+    sent unasked, when a lease that D has renewed is over, or begins.
     """
 
     epochs: Annotated[tuple[tuple[str, Epoch], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
     over: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+    unknown: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):

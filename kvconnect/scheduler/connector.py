@@ -17,6 +17,7 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import (
+    Await,
     Expect,
     GroupBlocks,
     Hold,
@@ -103,6 +104,7 @@ class SchedulerConnector:
         self._holds: list[Hold] = []
         self._loads: list[Load] = []
         self._let_go: list[LetGo] = []
+        self._awaited: dict[str, Await] = {}
         self._aborted: list[str] = []
         self._expected: list[Expect] = []
         self._withdrawn: list[Withdraw] = []
@@ -190,6 +192,7 @@ class SchedulerConnector:
             # Without the handle: a worker lets go of what it could not load, and this is another's.
             handle = ""
             refusal = share.failure or "another request of this node has fetched under its handle"
+        self._awaited.pop(handle, None)
         self._loads.append(
             Load(
                 request_id=request.request_id,
@@ -247,10 +250,11 @@ class SchedulerConnector:
             failures=tuple(self._failures),
             preempted=preempted,
             progress=progress,
+            awaited=tuple(self._awaited.values()),
         )
         self._directory_sent = True
         self._holds, self._loads, self._let_go, self._aborted = [], [], [], []
-        self._expected, self._withdrawn, self._failures = [], [], []
+        self._expected, self._withdrawn, self._failures, self._awaited = [], [], [], {}
         return orders
 
     def request_finished(
@@ -320,7 +324,17 @@ class SchedulerConnector:
             return None
         prompt = self._prompt_digest(request, max(1, self._wanted_tokens(request)))
         remote = read_remote_prefill(params, self._handles, prompt)
-        return None if remote is None else self._shares.join(request.request_id, self._checked(remote))
+        if remote is None:
+            return None
+        share = self._shares.join(request.request_id, self._checked(remote))
+        if not share.spent and not share.remote.refusal:
+            self._await(share.remote)
+        return share
+
+    def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
+        """A request waits for blocks: what P holds for it is kept. Not told if it is over within the step."""
+        order = Await(remote.handle, remote.engine_id, remote.host, remote.port, reports)
+        self._awaited[remote.handle] = order
 
     def _checked(self, remote: RemotePrefill) -> RemotePrefill:
         """The same, refused and counted if it is not to be trusted."""
@@ -419,6 +433,7 @@ class SchedulerConnector:
         return tuple(made)
 
     def _release(self, request_id: str, remote: RemotePrefill) -> None:
+        self._awaited.pop(remote.handle, None)
         self._let_go.append(LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port))
 
     def _hold(

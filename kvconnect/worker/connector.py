@@ -336,6 +336,7 @@ class WorkerConnector:
             "growing": len(prefill.growing),
             "sendings": len(prefill.sender.sendings),
             "loads": len(decode.loads),
+            "awaited": len(decode.renewals.awaited),
             "slots": prefill.sender.slots_taken + decode.bay.taken,
             "peers": len(decode.peers),
             "visitors": len(prefill.visitors),

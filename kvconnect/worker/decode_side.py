@@ -7,7 +7,6 @@ to its blocks: what could not be proven quiet waits in quarantine.
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +15,10 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Engine
 from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
+from kvconnect.orders import Await, Load
 from kvconnect.orders import LetGo as LetGoOrder
-from kvconnect.orders import Load
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
-    MAX_HANDLES,
     Accepted,
     CacheMeaning,
     Declined,
@@ -29,7 +27,6 @@ from kvconnect.peer.messages import (
     Introduction,
     Landed,
     Message,
-    Renew,
     Renewed,
     Wanted,
     Written,
@@ -42,7 +39,7 @@ from kvconnect.worker.local import Local
 from kvconnect.worker.moves import count_error
 from kvconnect.worker.peers import Peers
 from kvconnect.worker.remote import Peer, RankLink
-from kvconnect.worker.renewals import plan_first, take_due, wants
+from kvconnect.worker.renewals import Renewals
 from kvconnect.worker.routes import Route, make_route
 from kvconnect.worker.tally import count_loaded
 
@@ -57,6 +54,7 @@ class DecodeSide:
         introduce: our introduction, made anew for every peer since the engine's card may change.
         local: our pages, and the slots that land beside them.
         report_received: told once per request, with the reason if it failed.
+        report_settled: told once per handle whose fate was asked for.
         randomness: spreads the attempts to reach a peer that is gone.
     """
 
@@ -70,11 +68,13 @@ class DecodeSide:
         introduce: Callable[[], Introduction],
         local: Local,
         report_received: Callable[[str, str], None],
+        report_settled: Callable[[str], None],
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
         self.loads: dict[str, Loading] = {}
         self.peers = Peers(config, channel, rank, meaning, introduce, metrics, randomness)
+        self.renewals = Renewals(config, self.peers, self.loads, metrics, report_settled)
         self.bay = LandingBay(local.landing, config.check_digest, metrics)
         can_renew = engine.capabilities.can_renew
         self.legs = Legs(config, self.bay, self._say, metrics, can_renew=can_renew)
@@ -84,8 +84,6 @@ class DecodeSide:
         self._report_received = report_received
         self._metrics = metrics
         self._queue: deque[Loading] = deque()
-        self._unplanned: list[Loading] = []
-        self._renew_at = math.inf
 
     # Orders of the scheduler
 
@@ -93,16 +91,21 @@ class DecodeSide:
         """Begin to fetch a request."""
         key = (order.engine_id, order.host, order.port)
         loading = Loading(order, key, now, now + self._config.load_timeout_s, ready)
-        self.peers.adopt(key, {other.peer for other in self.loads.values()})
+        self.peers.adopt(key, self._peers_in_use())
         self.loads[order.request_id] = loading
-        reason = order.refusal or self.peers.refusal(key, now)
+        self.renewals.load(loading)
+        reason = loading.error or order.refusal or self.peers.refusal(key, now)
         if reason:
             loading.fail(reason)
             return
         self._queue.append(loading)
         # Also where it has to wait for its turn: its lease is renewed meanwhile.
         self.peers.reach(key, now)
-        self._unplanned.append(loading)
+
+    def wait(self, order: Await, now: float) -> None:
+        """A request that may fetch has to wait for blocks: what its peer holds for it is renewed."""
+        self.peers.adopt((order.engine_id, order.host, order.port), self._peers_in_use())
+        self.renewals.keep(order, now)
 
     def abort(self, request_id: str) -> None:
         """The request is of no use any more. It is still reported, once its blocks are quiet."""
@@ -112,6 +115,7 @@ class DecodeSide:
 
     def let_go(self, order: LetGoOrder, now: float) -> None:
         """Tell a peer that nothing will be fetched under a handle."""
+        self.renewals.end(order.handle)
         self.peers.let_go((order.engine_id, order.host, order.port), order.handle, now)
 
     # Frames
@@ -161,7 +165,7 @@ class DecodeSide:
         self._admit(now)
         # What came to nothing there would wait to be reported until something else wakes us.
         self._look_after([load for load in self.loads.values() if load.error], now)
-        self._renew(now)
+        self.renewals.advance(now)
         owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
         self.peers.owe(owed, now)
         self.peers.advance(now)
@@ -195,7 +199,7 @@ class DecodeSide:
             for leg in loading.legs.values()
             if leg.state is LegState.BUSY
         ]
-        times.append(self._renew_at)
+        times.append(self.renewals.next_deadline())
         others = (self.peers.next_deadline(), self.bay.next_deadline())
         return min((*times, *(time for time in others if time is not None)), default=None)
 
@@ -215,6 +219,9 @@ class DecodeSide:
 
     # Peers
 
+    def _peers_in_use(self) -> set[PeerKey]:
+        return self.renewals.peer_keys() | {loading.peer for loading in self.loads.values()}
+
     def _handle(self, peer: Peer, rank: int, link: RankLink, event: Event, now: float) -> None:
         match event:
             case Ready():
@@ -222,7 +229,7 @@ class DecodeSide:
             case Received(message=Accepted() | Declined() | Landed() | Wanted() | Written() as message):
                 self.legs.hear(message, link.name, now)
             case Received(message=Renewed() as renewed):
-                self._renewed(peer, rank, renewed)
+                self.renewals.heard(peer, rank, renewed, now)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", peer.key, reason)
@@ -239,10 +246,7 @@ class DecodeSide:
             return
         peer.links[rank].clock_ahead_s = ready.clock_s - now
         self._process_gone(self.peers.past_links(peer, rank, ready.peer.incarnation), now)
-        for loading in self.loads.values():
-            if loading.peer == peer.key:
-                loading.renew_at = math.inf
-        self._renew_at = now
+        self.renewals.met(peer.key, now)
 
     def _lose_rank(
         self,
@@ -316,62 +320,6 @@ class DecodeSide:
         )
         self.legs.renewed(self.loads.values())
         self.peers.greet_anew()
-
-    # Leases
-
-    def _renew(self, now: float) -> None:
-        """Have peers hold what is not fetched yet: also what waits for its turn."""
-        unplanned, self._unplanned = self._unplanned, []
-        for loading in unplanned:
-            peer = self.peers.peers.get(loading.peer)
-            # A peer that is not known yet is planned with when it is met.
-            if peer is not None and peer.world_size is not None and not loading.error:
-                plan_first(loading, peer.lease_s, now)
-                self._renew_at = min(self._renew_at, loading.renew_at)
-        if now < self._renew_at:
-            return
-        by_peer: dict[PeerKey, list[Loading]] = {}
-        for loading in self.loads.values():
-            by_peer.setdefault(loading.peer, []).append(loading)
-        for key, loads in by_peer.items():
-            peer = self.peers.peers.get(key)
-            if peer is None or peer.world_size is None:
-                continue
-            for loading in loads:
-                plan_first(loading, peer.lease_s, now)
-            due = take_due(loads, peer.lease_s, now)
-            for rank in peer.partners if due else ():
-                self._renew_at_rank(peer, rank, due, now)
-        self._renew_at = min(
-            (load.renew_at for load in self.loads.values() if not load.error), default=math.inf
-        )
-
-    def _renew_at_rank(self, peer: Peer, rank: int, due: list[Loading], now: float) -> None:
-        link = self.peers.connect_rank(peer, rank, now)
-        handles = [loading.order.handle for loading in due if wants(loading, rank)]
-        if link is None or link.session.state is not State.READY:
-            return
-        for first in range(0, len(handles), MAX_HANDLES):
-            link.session.send(Renew(tuple(handles[first : first + MAX_HANDLES])))
-        self.peers.flush(link)
-
-    def _renewed(self, peer: Peer, rank: int, renewed: Renewed) -> None:
-        """A peer says what it still holds. What it was asked for already it answers for by itself."""
-        loads = {
-            loading.order.handle: loading
-            for loading in self.loads.values()
-            if loading.peer == peer.key
-            and wants(loading, rank)
-            and (rank not in loading.legs or loading.legs[rank].state is LegState.MEETING)
-        }
-        for handle, epoch in renewed.epochs:
-            if handle in loads and loads[handle].epochs.setdefault(rank, epoch) != epoch:
-                self._metrics.failures.labels("epoch").inc()
-                loads[handle].fail("the peer holds something else under this handle than before")
-        for handle, reason in renewed.over:
-            if handle in loads:
-                self._metrics.failures.labels("lease_over").inc()
-                loads[handle].fail(reason)
 
     # Loads
 

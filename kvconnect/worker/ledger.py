@@ -281,6 +281,25 @@ class Loading:
     aborted: bool = False
     state: LoadState = LoadState.QUEUED
 
+    @property
+    def handle(self) -> str:
+        """Empty where there is nothing to fetch."""
+        return self.order.handle
+
+    @property
+    def is_asked(self) -> bool:
+        """All ranks of its peer were asked for it."""
+        return bool(self.legs) and all(leg.state is not LegState.MEETING for leg in self.legs.values())
+
+    def counts_on(self, rank: int) -> bool:
+        """Whether it still wants what a rank of its peer holds."""
+        leg = self.legs.get(rank)
+        return not self.error and (leg is None or leg.state in _WAITING)
+
+    def is_to_ask_of(self, rank: int) -> bool:
+        """Whether a rank of its peer was not asked for it."""
+        return rank not in self.legs or self.legs[rank].state is LegState.MEETING
+
     def move(self, event: LoadEvent) -> None:
         """Change state.
 

@@ -76,6 +76,7 @@ class Mover:
         self._sent: list[str] = []
         self._received: list[str] = []
         self._failed: dict[str, str] = {}
+        self._settled: list[str] = []
         self._polls_without_progress = 0
         self._on_cuda = local.device.type == "cuda"
         self._drained: Callable[[], None] | None = None
@@ -84,7 +85,17 @@ class Mover:
             config, engine, introduce, local, channel.send, self._report_sent, metrics, chance
         )
         self.decode = DecodeSide(
-            config, engine, channel, rank, meaning, introduce, local, self._report_received, metrics, chance
+            config,
+            engine,
+            channel,
+            rank,
+            meaning,
+            introduce,
+            local,
+            self._report_received,
+            self._report_settled,
+            metrics,
+            chance,
         )
 
     # Called by the owner of the worker, from any thread
@@ -123,6 +134,9 @@ class Mover:
             for release in orders.let_go:
                 with Counted(self._metrics, "an order to let go"):
                     self.decode.let_go(release, now)
+            for awaited in orders.awaited:
+                with Counted(self._metrics, "an order to await"):
+                    self.decode.wait(awaited, now)
             for request_id in orders.aborted:
                 with Counted(self._metrics, "an order to abort"):
                     self.decode.abort(request_id)
@@ -161,8 +175,10 @@ class Mover:
     def take_results(self) -> Results:
         """What ended since the last call."""
         with self._results_lock:
-            results = Results(tuple(self._sent), tuple(self._received), self._failed)
-            self._sent, self._received, self._failed = [], [], {}
+            results = Results(
+                tuple(self._sent), tuple(self._received), self._failed, settled=tuple(self._settled)
+            )
+            self._sent, self._received, self._failed, self._settled = [], [], {}, []
         return results
 
     # The mover's own thread
@@ -258,4 +274,11 @@ class Mover:
             self._received.append(request_id)
             if error:
                 self._failed[request_id] = error
+        self.wake_owner()
+
+    def _report_settled(self, handle: str) -> None:
+        if self._rank != 0:
+            return
+        with self._results_lock:
+            self._settled.append(handle)
         self.wake_owner()

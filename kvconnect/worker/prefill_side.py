@@ -102,14 +102,14 @@ class PrefillSide:
     def expect(self, order: Expect) -> None:
         """A prefill is under way: whoever asks for it waits."""
         if self._draining:
-            self.waiting.end(order.handle, self._draining)
+            self._void(order.handle, self._draining)
             return
         if not self.waiting.expect(order.handle):
             self._metrics.failures.labels("max_leases").inc()
 
     def withdraw(self, order: Withdraw) -> None:
         """Nothing comes of a prefill: whoever waits for it is told when time next passes."""
-        self.waiting.end(order.handle, order.reason)
+        self._void(order.handle, order.reason)
         self._cut_short(self.growing.pop(order.handle), order.reason, again=False)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
@@ -125,7 +125,7 @@ class PrefillSide:
     def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> None:
         """Begin a lease, unless everybody who would fetch has said already that they will not."""
         if self._draining:
-            self.waiting.end(order.handle, self._draining)
+            self._void(order.handle, self._draining)
             self._report_sent(order.request_id)
             return
         lease = self.book.hold(order, ready, now)
@@ -139,6 +139,9 @@ class PrefillSide:
         if said is not None and lease.owner in (None, said.owner):
             lease.owner, lease.consumers = said.owner, said.consumers
             lease.let_go |= said.ranks
+        for link in sorted(self.waiting.watchers(order.handle)):
+            lease.renewers.add(link)
+            self.visitors.tell((link, -1), Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
 
     def _take_over(self, lease: Lease, growing: Growing) -> None:
@@ -435,6 +438,7 @@ class PrefillSide:
             return
         epochs: list[tuple[str, int]] = []
         over: list[tuple[str, str]] = []
+        unknown: list[str] = []
         for handle in dict.fromkeys(handles[:MAX_HANDLES]):
             lease = self.leases.get(handle)
             reason = self.waiting.reason(handle) if lease is None else None
@@ -444,7 +448,11 @@ class PrefillSide:
                 over.append((handle, reason))
             elif lease is not None:
                 epochs.append((handle, lease.epoch))
-        visitor.session.send(Renewed(tuple(epochs), tuple(over)))
+            else:
+                self.waiting.watch(handle, link)
+                if handle not in self.waiting.expected:
+                    unknown.append(handle)
+        visitor.session.send(Renewed(tuple(epochs), tuple(over), tuple(unknown)))
 
     def _finish(self, sending: Sending, now: float) -> None:
         if self._choice.take(sending):
@@ -487,9 +495,18 @@ class PrefillSide:
         text = f"the request is no longer held: {reason}"
         self.waiting.end(handle, text)
         self._report_sent(lease.order.request_id)
+        if not lease.satisfied:
+            self._tell_over(handle, text, lease.renewers)
+
+    def _void(self, handle: str, reason: str) -> None:
+        """Nothing is held under a handle, nor will be."""
+        self.waiting.end(handle, reason)
+        self._tell_over(handle, reason, self.waiting.watchers(handle))
+
+    def _tell_over(self, handle: str, reason: str, links: set[str]) -> None:
         # In an order of their own, so that two runs of one simulated seed are one.
-        for link in sorted(lease.renewers) if not lease.satisfied else ():
-            self.visitors.tell((link, -1), Renewed(over=((handle, text),)))
+        for link in sorted(links):
+            self.visitors.tell((link, -1), Renewed(over=((handle, reason),)))
 
     def _answer_failure(self, visitor: Visitor, waiting: EarlyFetch, reason: str) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()

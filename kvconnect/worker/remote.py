@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -33,7 +34,8 @@ class Peer:
     """A remote engine: its ranks, and what waits for it.
 
     ``let_go`` are handles that nobody will fetch; ``releases`` the same per rank, once the ranks are
-    known. ``lease_s`` is how long it holds what nobody renews. ``was_met`` once it introduced itself and as
+    known. ``lease_s`` is how long it holds what nobody renews, ``renewed_at`` when that was last done.
+    ``was_met`` once it introduced itself and as
     long as it is of interest; ``is_warm`` where an operator wants it met in any case.
     """
 
@@ -47,6 +49,7 @@ class Peer:
     let_go: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_LET_GO))
     releases: dict[int, list[str]] = field(default_factory=dict)
     used_at: float = 0.0
+    renewed_at: float = -math.inf
     lease_s: float = 0.0
     was_met: bool = False
     is_warm: bool = False

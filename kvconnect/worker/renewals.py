@@ -1,17 +1,66 @@
-"""When D tells its peers that it will still fetch what they hold for it. Pure; no timer, no socket.
+"""When D tells its peers that it will still fetch what they hold for it.
 
-Nothing is renewed while nothing is wanted, nor for a fetch that is served within a fraction of the
-lease: the first renewal of a fetch that was asked at once is due a third of the lease later.
+Of every request from the moment that the scheduler half knows it, whether it waits for blocks, for its
+turn, or to be written. All handles of one peer share a message, and a rank gets at most one a second, or
+three to a lease where that is shorter; what is loaded within that second costs none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from kvconnect.worker.ledger import LegState, Loading
+from kvconnect.config import ExtraConfig
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Await
+from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
+from kvconnect.peer.session import State
+from kvconnect.worker.ledger import Loading, PeerKey
+from kvconnect.worker.peers import Peers
+from kvconnect.worker.remote import Peer
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
+_PACE_S = 1.0
+"""How long renewals of new handles are put off, to share a message; and how often a peer is tried."""
+
+
+@dataclass(eq=False)
+class Awaited:
+    """D's record of a handle that a request may load under, once it gets blocks.
+
+    ``epochs`` and ``renew_at`` are those of the load that follows, and with ``error`` it fails at once.
+    ``reports`` until the scheduler half, which asked for it, was told that the handle is settled.
+    """
+
+    handle: str
+    peer: PeerKey
+    since: float
+    renew_at: float = math.inf
+    epochs: dict[int, int] = field(default_factory=dict)
+    error: str = ""
+    reports: bool = False
+    is_asked: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        """The peer holds it, which its ranks begin all at once, or never will."""
+        return bool(self.epochs or self.error)
+
+    def counts_on(self, rank: int) -> bool:
+        """Whether it still wants what a rank of its peer holds."""
+        return not self.error
+
+    def is_to_ask_of(self, rank: int) -> bool:
+        """Whether a rank of its peer was not asked for it."""
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Nothing can be loaded under it. The first reason counts."""
+        self.error = self.error or reason
+
+
+Wanted = Awaited | Loading
 
 
 def interval_s(lease_s: float) -> float:
@@ -20,28 +69,189 @@ def interval_s(lease_s: float) -> float:
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
 
-def wants(loading: Loading, rank: int) -> bool:
-    """Whether a load still counts on what a rank of its peer holds."""
-    if loading.error or not loading.order.handle:
-        return False
-    leg = loading.legs.get(rank)
-    return leg is None or leg.state in (LegState.MEETING, LegState.ASKED)
+def plan_first(wanted: Wanted, peer: Peer, now: float, *, at_once: bool) -> None:
+    """Set when something of a peer that was met is renewed first; ``at_once`` unless it was asked for."""
+    every = interval_s(peer.lease_s)
+    if wanted.renew_at == math.inf:
+        soon = now if at_once else max(now, peer.renewed_at) + min(_PACE_S, every)
+        wanted.renew_at = now + every if wanted.is_asked else soon
 
 
-def plan_first(loading: Loading, lease_s: float, now: float) -> None:
-    """Set when a load of a peer that was met is renewed first: now, unless it was asked for already."""
-    if loading.renew_at == math.inf:
-        asked = loading.legs and all(leg.state is not LegState.MEETING for leg in loading.legs.values())
-        loading.renew_at = now + interval_s(lease_s) if asked else now
-
-
-def take_due(loads: Iterable[Loading], lease_s: float, now: float) -> list[Loading]:
-    """The loads of one peer to renew now: all that are due soon, if one is due."""
-    pending = [loading for loading in loads if not loading.error and loading.order.handle]
-    if not any(now >= loading.renew_at for loading in pending):
+def take_due(pending: Iterable[Wanted], lease_s: float, now: float) -> list[Wanted]:
+    """What of one peer is to be renewed now: all that is due soon, if anything is due."""
+    first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
+    if not first or now < first[0].renew_at:
         return []
     every = interval_s(lease_s)
-    due = [loading for loading in pending if now + every / 2 >= loading.renew_at]
-    for loading in due:
-        loading.renew_at = now + every
+    # What is left out is not due before the pace allows another message.
+    soon = now + max(every / 2, min(_PACE_S, every))
+    due = [wanted for wanted in first if wanted.renew_at <= soon]
+    for wanted in due:
+        wanted.renew_at = now + every
     return due
+
+
+class Renewals:
+    """What this node counts on at its peers: handles that requests wait for, and loads under way.
+
+    Args:
+        loads: all loads, by request.
+        settled: told once of each awaited handle that was to be reported.
+    """
+
+    def __init__(
+        self,
+        config: ExtraConfig,
+        peers: Peers,
+        loads: Mapping[str, Loading],
+        metrics: Metrics,
+        settled: Callable[[str], None],
+    ) -> None:
+        self.awaited: dict[str, Awaited] = {}
+        self._config = config
+        self._peers = peers
+        self._loads = loads
+        self._metrics = metrics
+        self._settled = settled
+        self._unplanned: list[Wanted] = []
+        self._just_met: set[PeerKey] = set()
+        self._look_at = math.inf
+
+    def keep(self, order: Await, now: float) -> None:
+        """A request waits that may load under a handle."""
+        awaited = self.awaited.get(order.handle)
+        if awaited is None:
+            key = (order.engine_id, order.host, order.port)
+            awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
+            self._reach(key, now)
+            self._unplanned.append(awaited)
+        if order.reports:
+            awaited.reports = True
+            awaited.renew_at = self._look_at = now
+            self._tell(awaited)
+
+    def end(self, handle: str) -> Awaited | None:
+        """It is loaded, or let go."""
+        return self.awaited.pop(handle, None)
+
+    def load(self, loading: Loading) -> None:
+        """A load begins, with what is known of its handle."""
+        awaited = self.end(loading.handle)
+        if awaited is not None and awaited.peer == loading.peer:
+            loading.epochs, loading.renew_at = awaited.epochs, awaited.renew_at
+            if awaited.error:
+                loading.fail(awaited.error)
+        self._unplanned.append(loading)
+
+    def peer_keys(self) -> set[PeerKey]:
+        """Peers that requests wait for."""
+        return {awaited.peer for awaited in self.awaited.values()}
+
+    def met(self, key: PeerKey, now: float) -> None:
+        """A peer was met: whatever it holds was not renewed for a while."""
+        self._just_met.add(key)
+        for wanted in self._all():
+            if wanted.peer == key:
+                wanted.renew_at = math.inf
+                self._unplanned.append(wanted)
+        self._look_at = now
+
+    def next_deadline(self) -> float:
+        """The time by which ``advance`` has something to do."""
+        return self._look_at
+
+    def advance(self, now: float) -> None:
+        """Have peers hold what is due."""
+        unplanned, self._unplanned = self._unplanned, []
+        for wanted in unplanned:
+            peer = self._peers.peers.get(wanted.peer)
+            if peer is not None and peer.world_size is not None:
+                plan_first(wanted, peer, now, at_once=wanted.peer in self._just_met)
+            elif isinstance(wanted, Awaited):
+                wanted.renew_at = min(wanted.renew_at, now + _PACE_S)
+            # A load of a peer that is not known yet is planned with when it is met.
+            self._look_at = min(self._look_at, wanted.renew_at)
+        self._just_met.clear()
+        if now < self._look_at:
+            return
+        by_peer: dict[PeerKey, list[Wanted]] = {}
+        for wanted in self._all():
+            by_peer.setdefault(wanted.peer, []).append(wanted)
+        for key, pending in by_peer.items():
+            peer = self._peers.peers.get(key)
+            if peer is None or peer.world_size is None:
+                self._try(key, pending, now)
+            elif due := take_due(pending, peer.lease_s, now):
+                peer.renewed_at = peer.used_at = now
+                for rank in peer.partners:
+                    self._renew_at_rank(peer, rank, due, now)
+        self._look_at = min((wanted.renew_at for wanted in self._all()), default=math.inf)
+
+    def heard(self, peer: Peer, rank: int, renewed: Renewed, now: float) -> None:
+        """A peer says what it still holds. What it was asked for already it answers for by itself."""
+        found: dict[str, Wanted] = {
+            wanted.handle: wanted
+            for wanted in self._all()
+            if wanted.peer == peer.key and wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
+        }
+        for handle, epoch in renewed.epochs:
+            if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
+                self._metrics.failures.labels("epoch").inc()
+                found[handle].fail("the peer holds something else under this handle than before")
+        for handle, reason in renewed.over:
+            if handle in found:
+                self._metrics.failures.labels("lease_over").inc()
+                found[handle].fail(reason)
+        for handle in renewed.unknown:
+            wanted = found.get(handle)
+            if not isinstance(wanted, Awaited):
+                # A load asks by itself, and is answered.
+                continue
+            until = wanted.since + self._config.early_fetch_s
+            if now >= until:
+                self._metrics.failures.labels("lease_over").inc()
+                wanted.fail("no request is held under this handle")
+            else:
+                wanted.renew_at = min(wanted.renew_at, max(until, now + _PACE_S))
+                self._look_at = min(self._look_at, wanted.renew_at)
+        for awaited in found.values():
+            self._tell(awaited)
+
+    def _all(self) -> Iterator[Wanted]:
+        """Everything that is not lost."""
+        for records in (self.awaited, self._loads):
+            for wanted in records.values():
+                if wanted.handle and not wanted.error:
+                    yield wanted
+
+    def _tell(self, wanted: Wanted) -> None:
+        if isinstance(wanted, Awaited) and wanted.reports and wanted.is_settled:
+            wanted.reports = False
+            self._settled(wanted.handle)
+
+    def _reach(self, key: PeerKey, now: float) -> None:
+        # What only waits makes no more connections than may be remembered.
+        if key in self._peers.peers or len(self._peers) < self._config.max_peers:
+            self._peers.reach(key, now)
+
+    def _try(self, key: PeerKey, pending: Iterable[Wanted], now: float) -> None:
+        """Meet a peer that requests wait for. Where it is out of reach, what it does not hold yet is lost."""
+        reason = self._peers.refusal(key, now)
+        for wanted in pending:
+            if not isinstance(wanted, Awaited):
+                # It meets its peer itself.
+                wanted.renew_at = math.inf
+                continue
+            wanted.renew_at = now + _PACE_S
+            if not reason:
+                self._reach(key, now)
+            elif wanted.reports:
+                wanted.fail(reason)
+                self._tell(wanted)
+
+    def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Wanted], now: float) -> None:
+        link = self._peers.connect_rank(peer, rank, now)
+        handles = tuple(dict.fromkeys(wanted.handle for wanted in due if wanted.counts_on(rank)))
+        if link is not None and link.session.state is State.READY and handles:
+            link.session.send(Renew(handles))
+            self._peers.flush(link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 
@@ -129,6 +130,7 @@ class WaitingRoom:
         self.fetches: list[EarlyFetch] = []
         self.expected: set[str] = set()
         self.let_go: dict[str, EarlyLetGo] = {}
+        self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self._tombstones = Tombstones(config.max_leases)
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
@@ -151,6 +153,16 @@ class WaitingRoom:
         self.expected.discard(handle)
         self.let_go.pop(handle, None)
         self._tombstones.bury(handle, reason)
+
+    def watch(self, handle: str, link: str) -> None:
+        """The peer of a connection is to be told what becomes of a handle. The oldest are forgotten."""
+        self._watchers.setdefault(handle, set()).add(link)
+        if len(self._watchers) > self._capacity:
+            self._watchers.popitem(last=False)
+
+    def watchers(self, handle: str) -> set[str]:
+        """Over which connections the fate of a handle is to be told, now that it is known. Asked once."""
+        return self._watchers.pop(handle, set())
 
     def hold(self, handle: str) -> EarlyLetGo | None:
         """The request is held now. Who said before that they will not fetch it."""
@@ -187,6 +199,7 @@ class WaitingRoom:
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank of a peer will not fetch what is not held yet."""
+        self._watchers.pop(handle, None)
         if self._tombstones.reason(handle) is not None:
             return
         said = self.let_go.get(handle)

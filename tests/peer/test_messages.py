@@ -102,7 +102,7 @@ messages = st.one_of(
     st.builds(m.Accepted, transfer_ids, sizes),
     st.builds(m.Wanted, transfer_ids, counts, several(positive)),
     st.builds(m.Renew, several(texts)),
-    st.builds(m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, texts))),
+    st.builds(m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, texts)), several(texts)),
     st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1), sizes),
     st.builds(
         m.Written,
@@ -170,7 +170,7 @@ CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
         (m.Accepted(3, 9), "93a861636365707465640309"),
         (m.Wanted(3, 2, (7,)), "94a677616e74656403029107"),
         (m.Renew(("h",)), "92a572656e657791a168"),
-        (m.Renewed((("h", 9),), (("i", "no"),)), "93a772656e657765649192a168099192a169a26e6f"),
+        (m.Renewed((("h", 9),), (("i", "no"),), ("j",)), "94a772656e657765649192a168099192a169a26e6f91a16a"),
         (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
         (m.Landed(3, 1, 7, 4096, None), "97a66c616e646564030107cd1000c000"),
         (m.Written(1, True, True, 5, 1, 0.5, ""), "9ba77772697474656e01c3c30501cb3fe0000000000000a0c200c0"),

@@ -30,7 +30,7 @@ class KVConnect(Observed):
     """Appends a JSON line per request that was held, loaded or not loaded, rank by rank.
 
     Their kinds are ``hold``, ``load`` and ``failed``. Of a load that failed it has the pages as they lay when
-    vLLM was told.
+    vLLM was told. A prefill server has a ``renewal`` for every message by which a peer renews leases.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -40,6 +40,20 @@ class KVConnect(Observed):
         rank = self.get_handshake_metadata().rank
         folder = Path(os.environ["KVCONNECT_TEST_OBSERVATIONS"])
         self._lines = folder / f"rank{rank}.jsonl"
+        self._observe_renewals()
+
+    def _observe_renewals(self) -> None:
+        if self._worker is None or self._worker.transfer is None:
+            return
+        prefill = self._worker.transfer._mover.prefill
+        renew = prefill._renew
+
+        def observe(link: str, visitor: Any, handles: Any, now: float) -> None:
+            with self._lines.open("a") as out:
+                out.write(json.dumps({"kind": "renewal", "at": now, "handles": len(handles)}) + "\n")
+            renew(link, visitor, handles, now)
+
+        prefill._renew = observe
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

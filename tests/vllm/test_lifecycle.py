@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -140,6 +141,45 @@ def test_a_prefill_server_that_was_idle_for_a_minute(servers):
     params = prefill.prefilled(prompt)
     time.sleep(61)
     assert decode.tokens(prompt, kv_transfer_params=params) == prefill.local_tokens(prompt)
+
+
+@pytest.mark.full
+def test_requests_that_queue_on_the_decode_server_for_many_leases(tmp_path):
+    recipe = write_model("gqa", tmp_path)
+    # One request runs, and one or two more have room: vLLM loads whatever has room as soon as none runs.
+    options = {
+        "prefill_options": ONE_BY_ONE,
+        "decode_options": [*ONE_BY_ONE, "--num-gpu-blocks-override", "33"],
+        "lease_s": 4,
+        "kv_load_failure_policy": "fail",
+    }
+    with pair(recipe, tmp_path, "nixl", **options) as (prefill, decode):
+        began = time.monotonic()
+        decode.tokens(random_prompt(50, 700), max_tokens=200)
+        # The last of the queue waits for some 90 s.
+        count = int(200 * 4.5 / (time.monotonic() - began))
+        prompts = [random_prompt(1600 + 31 * n, 701 + n) for n in range(20)]
+        decode._answer_timeout_s = 300
+
+        def through_the_pair(number):
+            tokens = min(count, 4090 - len(prompts[number]))
+            params = prefill.prefilled(prompts[number])
+            got = decode.tokens(prompts[number], max_tokens=tokens, kv_transfer_params=params)
+            return got, time.monotonic()
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(20) as pool:
+            got = list(pool.map(through_the_pair, range(20)))
+        waited_s = max(ended for _, ended in got) - began
+        assert waited_s > 40, "the test has to make the decode server's queue long"
+        assert_bytes_landed(prefill, decode, 20)
+        renewed_at = [renewal["at"] for renewal in prefill.observed("renewal")]
+        assert len(renewed_at) > waited_s / 4
+        assert min(later - at for at, later in itertools.pairwise(renewed_at)) > 0.95
+        prefill.wait_idle(PROMPTLY_S)
+        for prompt, (tokens, _) in list(zip(prompts, got, strict=True))[::4]:
+            assert prefill.local_tokens(prompt, max_tokens=64) == tokens[:64]
+        print(f"waited {waited_s:.0f} s, {len(renewed_at)} renewals")
 
 
 def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path):

@@ -63,6 +63,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("sendings", len(prefill.sender.sendings)),
             ("send slots", prefill.sender.slots_taken),
             ("loads", len(decode.loads)),
+            ("awaited handles", len(decode.renewals.awaited)),
             ("landing slots", decode.bay.taken),
             ("landings", len(decode.bay)),
         ):

@@ -30,14 +30,14 @@ SLACK_S = 5.0
 class Checks:
     """All checkers of a run, and the little they remember."""
 
-    def __init__(self, world: World, longest_load_s: float) -> None:
+    def __init__(self, world: World, longest_wait_s: float) -> None:
         self.world = world
         self.exceptions = Exceptions()
         self.scribbler: Scribbler | None = None
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
         self.failed: dict[str, str] = {}
-        self._longest_load_s = longest_load_s
+        self._longest_wait_s = longest_wait_s
         self._books: dict[SimWorker, Books] = {}
         self._by_engine: dict[int, SimWorker] = {}
         self._loaded: dict[str, int] = {}
@@ -264,7 +264,7 @@ class Checks:
             bound += config.load_timeout_s
         else:
             # Whoever would fetch may have been stopped meanwhile, and renews when it goes on.
-            bound += config.lease_s + self._longest_load_s + max(one.stopped_s for one in self._books)
+            bound += config.lease_s + self._longest_wait_s + max(one.stopped_s for one in self._books)
         took = self.world.now - owed.since - (worker.stopped_s - owed.stopped_s)
         if took > bound:
             self.world.fail(

@@ -49,9 +49,8 @@ class Run:
         self.scenario: Scenario = draw_scenario(seed, self.world.random)
         extra = self.scenario.nodes[0].extra
         self.network = Network(self.world, self.scenario.weather)
-        # A stranger may renew any lease for as long as that is possible.
-        longest_s = max(extra.load_timeout_s, extra.lease_max_s if self.scenario.has_stranger else 0.0)
-        self.checks = Checks(self.world, longest_s)
+        # A request may wait for blocks on D, and a stranger may renew, for as long as that is possible.
+        self.checks = Checks(self.world, max(extra.load_timeout_s, extra.lease_max_s))
         if self.scenario.has_stranger:
             self.checks.scribbler = Scribbler(self.world, random.Random(f"{seed} scribbles"))
         self.hosts = {
