@@ -82,6 +82,7 @@ def _transfer_halves(
     config: TransferConfig, options: NodeOptions, model: Model, cache: NodeCache
 ) -> tuple[SchedulerConnector, WorkerConnector]:
     """What hands KV over and fetches it."""
+    from kvconnect.scheduler.early import LongestRequest
     from kvconnect.scheduler.factory import configured_scheduler
     from kvconnect.worker.connector import WorkerConnector
 
@@ -100,6 +101,7 @@ def _transfer_halves(
         environ=os.environ,
         clock=time.time,
         prompt_digest=_prompt_digest,
+        longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
     )
     return scheduler, worker
 

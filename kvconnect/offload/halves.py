@@ -296,6 +296,7 @@ class WorkerHalf:
             sent.received + kept.received,
             {**sent.failed, **kept.failed},
             kept.offload,
+            sent.settled,
         )
 
     def on_results(self, wake: Callable[[], None]) -> None:

@@ -12,14 +12,12 @@ import secrets
 from collections.abc import Callable, KeysView, Mapping, Sequence
 from typing import Any
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import (
     Await,
     Expect,
-    GroupBlocks,
     Hold,
     LetGo,
     Load,
@@ -29,6 +27,8 @@ from kvconnect.orders import (
     Results,
     Withdraw,
 )
+from kvconnect.scheduler.blocks import BlockIdsByGroup, blocks_of
+from kvconnect.scheduler.early import EarlyLoads, LongestRequest
 from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.scheduler.held import Held
 from kvconnect.scheduler.params import (
@@ -48,8 +48,6 @@ from kvconnect.scheduler.trust import PeerTrust
 
 logger = logging.getLogger(__name__)
 
-BlockIdsByGroup = Sequence[Sequence[int]]
-
 
 class SchedulerConnector:
     """Decides, per request, whether its KV is fetched, computed or handed out.
@@ -65,6 +63,7 @@ class SchedulerConnector:
         trust: whom to fetch from; left out, whoever a request names.
         parent_of: what the ids of requests have in common that a serving stack made of one.
         prompt_digest: what the prompt of a request is called; asked only about those that are handed over.
+        longest: the longest request that may come; see ``EarlyLoads``.
 
     Raises:
         ConfigError: engine id and host are too long for a handle.
@@ -83,6 +82,7 @@ class SchedulerConnector:
         trust: PeerTrust | None = None,
         parent_of: Callable[[str], str] = str,
         prompt_digest: PromptDigest = untold,
+        longest: LongestRequest | None = None,
     ) -> None:
         if not directory:
             raise LocalError("the scheduler half needs the address of rank 0 at least")
@@ -113,6 +113,7 @@ class SchedulerConnector:
         self._shares = Shares()
         self._promises = Promises()
         extra = config.extra
+        self._early = EarlyLoads(self._groups, cache_config.num_blocks, longest, extra.max_loads)
         self._streams = Streams(self._groups, extra.stream_min_tokens if extra.has_slots else 0)
         self._computing: set[str] = set()
         self._mixed: set[str] = set()
@@ -145,7 +146,8 @@ class SchedulerConnector:
         """Tokens beyond ``num_computed_tokens`` that can be fetched, and whether that is asynchronous.
 
         Asked on every attempt to admit the request; answers the same until it was admitted. None: ask
-        again, another request of this node is fetching the same.
+        again, another request of this node is fetching the same, or P is still computing it and there is no
+        room for more of that kind.
         """
         share = self._share(request)
         if share is None:
@@ -154,10 +156,18 @@ class SchedulerConnector:
         turn = self._shares.turn(request.request_id, share)
         if count <= 0 or turn is Turn.COMPUTE:
             return 0, False
-        if turn is Turn.WAIT:
+        if turn is Turn.WAIT or not (share.spent or self._may_load(share.remote, request.num_tokens)):
             return None, False
         share.starts[request.request_id] = num_computed_tokens
         return count, True
+
+    def _may_load(self, remote: RemotePrefill, num_tokens: int) -> bool:
+        """Whether a load may have blocks now; otherwise P is asked for when it may."""
+        if not remote.is_announced or self._early.may_begin(remote.handle, num_tokens):
+            return True
+        if self._early.wait(remote.handle):
+            self._await(remote, reports=True)
+        return False
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -193,6 +203,8 @@ class SchedulerConnector:
             handle = ""
             refusal = share.failure or "another request of this node has fetched under its handle"
         self._awaited.pop(handle, None)
+        if remote.is_announced and handle:
+            self._early.begin(request.request_id, handle, request.num_tokens)
         self._loads.append(
             Load(
                 request_id=request.request_id,
@@ -201,7 +213,7 @@ class SchedulerConnector:
                 host=remote.host,
                 port=remote.port,
                 num_tokens=wanted,
-                groups=self._blocks(block_ids, first, end),
+                groups=blocks_of(self._groups, block_ids, first, end),
                 refusal=refusal,
             )
         )
@@ -297,6 +309,8 @@ class SchedulerConnector:
             self._promises.end(request_id)
         for request_id in results.received:
             self._shares.loaded(request_id, results.failed.get(request_id, ""))
+            self._early.end(request_id)
+        self._early.settled(results.settled)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
@@ -307,6 +321,7 @@ class SchedulerConnector:
             "sharing": len(self._shares),
             "streaming": len(self._streams),
             "computing": len(self._computing),
+            "early": len(self._early),
         }
 
     def _wants_decode(self, request: RequestView) -> bool:
@@ -416,24 +431,9 @@ class SchedulerConnector:
             + ", or fewer" * is_whole
         )
 
-    def _blocks(
-        self, block_ids: BlockIdsByGroup, first_token: int, end_token: int
-    ) -> tuple[GroupBlocks, ...]:
-        """The blocks of every group that hold tokens ``first_token`` to ``end_token - 1``."""
-        made = []
-        for index, (group, ids) in enumerate(zip(self._groups, block_ids, strict=True)):
-            if not group.has_cache:
-                continue
-            if group.is_state:
-                made.append(GroupBlocks(index, 0, tuple(ids[-1:])))
-                continue
-            first = first_token // group.block_size
-            end = div_ceil(end_token, group.block_size)
-            made.append(GroupBlocks(index, first, tuple(ids[first:end])))
-        return tuple(made)
-
     def _release(self, request_id: str, remote: RemotePrefill) -> None:
         self._awaited.pop(remote.handle, None)
+        self._early.forget(remote.handle)
         self._let_go.append(LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port))
 
     def _hold(
@@ -459,7 +459,7 @@ class SchedulerConnector:
             request_id=request.request_id,
             handle=handle,
             num_tokens=num_tokens,
-            groups=self._blocks(block_ids, 0, num_tokens),
+            groups=blocks_of(self._groups, block_ids, 0, num_tokens),
             lease_s=self._config.extra.lease_s,
         )
         self._holds.append(hold)

@@ -10,6 +10,7 @@ from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.early import LongestRequest
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.prompts import PromptDigest, untold
 from kvconnect.scheduler.trust import PeerTrust
@@ -26,6 +27,7 @@ def configured_scheduler(
     held_back: int = 0,
     parent_of: Callable[[str], str] = str,
     prompt_digest: PromptDigest = untold,
+    longest: LongestRequest | None = None,
 ) -> SchedulerConnector:
     """A scheduler half. Keys are read from files, or ``environ``; ``clock`` is the wall clock, in seconds.
 
@@ -40,6 +42,7 @@ def configured_scheduler(
         kernel_block_sizes,
         directory=directory,
         held_back=held_back,
+        longest=longest,
         handles=Handles(keyring.handle_secret if keyring else b"", clock),
         trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
         parent_of=parent_of,

@@ -39,8 +39,9 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     """Where the KV of a request waits, or will.
 
     ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told. ``vouched``: a signed
-    handle named the address, and no client did. ``is_of_other_prompt``: the handle was made for another
-    prompt. ``refusal`` says why the dictionary is of no use. With either the others mean nothing.
+    handle named the address, and no client did. ``is_announced``: P may be computing it yet.
+    ``is_of_other_prompt``: the handle was made for another prompt. ``refusal`` says why the dictionary is of
+    no use. With either of these two the others mean nothing.
     """
 
     handle: str = ""
@@ -51,6 +52,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     vouched: bool = False
     is_of_other_prompt: bool = False
     refusal: str = ""
+    is_announced: bool = False
 
 
 class TransferId(msgspec.Struct, frozen=True):
@@ -141,6 +143,7 @@ def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Re
         host=_host(params),
         port=_port(params),
         num_tokens=0 if params.get("remote_num_tokens") is None else _num_tokens(params),
+        is_announced=True,
     )
     if params.get(PEER_KEY) is None:
         return remote

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
-from kvconnect.orders import ABORTED, OffloadReport, Results
+from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.geometry import running_states, transferred_groups
 from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, tensor_rank, told_groups
@@ -113,7 +113,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)),
         )
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
-        self._reports: tuple[OffloadReport, ...] = ()
+        self._report = ReportMetadata(())
         kv_events = getattr(vllm_config, "kv_events_config", None)
         self._tells_events = bool(kv_events and kv_events.enable_kv_cache_events)
 
@@ -234,16 +234,17 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
         told = getattr(connector_output, "kv_connector_worker_meta", None)
-        reports = told.reports if isinstance(told, ReportMetadata) else ()
-        for address in told.addresses if isinstance(told, ReportMetadata) else ():
+        report = told if isinstance(told, ReportMetadata) else ReportMetadata(())
+        for address in report.addresses:
             self._hear(address)
-        self._recovery.heard(reports)
+        self._recovery.heard(report.reports)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),
                 received=tuple(connector_output.finished_recving or ()),
                 failed=dict.fromkeys(connector_output.failed_recving or (), "see the workers' log"),
-                offload=reports,
+                offload=report.reports,
+                settled=report.settled,
             )
         )
 
@@ -342,7 +343,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
         results = self._results()
-        self._reports += results.offload
+        self._report = self._report.aggregate(ReportMetadata(results.offload, settled=results.settled))
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -354,10 +355,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this worker's tiers have done, and what it is asked for, or None."""
-        reports, self._reports = self._reports, ()
-        told = self._address() if self._is_asked else None
-        return ReportMetadata(reports, (told,) if told else ()) if reports or told else None
+        """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
+        report, self._report = self._report, ReportMetadata(())
+        if self._is_asked and (address := self._address()):
+            report.addresses = (address,)
+        return report if report.reports or report.addresses or report.settled else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""

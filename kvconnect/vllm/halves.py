@@ -15,6 +15,7 @@ from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tiers import lower_tier_names
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.scheduler.early import LongestRequest
 from kvconnect.scheduler.factory import configured_scheduler
 from kvconnect.vllm.geometry import VllmCache, group_spec, held_back, is_state, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
@@ -67,6 +68,9 @@ def make_scheduler_half(
             clock=time.time,
             parent_of=parent_of,
             prompt_digest=prompt_digest,
+            longest=LongestRequest(
+                vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
+            ),
         )
     offload = None
     if extra.offload is not None:

@@ -70,19 +70,23 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What the tiers of one or more ranks have done, on its way from the workers to the scheduler.
+    """What ranks report beside vLLM's own results, on its way from the workers to the scheduler.
 
-    ``addresses`` are what workers tell of themselves that were asked.
+    ``reports`` are of tiers, ``addresses`` what workers tell of themselves that were asked, ``settled`` the
+    awaited handles whose fate is known.
     """
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()
+    settled: tuple[str, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
-        return ReportMetadata(self.reports + other.reports, self.addresses + other.addresses)
+        return ReportMetadata(
+            self.reports + other.reports, self.addresses + other.addresses, self.settled + other.settled
+        )
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:

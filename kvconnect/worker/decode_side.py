@@ -33,7 +33,7 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import Leg, LegState, LoadEvent, Loading, PeerKey
+from kvconnect.worker.ledger import Leg, LegState, LoadEvent, Loading
 from kvconnect.worker.legs import DEAD_PEER_GRACE_S, Legs
 from kvconnect.worker.local import Local
 from kvconnect.worker.moves import count_error
@@ -91,7 +91,7 @@ class DecodeSide:
         """Begin to fetch a request."""
         key = (order.engine_id, order.host, order.port)
         loading = Loading(order, key, now, now + self._config.load_timeout_s, ready)
-        self.peers.adopt(key, self._peers_in_use())
+        self.peers.adopt(key, self.renewals.peers_in_use())
         self.loads[order.request_id] = loading
         self.renewals.load(loading)
         reason = loading.error or order.refusal or self.peers.refusal(key, now)
@@ -104,7 +104,7 @@ class DecodeSide:
 
     def wait(self, order: Await, now: float) -> None:
         """A request that may fetch has to wait for blocks: what its peer holds for it is renewed."""
-        self.peers.adopt((order.engine_id, order.host, order.port), self._peers_in_use())
+        self.peers.adopt((order.engine_id, order.host, order.port), self.renewals.peers_in_use())
         self.renewals.keep(order, now)
 
     def abort(self, request_id: str) -> None:
@@ -167,9 +167,9 @@ class DecodeSide:
         self._look_after([load for load in self.loads.values() if load.error], now)
         self.renewals.advance(now)
         owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
-        self.peers.owe(owed, now)
+        self.peers.owe(owed | self.renewals.owed(), now)
         self.peers.advance(now)
-        self.peers.forget_idle(self.loads.values())
+        self.peers.forget_idle(self.renewals.peers_in_use)
         self._count()
 
     def _look_after(self, loads: Sequence[Loading], now: float) -> None:
@@ -219,9 +219,6 @@ class DecodeSide:
 
     # Peers
 
-    def _peers_in_use(self) -> set[PeerKey]:
-        return self.renewals.peer_keys() | {loading.peer for loading in self.loads.values()}
-
     def _handle(self, peer: Peer, rank: int, link: RankLink, event: Event, now: float) -> None:
         match event:
             case Ready():
@@ -270,6 +267,7 @@ class DecodeSide:
         self.peers.drop(peer, rank)
         if failed:
             self.peers.failed(peer, reason, now)
+            self.renewals.failed(peer.key, reason)
         elif refused:
             # It has forgotten us, having more peers than it remembers: back only with something to ask.
             peer.was_met = False

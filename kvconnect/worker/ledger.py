@@ -286,11 +286,6 @@ class Loading:
         """Empty where there is nothing to fetch."""
         return self.order.handle
 
-    @property
-    def is_asked(self) -> bool:
-        """All ranks of its peer were asked for it."""
-        return bool(self.legs) and all(leg.state is not LegState.MEETING for leg in self.legs.values())
-
     def counts_on(self, rank: int) -> bool:
         """Whether it still wants what a rank of its peer holds."""
         leg = self.legs.get(rank)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig, split_address
@@ -21,7 +21,7 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
 from kvconnect.peer.session import Event, Ready, Session, Side, State
 from kvconnect.worker.breaker import BreakerEvent, BreakerState
-from kvconnect.worker.ledger import Loading, PeerKey
+from kvconnect.worker.ledger import PeerKey
 from kvconnect.worker.remote import Peer, RankLink
 
 logger = logging.getLogger(__name__)
@@ -302,11 +302,11 @@ class Peers:
                 link.session.owe(link.name in owed, now)
                 self.flush(link)
 
-    def forget_idle(self, loads: Iterable[Loading]) -> None:
-        """Keep as many peers as we may, those of ``loads`` in any case."""
+    def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
+        """Keep as many peers as we may, those that are used in any case."""
         if len(self.peers) <= self._config.max_peers:
             return
-        used = {loading.peer for loading in loads}
+        used = in_use()
         idle = sorted((peer for key, peer in self.peers.items() if key not in used), key=lambda p: p.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:
             for link in peer.links.values():

@@ -40,7 +40,7 @@ class Awaited:
     epochs: dict[int, int] = field(default_factory=dict)
     error: str = ""
     reports: bool = False
-    is_asked: bool = False
+    is_to_ask: bool = True
 
     @property
     def is_settled(self) -> bool:
@@ -74,7 +74,7 @@ def plan_first(wanted: Wanted, peer: Peer, now: float, *, at_once: bool) -> None
     every = interval_s(peer.lease_s)
     if wanted.renew_at == math.inf:
         soon = now if at_once else max(now, peer.renewed_at) + min(_PACE_S, every)
-        wanted.renew_at = now + every if wanted.is_asked else soon
+        wanted.renew_at = soon if wanted.is_to_ask else now + every
 
 
 def take_due(pending: Iterable[Wanted], lease_s: float, now: float) -> list[Wanted]:
@@ -123,7 +123,7 @@ class Renewals:
         if awaited is None:
             key = (order.engine_id, order.host, order.port)
             awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
-            self._reach(key, now)
+            self._reach(awaited, now)
             self._unplanned.append(awaited)
         if order.reports:
             awaited.reports = True
@@ -143,9 +143,14 @@ class Renewals:
                 loading.fail(awaited.error)
         self._unplanned.append(loading)
 
-    def peer_keys(self) -> set[PeerKey]:
-        """Peers that requests wait for."""
-        return {awaited.peer for awaited in self.awaited.values()}
+    def peers_in_use(self) -> set[PeerKey]:
+        """Peers of loads, and those that are asked about what requests wait for."""
+        return self._asked() | {loading.peer for loading in self._loads.values()}
+
+    def owed(self) -> set[str]:
+        """Connections over which a peer owes word about what requests wait for."""
+        known = (self._peers.peers[key] for key in self._asked() if key in self._peers.peers)
+        return {link.name for peer in known for link in peer.links.values()}
 
     def met(self, key: PeerKey, now: float) -> None:
         """A peer was met: whatever it holds was not renewed for a while."""
@@ -155,6 +160,13 @@ class Renewals:
                 wanted.renew_at = math.inf
                 self._unplanned.append(wanted)
         self._look_at = now
+
+    def failed(self, key: PeerKey, reason: str) -> None:
+        """A peer is out of reach, or of no use: what it does not hold yet, and is asked for, is lost."""
+        for awaited in self.awaited.values():
+            if awaited.peer == key and awaited.reports:
+                awaited.fail(reason)
+                self._tell(awaited)
 
     def next_deadline(self) -> float:
         """The time by which ``advance`` has something to do."""
@@ -175,6 +187,7 @@ class Renewals:
         if now < self._look_at:
             return
         by_peer: dict[PeerKey, list[Wanted]] = {}
+        self._give_up(now)
         for wanted in self._all():
             by_peer.setdefault(wanted.peer, []).append(wanted)
         for key, pending in by_peer.items():
@@ -217,6 +230,9 @@ class Renewals:
         for awaited in found.values():
             self._tell(awaited)
 
+    def _asked(self) -> set[PeerKey]:
+        return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
+
     def _all(self) -> Iterator[Wanted]:
         """Everything that is not lost."""
         for records in (self.awaited, self._loads):
@@ -229,25 +245,30 @@ class Renewals:
             wanted.reports = False
             self._settled(wanted.handle)
 
-    def _reach(self, key: PeerKey, now: float) -> None:
-        # What only waits makes no more connections than may be remembered.
-        if key in self._peers.peers or len(self._peers) < self._config.max_peers:
-            self._peers.reach(key, now)
+    def _give_up(self, now: float) -> None:
+        """A peer that is alive may never say what becomes of a handle."""
+        longest_s = self._config.lease_max_s
+        for awaited in self.awaited.values():
+            if awaited.reports and now >= awaited.since + longest_s:
+                awaited.fail(f"it was not held within {longest_s} s, which is lease_max_s")
+                self._tell(awaited)
+
+    def _reach(self, awaited: Awaited, now: float) -> None:
+        # What only waits makes no more connections than may be remembered; what is asked for is like a load.
+        if awaited.reports or awaited.peer in self._peers.peers or len(self._peers) < self._config.max_peers:
+            self._peers.reach(awaited.peer, now)
 
     def _try(self, key: PeerKey, pending: Iterable[Wanted], now: float) -> None:
-        """Meet a peer that requests wait for. Where it is out of reach, what it does not hold yet is lost."""
-        reason = self._peers.refusal(key, now)
+        """Meet a peer that requests wait for."""
         for wanted in pending:
             if not isinstance(wanted, Awaited):
                 # It meets its peer itself.
                 wanted.renew_at = math.inf
                 continue
             wanted.renew_at = now + _PACE_S
-            if not reason:
-                self._reach(key, now)
-            elif wanted.reports:
-                wanted.fail(reason)
-                self._tell(wanted)
+            self._reach(wanted, now)
+        if reason := self._peers.refusal(key, now):
+            self.failed(key, reason)
 
     def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Wanted], now: float) -> None:
         link = self._peers.connect_rank(peer, rank, now)

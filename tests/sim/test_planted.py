@@ -8,6 +8,7 @@ import random
 import msgspec
 import pytest
 
+from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.testing.sim.draw import draw_scenario
 from kvconnect.testing.sim.engine import SimEngine
@@ -214,6 +215,16 @@ def refuses_whoever_comes_early(patch):
     patch.setattr(WaitingRoom, "admit", lambda self, early, is_held, now: "it is not held")
 
 
+def begins_early_without_a_bound(patch):
+    """D gives blocks to whatever is announced, and has none for what P holds."""
+    patch.setattr(EarlyLoads, "may_begin", lambda self, handle, num_tokens: True)
+
+
+def never_hears_what_is_settled(patch):
+    """D gives no blocks to what had to wait, whatever P says."""
+    patch.setattr(EarlyLoads, "settled", lambda self, handles: None)
+
+
 def goes_on_as_ever(patch):
     """A node that shall end keeps its leases."""
     patch.setattr(PrefillSide, "drain", lambda self, now: None)
@@ -267,13 +278,15 @@ def seeds_of(theme: str, kind: str):
         (gives_a_handle_twice, "", "replays", {"opens_once"}),
         (reads_expired_handles, "", "", {"forged_opens_nothing"}),
         (reads_forged_handles, "", "", {"forged_opens_nothing"}),
-        (loses_a_report, "", "", {"idle", "all_answered"}),
+        (loses_a_report, "", "", {"idle", "all_answered", "nothing_stands_still"}),
         (reports_twice, "", "kills", {"each_once"}),
         (sends_before_it_is_computed, "", "", {"bytes_are_right"}),
         (trusts_lost_blocks, "streams", "", {"bytes_are_right", "nobody_reads"}),
         (keeps_leases_for_ever, "", "aborts", {"in_time", "idle"}),
         (waits_too_long, "busy", "", {"in_time", "all_answered"}),
         (refuses_whoever_comes_early, "", "none", {"success"}),
+        (begins_early_without_a_bound, "", "none", {"nothing_stands_still"}),
+        (never_hears_what_is_settled, "", "none", {"nothing_stands_still"}),
         (sends_without_a_bound, "streams", "", {"within_bounds"}),
         (never_pauses, "", "kills", {"nothing_spins"}),
         (goes_on_as_ever, "", "drains", {"drained_in_time"}),

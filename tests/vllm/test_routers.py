@@ -215,3 +215,34 @@ def test_metrics_of_both_servers(servers):
         decode.ask(prompt[::-1], kv_transfer_params={"do_remote_prefill": True})
     decode.tokens([1, 2, 3])
     assert "vllm:kvconnect_failures_total" in _series(decode)
+
+
+@pytest.mark.full
+def test_full_servers_that_are_asked_at_once_do_not_wait_for_each_other(tmp_path):
+    """Each has room for two of the prompts, and they are asked for them in opposite orders."""
+    options = ["--num-gpu-blocks-override", "33"]
+    with pair(write_model("gqa", tmp_path), tmp_path, "nixl", options=options, load_timeout_s=30) as both:
+        prefill, decode = both
+        prompts = [random_prompt(1300 + 40 * number, 900 + number) for number in range(12)]
+        announced = [_announced(prefill, decode) for _ in prompts]
+        began = time.monotonic()
+        with ThreadPoolExecutor(2 * len(prompts)) as pool:
+            asked, decoding = [], {}
+            for number in range(len(prompts)):
+                other = len(prompts) - 1 - number
+                params = announced[number][0]
+                asked.append(
+                    pool.submit(prefill.ask, prompts[number], max_tokens=1, kv_transfer_params=params)
+                )
+                params = announced[other][1]
+                decoding[other] = pool.submit(decode.tokens, prompts[other], kv_transfer_params=params)
+                time.sleep(0.02)
+            for one in asked:
+                one.result(120)
+            got = [decoding[number].result(120) for number in range(len(prompts))]
+        print(f"{len(prompts)} requests took {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 30, "nothing may wait for a deadline"
+        assert all(len(tokens) == 16 for tokens in got)
+        assert_bytes_landed(prefill, decode, len(prompts) * 2)
+        prefill.wait_idle()
+        decode.wait_idle()

@@ -355,7 +355,8 @@ def test_the_log_line_tells_what_is_kept():
 def test_reports_of_all_ranks_arrive_together():
     def output(rank: int) -> ModelRunnerOutput:
         report = OffloadReport(rank, stored={7: ()}, changes=(TierChange("disk", 0, (b"h",)),))
-        meta = ReportMetadata((report,)) if rank != 1 else None
+        # Rank 0 reports for all ranks what peers have settled.
+        meta = ReportMetadata((report,), settled=() if rank else ("a handle",)) if rank != 1 else None
         made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
         made.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=meta)
         # Workers are processes of their own.
@@ -367,6 +368,7 @@ def test_reports_of_all_ranks_arrive_together():
     told = merged.kv_connector_output.kv_connector_worker_meta
     assert [report.rank for report in told.reports] == [0, 2]
     assert told.reports[0].stored == {7: ()}
+    assert told.settled == ("a handle",)
 
 
 def test_somebody_else_s_worker_metadata_is_left_alone():

@@ -10,7 +10,7 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.orders import RankAddress, Results
+from kvconnect.orders import Await, Expect, Orders, RankAddress, Results, Withdraw
 from kvconnect.peer.messages import LetGo, Message, Renew
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
@@ -245,6 +245,90 @@ def test_waiting_requests_make_no_more_connections_than_peers_are_remembered():
         queue.half.new_request(Request(f"r{number}", BLOCK_TOKENS, params))
     queue.run(3)
     assert len(queue.pair.decode.mover.decode.peers) <= 2
+
+
+def asked_for(queue: Queue, expected: bool = True) -> Pair:
+    """D has asked P about a transfer that is announced, and P is computing it, or has not heard of it."""
+    pair = queue.pair
+    if expected:
+        pair.prefill.mover.order(Orders(expected=(Expect("transfer:t"),)), lambda: True)
+    order = Await("transfer:t", "", "127.0.0.1", pair.prefill.channel.port, reports=True)
+    pair.decode.mover.order(Orders(awaited=(order,)), lambda: True)
+    pair.run(0.2)
+    return pair
+
+
+def settled(pair: Pair) -> list[str]:
+    return [handle for results in pair.decode.results for handle in results.settled]
+
+
+@pytest.mark.parametrize("expected", [True, False])
+def test_p_says_at_once_that_it_holds_what_it_was_asked_for_before(expected):
+    pair = asked_for(Queue(), expected)
+    assert settled(pair) == []
+    pair.hold("t", (5,), "transfer:t")
+    pair.run(0.1)
+    assert settled(pair) == ["transfer:t"]
+    pair.run(9)
+    assert pair.prefill.count("failures", reason="lease_expired") == 0
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
+    pair.run(1)
+    assert settled(pair) == ["transfer:t"], "it is reported once"
+    assert pair.landed((5,), (7,))
+    pair.assert_idle()
+
+
+def test_what_is_held_already_is_settled_when_it_is_asked_for():
+    queue = Queue()
+    queue.pair.hold("t", (5,), "transfer:t")
+    assert settled(asked_for(queue, expected=False)) == ["transfer:t"]
+
+
+def test_p_says_at_once_that_nothing_comes_of_a_prefill():
+    pair = asked_for(Queue())
+    pair.prefill.mover.order(Orders(withdrawn=(Withdraw("transfer:t", "it was aborted"),)), lambda: True)
+    pair.run(0.1)
+    assert settled(pair) == ["transfer:t"]
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
+    pair.run(0.1)
+    assert "it was aborted" in pair.decode.failed["t"]
+
+
+def test_a_prefill_that_is_under_way_is_waited_for_and_one_that_is_not_known_is_not():
+    known, unknown = asked_for(Queue(early_fetch_s=3.0)), asked_for(Queue(early_fetch_s=3.0), expected=False)
+    for pair in (known, unknown):
+        pair.run(20)
+    assert settled(known) == []
+    assert settled(unknown) == ["transfer:t"]
+
+
+@pytest.mark.parametrize("how", ["silent", "gone"])
+def test_a_peer_that_says_nothing_any_more_settles_what_it_was_asked_for(how):
+    pair = asked_for(Queue(peer_timeout_s=3.0))
+    if how == "silent":
+        pair.cut()
+    else:
+        pair.network.kill(pair.prefill.channel.port)
+    pair.run(15)
+    assert settled(pair) == ["transfer:t"]
+
+
+def test_a_prefill_that_never_ends_is_waited_for_as_long_as_a_lease_may_last():
+    pair = asked_for(Queue(lease_max_s=20.0))
+    pair.run(19)
+    assert settled(pair) == []
+    pair.run(3)
+    assert settled(pair) == ["transfer:t"]
+    pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
+    pair.run(0.1)
+    assert "it was not held within 20.0 s, which is lease_max_s" in pair.decode.failed["t"]
+
+
+def test_only_the_first_rank_reports():
+    queue = Queue()
+    queue.pair.decode.mover._rank = 1
+    queue.pair.hold("t", (5,), "transfer:t")
+    assert settled(asked_for(queue)) == []
 
 
 def test_results_are_unchanged_where_nothing_is_asked_to_be_reported():

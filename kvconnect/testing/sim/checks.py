@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SLACK_S = 5.0
 """What the network and a worker's own pace may add to a bound."""
+STILL_S = 10.0
+"""Where nothing goes wrong, and somebody waits, something moves within that time."""
 
 
 class Checks:
@@ -37,6 +39,7 @@ class Checks:
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
         self.failed: dict[str, str] = {}
+        self._moved_at = world.now
         self._longest_wait_s = longest_wait_s
         self._books: dict[SimWorker, Books] = {}
         self._by_engine: dict[int, SimWorker] = {}
@@ -50,6 +53,10 @@ class Checks:
             self.counts[what] = self.counts.get(what, 0) + number
 
     # What happens
+
+    def moved(self) -> None:
+        """A token was computed, a byte is on its way, a client was answered, or something ended."""
+        self._moved_at = self.world.now
 
     def begin(self, worker: SimWorker) -> None:
         """A worker is there."""
@@ -71,6 +78,7 @@ class Checks:
 
     def reported(self, worker: SimWorker, results: Results) -> None:
         """A worker reports what ended."""
+        self.moved()
         books = self._books[worker]
         for what, names, owed in (
             ("sent", results.sent, books.holds),
@@ -102,6 +110,7 @@ class Checks:
 
     def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
         """See ``EngineWatch``."""
+        self.moved()
         self.writes_are_wanted(engine, batch, target, "moves")
         worker = self._by_engine.get(id(target))
         if self.scribbler is not None and worker is not None and not worker.is_strange:
@@ -272,6 +281,15 @@ class Checks:
                 f"{type(owed.order).__name__} of {owed.order.request_id} at {worker.who} took {took:.1f} s, "
                 f"its bound is {bound:.1f} s",
             )
+
+    def nothing_stands_still(self, waiting: dict[str, float]) -> None:
+        """4: those who wait, each since then, wait for something that moves, and not for one another."""
+        for name, since in waiting.items():
+            still_s = self.world.now - max(self._moved_at, since)
+            if still_s > STILL_S:
+                self.world.fail(
+                    "nothing_stands_still", f"{name} waits, and nothing moved for {still_s:.1f} s"
+                )
 
     def drain_bound_s(self, node: SimNode) -> float:
         """How long a node that shall end may take until nobody waits for it."""

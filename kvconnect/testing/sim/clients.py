@@ -17,7 +17,8 @@ _PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False
 class Client:
     """One client's request, from its start to its answer. ``outcome`` is what it was told.
 
-    ``told`` are called with the parameters that the router passes on. ``is_forged``: these are of no use.
+    ``asks_at`` is when it has asked all that it can ask by itself. ``told`` are called with the parameters
+    that the router passes on. ``is_forged``: these are of no use.
     """
 
     def __init__(self, world: World, hosts: Mapping[str, Host], plan: RequestPlan) -> None:
@@ -28,6 +29,7 @@ class Client:
         self.told: list[Callable[[Mapping[str, Any]], None]] = []
         self._world = world
         self._hosts = hosts
+        self.asks_at = world.now + plan.start_s + plan.forward_s
         self._open: dict[str, tuple[Host, Request]] = {}
         self._answers: list[str] = []
         world.after(plan.start_s, self._start)

@@ -14,6 +14,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.early import LongestRequest
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.trust import PeerTrust
 from kvconnect.testing.sim.blocks import Blocks
@@ -87,6 +88,7 @@ class SimNode:
             plan.shape.kernel_sizes(plan.model),
             directory=[RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)],
             new_handle=lambda: f"{self.name}-{next(handles)}",
+            longest=LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None,
             **self._trust(),
         )
         self.device = Stream(world, plan.kernel_s, self._device_moved)
@@ -305,6 +307,7 @@ class SimNode:
                 worker.memory.compute(prompt, ids, start, stop)
 
         self.device.launch(kernel, cost=count)
+        self.checks.moved()
         request.computed, request.is_computed = stop, self.device.mark()
         self.blocks.remember(request)
         if request.request_id in self.connector.streaming:
@@ -336,6 +339,7 @@ class SimNode:
         self, request: Request, outcome: str, error: str, params: Mapping[str, Any] | None = None
     ) -> None:
         request.outcome, request.error, request.answer = outcome, error, params
+        self.checks.moved()
         self.world.note(self.name, "ends", request.request_id, outcome, error)
         request.done(request)
 

@@ -19,6 +19,7 @@ class RankReports:
     def take(self, reports: Iterable[Results]) -> Results:
         """Add what was reported. What is over at every rank by now; failed, if it failed at one."""
         over: dict[str, list[str]] = {"sent": [], "received": []}
+        settled: list[str] = []
         for results in reports:
             for what, names in (("sent", results.sent), ("received", results.received)):
                 for name in names:
@@ -26,7 +27,8 @@ class RankReports:
                     if self._said[what, name] == self._world_size:
                         del self._said[what, name]
                         over[what].append(name)
+            settled += results.settled
             for name, why in results.failed.items():
                 self._failed.setdefault(name, why)
         failed = {name: self._failed.pop(name) for name in over["received"] if name in self._failed}
-        return Results(tuple(over["sent"]), tuple(over["received"]), failed)
+        return Results(tuple(over["sent"]), tuple(over["received"]), failed, settled=tuple(settled))

@@ -122,6 +122,8 @@ class Run:
         # Where P has room for one prompt only, each may have to wait for the lease of the one before.
         lasts_s += 30.0 + len(self.clients) * extra.lease_max_s
         while world.run(world.now + _LOOK_S, _MOST_EVENTS) and world.now < START_S + lasts_s:
+            if not set(self.scenario.kinds) - {LEAVERS}:
+                self._check_motion()
             if world.now > START_S + max(FAULTS_S, longest) and self._is_idle():
                 break
         for client in self.clients:
@@ -139,6 +141,11 @@ class Run:
             not any(host.node.connector.state().values()) and self.checks.is_quiet(host.node)
             for host in self.hosts.values()
         )
+
+    def _check_motion(self) -> None:
+        """Safety alone would be easy, and so would be to wait until time is over."""
+        asked = (client for client in self.clients if isinstance(client, Client) and not client.is_over)
+        self.checks.nothing_stands_still({client.name: client.asks_at for client in asked})
 
     def _check_success(self) -> None:
         """Where nothing goes wrong nothing fails, but for clients that left: safety alone would be easy."""

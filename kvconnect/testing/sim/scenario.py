@@ -65,6 +65,7 @@ class NodePlan:
     ``step_tokens`` bounds what a step computes, ``chunk_tokens`` what it computes of one request.
     ``kernel_s`` is what the device takes for a token or a chunk. ``keeps_engine_id`` and ``keeps_ports``: so
     it is after a restart. ``is_stranger``: it lies, and writes to slots that it was not granted.
+    ``longest_tokens`` is what a request has at most; 0 where no pool is small.
     """
 
     host: str
@@ -89,6 +90,7 @@ class NodePlan:
     keeps_ports: bool
     is_stranger: bool = False
     handles: HandlePlan | None = None
+    longest_tokens: int = 0
 
 
 @dataclass

@@ -30,6 +30,8 @@ LEAVERS = "leavers"
 _FIRST_TEXT = 50_000
 """Texts of what a stranger computes: nobody else's prompt begins like them."""
 _BOTH, _HANDLES, _STRANGER, _LEAVERS = 0.15, 0.2, 0.12, 0.4
+_SMALL, _SMALL_AND_CALM = 0.1, 0.5
+"""Where nothing else goes wrong it is seen at once that nothing moves."""
 
 
 def twist(scenario: Scenario) -> None:
@@ -39,6 +41,8 @@ def twist(scenario: Scenario) -> None:
         ("handles", _HANDLES, _add_handles),
         ("stranger", _STRANGER, _add_stranger),
         ("leavers", _LEAVERS, _add_leavers),
+        # Last, since all requests must have room.
+        ("small", _SMALL if scenario.kinds else _SMALL_AND_CALM, _make_small),
     ):
         # Text seeds a generator alike in every process.
         rng = random.Random(f"{scenario.seed} {name}")
@@ -56,6 +60,31 @@ def _make_both(scenario: Scenario, rng: random.Random) -> None:
     for fault in scenario.faults:
         if fault.aim and rng.random() < 0.5:
             fault.aim = rng.choice(hosts)
+
+
+def _make_small(scenario: Scenario, rng: random.Random) -> None:
+    """All nodes have room for 4 to 12 blocks of each kind, and most requests ask both nodes at once."""
+    if any(node.role == "kv_both" for node in scenario.nodes if not node.is_stranger):
+        # Two nodes that are full of what they hold for each other wait for leases, whoever asks when.
+        return
+    rooms = []
+    for node in scenario.nodes:
+        blocks = rng.randint(4, 12)
+        node.num_blocks = 1 + blocks * len(scenario.model.kinds)
+        rooms.append(blocks * node.shape.block_tokens)
+    most = max(request.max_tokens for request in scenario.requests)
+    longest = min(rooms) - most
+    begin_s = min(request.start_s for request in scenario.requests)
+    for request in scenario.requests:
+        length = rng.choice((longest, max(3, longest // 2), rng.randint(3, longest)))
+        shared = min(request.prompt.prefix_tokens, length - 1)
+        request.prompt = replace(request.prompt, num_tokens=length, prefix_tokens=shared)
+        if scenario.handles is None:
+            # Otherwise somebody may present again what only one of the flows has.
+            request.flow = "parallel" if rng.random() < 0.75 else "sequential"
+        request.start_s = begin_s + 0.5 * rng.random()
+    for node in scenario.nodes:
+        node.longest_tokens = longest + most
 
 
 def _add_handles(scenario: Scenario, rng: random.Random) -> None:
