@@ -115,8 +115,7 @@ class SchedulerConnector:
         extra = config.extra
         self._early = EarlyLoads(self._groups, cache_config.num_blocks, longest, extra.max_loads)
         self._streams = Streams(self._groups, extra.stream_min_tokens if extra.has_slots else 0)
-        self._computing: set[str] = set()
-        self._mixed: set[str] = set()
+        self._began_before_reset: dict[str, bool] = {}
         self._said: set[str] = set()
         self._draining = False
 
@@ -179,8 +178,7 @@ class SchedulerConnector:
         these tokens; it is 0 whenever nothing is to be fetched.
         """
         if self._wants_decode(request):
-            self._computing.add(request.request_id)
-            self._mixed.discard(request.request_id)
+            self._began_before_reset[request.request_id] = False
         share = self._share(request)
         if share is None or request.request_id in share.decided:
             return
@@ -243,7 +241,7 @@ class SchedulerConnector:
 
         Requests that have blocks now are not handed over, unless they lose these and begin anew.
         """
-        self._mixed |= self._computing
+        self._began_before_reset = dict.fromkeys(self._began_before_reset, True)
         self._held.reset()
 
     def build_orders(self) -> Orders:
@@ -287,11 +285,9 @@ class SchedulerConnector:
         if not self._wants_decode(request):
             return False, None
         self._streams.end(request_id)
-        self._computing.discard(request_id)
         kept, params = False, None
         reason = "the prefill was aborted, or failed"
-        if request_id in self._mixed:
-            self._mixed.discard(request_id)
+        if self._began_before_reset.pop(request_id, False):
             reason = "the prefill began before the caches were reset"
         elif delivered and not self._shares.is_loading(request_id):
             params = self._held.params(self._parent_of(request_id))
@@ -320,7 +316,7 @@ class SchedulerConnector:
             "loading": self._shares.num_loading,
             "sharing": len(self._shares),
             "streaming": len(self._streams),
-            "computing": len(self._computing),
+            "computing": len(self._began_before_reset),
             "early": len(self._early),
         }
 

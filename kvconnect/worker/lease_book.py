@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold
+from kvconnect.peer.messages import MAX_HANDLES, Renewed
 from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, LeaseState
 from kvconnect.worker.moves import Counted
+from kvconnect.worker.waiting import WaitingRoom
 
 logger = logging.getLogger(__name__)
 
@@ -121,3 +123,26 @@ class LeaseBook:
         del self.leases[lease.order.handle]
         self._metrics.leases.set(len(self.leases))
         self._ended(lease, reason)
+
+
+def answer_renewal(
+    book: LeaseBook, waiting: WaitingRoom, handles: Sequence[str], engine_id: str, link: str, now: float
+) -> Renewed:
+    """A peer will still fetch these, as soon as it is their turn: what is so of each."""
+    epochs: list[tuple[str, int]] = []
+    over: list[tuple[str, str]] = []
+    unknown: list[str] = []
+    for handle in dict.fromkeys(handles[:MAX_HANDLES]):
+        lease = book.leases.get(handle)
+        reason = waiting.reason(handle) if lease is None else None
+        if lease is not None:
+            reason = book.renew(lease, engine_id, link, now) or None
+        if reason is not None:
+            over.append((handle, reason))
+        elif lease is not None:
+            epochs.append((handle, lease.epoch))
+        else:
+            waiting.watch(handle, link)
+            if handle not in waiting.expected:
+                unknown.append(handle)
+    return Renewed(tuple(epochs), tuple(over), tuple(unknown))

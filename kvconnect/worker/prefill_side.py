@@ -18,7 +18,6 @@ from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Expect, Hold, Preempted, Progress, Withdraw
 from kvconnect.peer.messages import (
-    MAX_HANDLES,
     Accepted,
     Alive,
     Cancel,
@@ -38,7 +37,7 @@ from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.plan.align import Link
 from kvconnect.plan.transfer import make_plan
 from kvconnect.worker.growing import Growing, Prefills
-from kvconnect.worker.lease_book import LeaseBook
+from kvconnect.worker.lease_book import LeaseBook, answer_renewal
 from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, Sending, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.moves import Counted
@@ -219,7 +218,9 @@ class PrefillSide:
             case Received(message=LetGo() as let_go):
                 self._let_go(visitor, let_go, now)
             case Received(message=Renew(handles=handles)):
-                self._renew(link, visitor, handles, now)
+                if (peer := visitor.session.peer) is not None:
+                    answer = answer_renewal(self.book, self.waiting, handles, peer.engine_id, link, now)
+                    visitor.session.send(answer)
             case Received(message=Alive()):
                 visitor.session.send(StillAlive())
             case Misused(reason=reason):
@@ -430,29 +431,6 @@ class PrefillSide:
             self.waiting.refuse(message.handle, consumer, message.consumers, now)
             return
         self.book.let_go(lease, consumer, message.consumers, now)
-
-    def _renew(self, link: str, visitor: Visitor, handles: Sequence[str], now: float) -> None:
-        """A peer will still fetch these, as soon as it is their turn."""
-        peer = visitor.session.peer
-        if peer is None:
-            return
-        epochs: list[tuple[str, int]] = []
-        over: list[tuple[str, str]] = []
-        unknown: list[str] = []
-        for handle in dict.fromkeys(handles[:MAX_HANDLES]):
-            lease = self.leases.get(handle)
-            reason = self.waiting.reason(handle) if lease is None else None
-            if lease is not None:
-                reason = self.book.renew(lease, peer.engine_id, link, now) or None
-            if reason is not None:
-                over.append((handle, reason))
-            elif lease is not None:
-                epochs.append((handle, lease.epoch))
-            else:
-                self.waiting.watch(handle, link)
-                if handle not in self.waiting.expected:
-                    unknown.append(handle)
-        visitor.session.send(Renewed(tuple(epochs), tuple(over), tuple(unknown)))
 
     def _finish(self, sending: Sending, now: float) -> None:
         if self._choice.take(sending):
