@@ -253,16 +253,33 @@ def test_a_latent_cache_returns_where_all_but_one_token_does(tmp_path):
 
 
 @pytest.mark.full
-def test_a_hybrid_without_prefix_caching_is_refused_with_both_numbers(tmp_path):
-    recipe = write_model("hybrid", tmp_path)
-    server = Server(recipe, tmp_path, "refused", "0", offload(), ["--max-model-len", "2048"])
+@pytest.mark.parametrize(
+    ("kind", "cpu_bytes", "options", "texts"),
+    [
+        # Without prefix caching the block sizes of a hybrid are not aligned.
+        (
+            "hybrid",
+            CPU_BYTES,
+            ["--max-model-len", "2048"],
+            ("hash block size", "2048", "--enable-prefix-caching"),
+        ),
+        # One row for the windows, of which a hit needs two.
+        ("sliding", 3_000_000, options_of("sliding", None), ("cpu_bytes is 3000000", "needs 2 of them")),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_at_the_start_with_the_numbers(
+    tmp_path, kind, cpu_bytes, options, texts
+):
+    recipe = write_model(kind, tmp_path)
+    server = Server(recipe, tmp_path, "refused", "0", offload(cpu_bytes=cpu_bytes), options)
     try:
         deadline = time.monotonic() + 200
         while server.process.poll() is None:
             assert time.monotonic() < deadline, server.logs()
             time.sleep(0.5)
         log = server.log.read_text(errors="replace")
-        for text in ("hash block size", "2048", "--enable-prefix-caching"):
+        for text in texts:
             assert text in log
+        assert "Application startup complete" not in log
     finally:
         server.end()
