@@ -41,10 +41,11 @@ def nodes(tmp_path_factory):
         urls["router"] = children.start("router", "router", "--port", "0", *options).wait_ready(deadline)
         until_ready(urls["router"])
 
-        def restart_prefill():
+        def restart_prefill(meanwhile=lambda: None):
             old = made["prefill"]
             old.ask_to_end()
             old.end(time.monotonic() + 5)
+            meanwhile()
             options = [
                 text.replace('"engine_id": "prefill"', '"engine_id": "new"') for text in prefill_options
             ]
@@ -199,3 +200,20 @@ def test_a_prefill_node_that_was_restarted_is_found_again_and_nobody_notices(nod
     now = flows(nodes)
     assert now["resumed"] - ran["resumed"] == 1
     assert now["parallel"] - ran["parallel"] == 3
+
+
+def test_while_no_prefill_node_is_there_the_decode_node_answers(nodes):
+    prompts = [prompt_of(150, f"alone {n}") for n in range(4)]
+    expected = [tokens(ask(nodes["alone"], "gqa", prompt)) for prompt in prompts]
+    got = []
+
+    def ask_all():
+        got.extend(tokens(ask(nodes["router"], "gqa", prompt)) for prompt in prompts)
+
+    before = read_metrics(nodes["router"])
+    nodes["restart"](ask_all)
+    assert got == expected
+    assert growth(before, read_metrics(nodes["router"]), "kvconnect_router_fallbacks_total") == 4
+    ran = flows(nodes)
+    assert tokens(ask(nodes["router"], "gqa", prompts[0])) == expected[0]
+    assert flows(nodes) != ran, "and the prefill node is used again"
