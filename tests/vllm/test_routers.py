@@ -135,6 +135,10 @@ SOON_S = 5.0
 """Far less than a lease: blocks that nobody fetches would be in use for 30 s."""
 
 
+FOUR = {"n": 4, "temperature": 1, "top_k": 1}
+"""Four answers, which are sampled and yet known: vLLM gives one only where the temperature is 0."""
+
+
 def _texts(server: Server, prompt: object, **more: object) -> list[list[int]]:
     choices = server.ask(prompt, **more)["choices"]
     return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
@@ -145,8 +149,8 @@ def test_several_answers_to_one_prompt_take_one_lease_and_one_load(servers):
     prefill, decode = servers
     prompt = random_prompt(700, 75)
     holds, loaded = len(prefill.observed("hold")), decode.loaded_tokens()
-    params = prefill.prefilled(prompt, n=4)
-    assert _texts(decode, prompt, n=4, kv_transfer_params=params) == [prefill.local_tokens(prompt)] * 4
+    params = prefill.prefilled(prompt, **FOUR)
+    assert _texts(decode, prompt, **FOUR, kv_transfer_params=params) == [prefill.local_tokens(prompt)] * 4
     prefill.wait_idle(SOON_S)
     decode.wait_idle()
     assert decode.loaded_tokens() - loaded == 700
@@ -159,8 +163,8 @@ def test_several_answers_through_the_router(servers, router):
     loaded = decode.loaded_tokens()
     for number in range(2):
         prompt = random_prompt(700, 90 + len(flow) + number)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        answer = fetch_json(url + "/v1/completions", {**body, "n": 4, "return_token_ids": True}, 120)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "ignore_eos": True, **FOUR}
+        answer = fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
         tokens = [choice["token_ids"] for choice in answer["choices"]]
         assert tokens == [prefill.local_tokens(prompt)] * 4
     prefill.wait_idle(SOON_S)
