@@ -102,7 +102,6 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 DIRECT: Mapping[str, str] = {
     "beam_search": "it asks for a beam search",
-    "batch": "it has several prompts",
     "prompt_logprobs": "log probabilities of the prompt are asked for",
 }
 """Why a request cannot be split between two nodes, in words."""
@@ -111,28 +110,49 @@ DIRECT: Mapping[str, str] = {
 def direct_reason(body: Mapping[str, Any]) -> str | None:
     """Why a request cannot be split between two nodes, as a key of ``DIRECT``, or None if it can.
 
-    One set of transfer parameters stands for one prompt, so several prompts go straight to decode. So do
-    requests for the log probabilities of the prompt: only the node that prefills can know them.
+    Log probabilities of the prompt can be known only by the node that prefills.
     """
     if body.get("use_beam_search") is True:
         return "beam_search"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list)):
-        return "batch"
     if body.get("prompt_logprobs") is not None or (body.get("echo") is True and body.get("logprobs")):
         return "prompt_logprobs"
     return None
 
 
-def wants_several(body: Mapping[str, Any]) -> bool:
-    """Several answers to one prompt are wanted: a decode node makes a request of each."""
+def is_several(body: Mapping[str, Any]) -> bool:
+    """A decode node makes several requests of it, for each prompt and answer, with the same parameters."""
     counts = (body.get(key) for key in _ANSWERS)
-    return any(isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts)
+    return _is_batch(body) or any(
+        isinstance(count, int) and not isinstance(count, bool) and count > 1 for count in counts
+    )
 
 
-def can_share(params: Mapping[str, Any]) -> bool:
-    """Several requests of a decode node can have these parameters: one of them fetches, for all."""
-    return "kvconnect_handle" in params
+def _is_batch(body: Mapping[str, Any]) -> bool:
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], (str, list))
+
+
+def prefill_params(body: Mapping[str, Any], transfer_id: str) -> Mapping[str, Any]:
+    """What asks a prefill node to keep the blocks of a request.
+
+    The answer to a batch tells of the first prompt alone; under a transfer id every prompt can be found.
+    """
+    return announced_prefill(transfer_id) if _is_batch(body) else ASK_FOR_REMOTE_DECODE
+
+
+def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a decode node is told, after what the prefill node handed out.
+
+    None if its requests cannot share that: other connectors free the blocks with the first load of them.
+    """
+    if not is_several(body):
+        return handed
+    if "kvconnect_handle" not in handed:
+        return None
+    if not _is_batch(body):
+        return handed
+    channel, transfer_id = side_channel(handed), handed.get("transfer_id")
+    return announced_decode(transfer_id, channel) if channel and isinstance(transfer_id, str) else None
 
 
 def prefill_body(

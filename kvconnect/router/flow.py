@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +39,6 @@ class Exchange:
     started: float
     headers: list[tuple[str, str]]
     body: Mapping[str, Any] | None
-
-    @property
-    def wants_several(self) -> bool:
-        """The decode node makes several requests of it."""
-        return self.body is not None and bodies.wants_several(self.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,12 @@ class Flow:
     async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
         self._metrics.flows.labels("sequential").inc()
-        return await self._go_on(exchange, self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE))
+        return await self._go_on(exchange, self._run_prefill(exchange, self._prefill_params(exchange)))
+
+    def _prefill_params(self, exchange: Exchange) -> Mapping[str, Any]:
+        assert exchange.body is not None
+        # Never the client's own id: it would choose whose KV a decode node is given.
+        return bodies.prefill_params(exchange.body, uuid.uuid4().hex)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[Handed | Refused]) -> web.StreamResponse:
         """What follows a prefill leg: the decode leg, or why there is none.
@@ -149,10 +150,12 @@ class Flow:
         if outcome.params is None:
             why = "the prefill node handed out no transfer parameters"
             return await self._run_alone(exchange, "empty_params", why)
-        if exchange.wants_several and not bodies.can_share(outcome.params):
-            why = "its answers cannot share what the prefill node handed out, which is not kvconnect's"
+        assert exchange.body is not None
+        params = bodies.decode_params(exchange.body, outcome.params)
+        if params is None:
+            why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
-        return await self._run_decode(exchange, outcome.params)
+        return await self._run_decode(exchange, params)
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
         """Have the decode node compute the prompt too. Counted by ``reason``; each is logged once."""

@@ -43,7 +43,8 @@ class ParallelFlow(Flow):
         if lease is None:
             return await super()._run_both(exchange)
         told = self._channels.get(lease.url)
-        if told is not None and (told.handle or not exchange.wants_several):
+        assert exchange.body is not None
+        if told is not None and (told.handle or not bodies.is_several(exchange.body)):
             return await self._run_at_once(exchange, lease, told)
         self._metrics.flows.labels("sequential").inc()
         return await self._go_on(exchange, self._prefill_at(lease, exchange))
@@ -51,7 +52,7 @@ class ParallelFlow(Flow):
     async def _prefill_at(self, lease: Lease, exchange: Exchange) -> Handed | Refused:
         """The prefill leg of a sequential request, at one node first. Gives the lease back."""
         try:
-            return await self._run_prefill(exchange, bodies.ASK_FOR_REMOTE_DECODE, lent=lease)
+            return await self._run_prefill(exchange, self._prefill_params(exchange), lent=lease)
         finally:
             self._prefill.release(lease)
 

@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 import pytest
+from aiohttp import web
 
-from tests.router.router_doubles import Node, answers, dead_url, never, pair, routed, streams
+from tests.router.router_doubles import PARAMS, Node, answers, dead_url, never, pair, routed, streams
 from tests.router.test_router_parallel import ASK, DONE, after, flows, hands_out, in_turn, learnt
 
 FAST = {"check_interval_s": 0.05, "check_timeout_s": 0.5, "failures_to_eject": 2, "eject_s": 60.0}
@@ -164,5 +165,60 @@ def test_several_answers_over_another_connector_go_to_the_decode_node_alone(flow
                 assert (await client.post({**ASK, **more}))[0] == 200
             assert [seen.body for seen in d.seen] == [{**ASK, **more}] * 2
             assert await client.metric('kvconnect_router_fallbacks_total{reason="several"}') == 2
+
+    run(main())
+
+
+BATCH = {**ASK, "prompt": [[1, 2], [3, 4, 5]]}
+
+
+def names_its_transfer(request_body: dict) -> dict:
+    """What a prefill node of kvconnect hands out for a batch: of its first prompt, under the router's id."""
+    asked = request_body["kv_transfer_params"]
+    return {**PARAMS, "kvconnect_handle": "u2.x", "transfer_id": asked["transfer_id"]}
+
+
+@FLOWS
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}])
+def test_a_batch_of_prompts_has_one_transfer_id_under_which_each_finds_its_own(flow, more) -> None:
+    async def main() -> None:
+        async def prefill(request):
+            return web.json_response({"kv_transfer_params": names_its_transfer(await request.json())})
+
+        async with pair(prefill=prefill, decode=DONE, flow=flow) as (client, p, d):
+            for _ in range(3):
+                assert (await client.post({**BATCH, **more}))[0] == 200
+            ids = set()
+            for asked, told in zip(p.seen, d.seen, strict=True):
+                assert (asked.body["prompt"], "n" in asked.body) == (BATCH["prompt"], False)
+                params = told.body.pop("kv_transfer_params")
+                assert told.body == {**BATCH, **more}
+                assert params == {
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    "transfer_id": asked.body["kv_transfer_params"]["transfer_id"],
+                    "remote_host": PARAMS["remote_host"],
+                    "remote_port": PARAMS["remote_port"],
+                    "remote_engine_id": PARAMS["remote_engine_id"],
+                    "kvconnect_peer": "u2.x",
+                }
+                ids.add(params["transfer_id"])
+            assert len(ids) == 3
+            assert (await flows(client))["parallel"] == (2 if flow == "parallel" else 0)
+
+    run(main())
+
+
+@FLOWS
+@pytest.mark.parametrize("lacks", ["kvconnect_handle", "transfer_id", "remote_host"])
+def test_a_batch_over_another_connector_goes_to_the_decode_node_alone(flow, lacks) -> None:
+    async def main() -> None:
+        handed = {**PARAMS, "kvconnect_handle": "u2.x", "transfer_id": "t"}
+        del handed[lacks]
+        prefill = answers(body={"kv_transfer_params": handed})
+        async with pair(prefill=prefill, decode=DONE, flow=flow) as (client, _, d):
+            assert (await client.post(BATCH))[0] == 200
+            assert d.seen[-1].body == BATCH
+            assert await client.metric('kvconnect_router_fallbacks_total{reason="several"}') == 1
 
     run(main())

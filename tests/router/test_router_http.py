@@ -74,13 +74,13 @@ def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(empty
     assert sum("empty_params" in record.message for record in caplog.records) == 1
 
 
-def test_several_prompts_go_straight_to_decode() -> None:
+def test_a_beam_search_goes_straight_to_decode() -> None:
     async def main() -> None:
         async with pair() as (client, prefill, decode):
-            assert (await client.post({**ASK, "prompt": [[1], [2]]}))[0] == 200
+            assert (await client.post({**ASK, "use_beam_search": True}))[0] == 200
             assert prefill.seen == []
-            assert decode.seen[0].body == {**ASK, "prompt": [[1], [2]]}
-            assert await client.metric('kvconnect_router_fallbacks_total{reason="batch"}') == 1
+            assert decode.seen[0].body == {**ASK, "use_beam_search": True}
+            assert await client.metric('kvconnect_router_fallbacks_total{reason="beam_search"}') == 1
 
     run(main())
 

@@ -185,6 +185,26 @@ def test_a_batch_of_prompts_holds_what_its_answer_tells_of(servers):
     assert len(prefill.observed("hold")) - holds == 1
 
 
+def test_a_batch_of_prompts_through_the_router(servers, router):
+    prefill, decode = servers
+    url, flow = router
+    loaded = decode.loaded_tokens()
+    for number in range(2):
+        # Of one length, of different ones, and one of them twice.
+        prompts = [random_prompt(length, 200 + 10 * number + len(flow)) for length in (400, 400, 150)]
+        prompts[1].reverse()
+        body = {"model": "tiny", "prompt": [*prompts, prompts[0]], "max_tokens": 16, "temperature": 0}
+        answer = fetch_json(
+            url + "/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True}, 120
+        )
+        expected = [prefill.local_tokens(prompt) for prompt in prompts]
+        tokens = [choice["token_ids"] for choice in answer["choices"]]
+        assert tokens == [*expected, expected[0]]
+    prefill.wait_idle(SOON_S)
+    decode.wait_idle()
+    assert decode.loaded_tokens() - loaded == 2 * (400 + 400 + 150)
+
+
 def _series(server: Server) -> dict[str, float]:
     return {name: value for name, value in server.metrics().items() if name.startswith("vllm:kvconnect")}
 
