@@ -91,7 +91,7 @@ def test_every_request_is_token_exact_and_every_byte_landed(servers):
             wrong.append((len(prompt), got, expected))
     assert not wrong, f"{len(wrong)} of {len(reference.lengths)} differ: {wrong}"
     loaded = decode.loaded_tokens() - before
-    # A hybrid leaves the last token of each prompt to the decode server, and of one token all.
+    # Windows and states leave the last token of each prompt to the decode server, and of one token all.
     assert loaded >= sum(reference.lengths) - len(reference.lengths), "KV was computed instead of loaded"
     at_least = len([length for length in reference.lengths if length > 1])
     layers = assert_bytes_landed(prefill, decode, at_least)
