@@ -21,7 +21,7 @@ from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.recovery import WAIT_S, Recovery
-from kvconnect.vllm.reports import AddressMetadata
+from kvconnect.vllm.reports import AddressMetadata, ReportMetadata
 from kvconnect.vllm.steps import Steps
 from tests.offload.half_kit import Kind, Stack
 
@@ -39,7 +39,7 @@ def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConn
         }
     )
     made._vllm, made._told, made._early, made._is_asked = None, {}, {}, False
-    made._reports, made._rank, made._row_bytes, made._worker = (), 0, {0: 64}, None
+    made._report, made._rank, made._row_bytes, made._worker = ReportMetadata(()), 0, {0: 64}, None
     made._scheduler, made._kept, made._moved = half, KEPT, MOVED
     made._cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
     made._recovery = Recovery(expects=made._awaits_workers, clock=lambda: 0.0)
