@@ -20,6 +20,7 @@ from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.filled import FilledBlocks
+from kvconnect.vllm.loaded import ResetWatch
 from kvconnect.vllm.recovery import WAIT_S, Recovery
 from kvconnect.vllm.reports import AddressMetadata, ReportMetadata
 from kvconnect.vllm.steps import Steps
@@ -45,6 +46,7 @@ def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConn
     made._recovery = Recovery(expects=made._awaits_workers, clock=lambda: 0.0)
     made._filled = FilledBlocks([True], is_zeroed_first=False)
     made._steps, made._takes_all_but_one = Steps(), False
+    made._reset_watch, made._weights = ResetWatch(), None
     return made
 
 
@@ -127,6 +129,7 @@ def beside(ours: KVConnect, theirs: Theirs, *, first: bool) -> MultiConnector:
 
 
 OUTPUT = SimpleNamespace(
+    total_num_scheduled_tokens=0,
     preempted_req_ids=None,
     num_scheduled_tokens={},
     scheduled_new_reqs=[],
