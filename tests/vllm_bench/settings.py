@@ -89,6 +89,8 @@ class _Config(VllmConfig):
 def _base() -> VllmConfig:
     folder = Path(tempfile.mkdtemp(prefix="vllm-bench-"))
     (folder / "config.json").write_text(json.dumps(_MODEL))
+    # What both nodes say their weights are.
+    (folder / "model.safetensors").write_bytes(b"arithmetic")
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", max_model_len=448)
     return VllmConfig(
         model_config=model,

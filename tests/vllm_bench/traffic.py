@@ -215,6 +215,8 @@ class Traffic:
         if rng.random() < self._reset_rate:
             engine = rng.choice(self.engines.all)
             running, external = rng.random() < 0.8, rng.random() < 0.5
+            # Of a pair both sides would have to say the same of their weights from then on.
+            external = external and len(self.engines.all) == 1
             self._note(f"reset {engine.name} running={running} external={external}")
             self._count("resets")
             engine.reset(running=running, external=external)
