@@ -365,7 +365,8 @@ class SchedulerConnector:
         params = transfer_params(request)
         if params.get(TRANSFER_KEY) is None:
             return
-        transfer = read_transfer_id(params, self._prompt_digest(request, self.prefill_tokens(request)))
+        prompt = self._prompt_digest(request, self.prefill_tokens(request)) or b""
+        transfer = read_transfer_id(params, prompt)
         if transfer is None:
             return
         if transfer.refusal:
@@ -444,7 +445,8 @@ class SchedulerConnector:
             return False, None, "the prefill node is stopping"
         if len(self._held) >= self._config.extra.max_leases:
             return False, None, self._complain_full()
-        handle, prompt = self._promises.of(request.request_id), self._prompt_digest(request, num_tokens)
+        handle = self._promises.of(request.request_id)
+        prompt = self._prompt_digest(request, num_tokens) or b""
         if handle is None:
             if transfer_params(request).get(TRANSFER_KEY) is not None:
                 return False, None, "its transfer id was refused"

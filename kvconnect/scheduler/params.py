@@ -86,11 +86,12 @@ def read_transfer_id(params: Mapping[str, Any] | None, prompt: bytes = b"") -> T
 
 
 def read_remote_prefill(
-    params: Mapping[str, Any] | None, handles: Handles, prompt: bytes = b""
+    params: Mapping[str, Any] | None, handles: Handles, prompt: bytes | None = b""
 ) -> RemotePrefill | None:
     """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
 
-    ``prompt`` is the digest of the tokens that the request wants.
+    ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
+    handle stands for, which a transfer id without a handle does not name then.
 
     With a handle all is in it: some routers write another name of P's host beside it, and nobody connects to
     that. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count of tokens
@@ -100,7 +101,7 @@ def read_remote_prefill(
         return None
     try:
         if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:
-            return _announced(params, handles, prompt)
+            return None if prompt is None else _announced(params, handles, prompt)
         return _held(params, handles, prompt)
     except _Unusable as error:
         return RemotePrefill(refusal=str(error))
@@ -119,15 +120,15 @@ def _transfer_handle(params: Mapping[str, Any], prompt: bytes) -> str:
     return f"{_TRANSFER_PREFIX}{prompt.hex()}{':' if prompt else ''}{_text(params, TRANSFER_KEY)}"
 
 
-def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
+def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> RemotePrefill:
     """P's own answer."""
     handle = _text(params, HANDLE_KEY, LONGEST_HANDLE)
     claims = _claims(handles, HANDLE_KEY, handle)
     _check_contradictions(params, claims, ("remote_engine_id", "remote_num_tokens"))
-    if claims.prompt != prompt:
+    if prompt is not None and claims.prompt != prompt:
         return RemotePrefill(is_of_other_prompt=True)
     if claims.name.startswith(_TRANSFER_PREFIX):
-        handle = _transfer_handle(params, prompt)
+        handle = _transfer_handle(params, claims.prompt)
         if transfer_name(handle) != claims.name:
             raise _wrong(TRANSFER_KEY, params[TRANSFER_KEY], f"{HANDLE_KEY} was signed for another one")
     return RemotePrefill(

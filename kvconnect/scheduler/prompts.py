@@ -14,8 +14,9 @@ from typing import Any
 PROMPT_BYTES = 16
 _CHUNK_TOKENS = 4096
 
-PromptDigest = Callable[[Any, int], bytes]
-"""The digest of a request's first so many tokens. Raises nothing, whatever a client sent."""
+PromptDigest = Callable[[Any, int], bytes | None]
+"""The digest of a request's first so many tokens. None for a request that stands for another one, without its
+tokens, and ends at once. Raises nothing, whatever a client sent."""
 
 
 def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | bytes]] = ()) -> bytes:

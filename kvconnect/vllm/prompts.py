@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def prompt_digest(request: Request, num_tokens: int) -> bytes:
+def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
     """The digest of a request's first tokens, and of what vLLM tells equal blocks apart by.
 
-    Made of the same for every version of vLLM, which writes its own hashes in a way of its own.
+    Made of the same for every version of vLLM, which writes its own hashes in a way of its own. None for what
+    vLLM submits, and aborts, in place of a request whose client left or that was refused before it came here:
+    it has the parameters of that one, so that they can be given back, and a prompt of one token.
     """
+    if getattr(request, "abort_immediately", False):
+        return None
     return digest_prompt(request.all_token_ids[:num_tokens], _keys(request, num_tokens))
 
 

@@ -19,6 +19,7 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.params import HANDLE_KEY
 from kvconnect.vllm.prompts import prompt_digest
 from tests.scheduler.test_connector import ATTENTION, HANDLES
 
@@ -143,3 +144,29 @@ def test_a_prompt_of_131072_tokens_takes_a_moment():
         took_s.append(time.perf_counter() - started)
     print(f"{min(took_s) * 1e3:.2f} ms")
     assert min(took_s) < 20e-3
+
+
+def test_the_stub_of_a_request_that_never_came_here_gives_back_what_its_handle_stands_for():
+    """vLLM submits it, with one token, and aborts it, for every client that leaves before its answer."""
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    tokens = range(100, 140)
+    params = handed_out(prefill, "p", tokens)
+    stub = request("s", [0], params, abort_immediately=True)
+    decode.new_request(stub)
+    decode.request_finished(stub, ([],), delivered=False)
+    orders = decode.build_orders()
+    assert [release.handle for release in orders.let_go] == [params[HANDLE_KEY]]
+    assert not orders.failures
+    assert not any(decode.state().values())
+
+
+def test_the_stub_of_a_request_that_is_here_takes_nothing_from_it():
+    prefill, decode = connector("kv_producer"), connector("kv_consumer")
+    tokens = range(100, 140)
+    params = handed_out(prefill, "p", tokens)
+    real, stub = request("r", tokens, params), request("s", [0], params, abort_immediately=True)
+    decode.new_request(real)
+    decode.new_request(stub)
+    decode.request_finished(stub, ([],), delivered=False)
+    assert not decode.build_orders().let_go
+    assert decode.matched_tokens(real, 0) == (40, True)
