@@ -20,6 +20,7 @@ from vllm.distributed.device_communicators import shm_broadcast
 from kvconnect.orders import GroupBlocks
 from kvconnect.vllm.connector import KVConnect as Observed
 from kvconnect.vllm.connector import OrdersMetadata
+from kvconnect.worker import prefill_side
 
 # Ranks of vLLM spin while they wait for each other's messages. Where there are more ranks than cores, those
 # that spin keep the others from running, with and without a connector.
@@ -45,15 +46,14 @@ class KVConnect(Observed):
     def _observe_renewals(self) -> None:
         if self._worker is None or self._worker.transfer is None:
             return
-        prefill = self._worker.transfer._mover.prefill
-        renew = prefill._renew
+        renew = prefill_side.answer_renewal
 
-        def observe(link: str, visitor: Any, handles: Any, now: float) -> None:
+        def observe(book: Any, waiting: Any, handles: Any, engine_id: str, link: str, now: float) -> Any:
             with self._lines.open("a") as out:
                 out.write(json.dumps({"kind": "renewal", "at": now, "handles": len(handles)}) + "\n")
-            renew(link, visitor, handles, now)
+            return renew(book, waiting, handles, engine_id, link, now)
 
-        prefill._renew = observe
+        prefill_side.answer_renewal = observe
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
