@@ -71,6 +71,8 @@ class StoreMaster:
     def hang(self) -> None:
         """Have it answer nobody, and keep its connections."""
         self._process.send_signal(signal.SIGSTOP)
+        # The signal is under way until the last of its threads has stopped: one of them could still answer.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def kill(self) -> None:
         """End it at once. Idempotent."""
