@@ -60,8 +60,7 @@ class Engine:
 
     ``before_step`` reads, on the current stream, what is to be kept of blocks that the next step may
     overwrite; a worker half that is ordered to keep something needs it. ``offload_state`` says what is kept,
-    to any thread. ``after_outputs``, where it is set, is called on the loop's thread once all outputs of a
-    step are with their sinks, and must not block. ``request_limits`` never change.
+    to any thread. ``request_limits`` never change.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Engine:
         self.request_limits = RequestLimits(
             scheduler.limits.max_model_len, scheduler.manager.pool.total, scheduler.manager.footprint
         )
-        self.after_outputs: Callable[[], None] | None = None
         self._before_step = before_step
         self.snapshot = self._take_snapshot(0)
         self._condition = threading.Condition()
@@ -223,15 +221,6 @@ class Engine:
                 request.sink(output)
             except Exception:
                 logger.exception("the output of request %s could not be delivered", request.request_id)
-        self._tell_all_out()
-
-    def _tell_all_out(self) -> None:
-        if self.after_outputs is None:
-            return
-        try:
-            self.after_outputs()
-        except Exception:
-            logger.exception("the outputs of a step could not be passed on")
 
     def _end(self, reason: str, status: int) -> None:
         with self._condition:
@@ -241,7 +230,6 @@ class Engine:
         self._deliver()
         for request in [*self._arrived, *inbox.requests]:
             request.sink(Output(failure=Failure(status, reason, "server_error")))
-        self._tell_all_out()
 
     def _take_snapshot(self, steps: int) -> Snapshot:
         pool, counts = self.scheduler.manager.pool, self.scheduler.book.counts

@@ -1,7 +1,4 @@
-"""The sizes that bound a node's work, and the requests that can never fit them.
-
-Plain values that know no tensor: the process that reads HTTP judges requests by them as well.
-"""
+"""The sizes that bound a node's work, and the requests that can never fit them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ counts is in the default registry and is rendered with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,15 +18,11 @@ PREFIX = "kvconnect_node"
 
 
 class NodeMetrics(Collector):
-    """Renders the metrics of ``engine``, labelled with the model's name.
+    """Renders the metrics of ``engine``, labelled with the model's name."""
 
-    ``front_restarts`` says how often the process that reads HTTP had to be started again.
-    """
-
-    def __init__(self, engine: Engine, model: str, front_restarts: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self._model = model
-        self._front_restarts = front_restarts
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -53,7 +49,7 @@ class NodeMetrics(Collector):
             yield self._gauge(f"blocks_{name}", f"Cache blocks: {name}", count)
         used = snapshot.blocks["held"] / snapshot.blocks["total"]
         yield self._gauge("kv_cache_usage", "Held share of the cache blocks, 0 to 1", used)
-        for name, count in {**snapshot.counts, "front_restarts": self._front_restarts()}.items():
+        for name, count in snapshot.counts.items():
             text = f"Since the start: {name.replace('_', ' ')}"
             counter = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["model"])
             counter.add_metric([self._model], count)

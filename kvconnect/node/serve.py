@@ -12,7 +12,7 @@ import torch
 
 from kvconnect.cache.attention_groups import GraphSupport
 from kvconnect.cache.zeroing import KVBlockZeroer
-from kvconnect.errors import ConfigError, LocalError
+from kvconnect.errors import ConfigError
 from kvconnect.node.block_manager import BlockManager
 from kvconnect.node.block_pool import BlockPool
 from kvconnect.node.cache import (
@@ -23,11 +23,11 @@ from kvconnect.node.cache import (
 )
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.decode import Decoder, padded_sizes
-from kvconnect.node.desk import EngineDesk
 from kvconnect.node.engine import Engine
+from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.flex_attention import flex_layout
-from kvconnect.node.front.supervisor import FrontSupervisor
 from kvconnect.node.hooks import Transfers
+from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.keeping import Keeping
 from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.models import build_model
@@ -35,6 +35,7 @@ from kvconnect.node.models.base import CacheSizing, Model
 from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
+from kvconnect.node.server import NodeServer
 
 logger = logging.getLogger(__name__)
 
@@ -133,37 +134,27 @@ async def _drain(engine: Engine) -> None:
 
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
-    # First, so that its imports are done while the model is built.
-    front = FrontSupervisor()
+    engine = build_engine(options)
+    vocab_size = engine.runner.model.dims.vocab_size
+    client = EngineClient(engine, model=options.model, seed=options.seed, vocab_size=vocab_size)
+    server = NodeServer(client, HttpLimits().within_open_files())
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
     try:
-        engine = build_engine(options)
-        vocab_size = engine.runner.model.dims.vocab_size
-        desk = EngineDesk(engine, model=options.model, seed=options.seed, vocab_size=vocab_size)
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopped.set)
-        bound = await front.start(desk, host, port)
+        bound = await server.start(host, port)
         # What is here now stays: to look through it takes a collection longer than most transfers take.
         gc.collect()
         gc.freeze()
         shown = f"[{host}]" if ":" in host else host
         print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
-        await _first_of(stopped, front.gone)
+        await stopped.wait()
         logger.info("stopping")
-        front.refuse()
+        server.refuse()
         await _drain(engine)
     finally:
-        await front.stop()
-    if front.gone.is_set():
-        raise LocalError("the node's HTTP front died again and again, see the log; the node has ended")
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for one in waiting:
-        one.cancel()
+        await server.stop()
 
 
 def serve(

@@ -1,19 +1,16 @@
 """The node's HTTP interface: completions, health, metrics and a look inside.
 
-Owns the connections and the requests' answers. It reaches the engine through a port only, and runs where that
-runs: in the engine's process, or in one of its own.
+Owns the connections and the requests' answers, on one event loop; it reaches the engine through its client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -27,20 +24,19 @@ from kvconnect.node.completions import (
     error_body,
     parse_completion,
 )
-from kvconnect.node.front.bodies import BodyReader
-from kvconnect.node.front.limits import DRAIN_TIMEOUT_S, MAX_BODY_BYTES, FrontLimits
-from kvconnect.node.front.listener import Listener
-from kvconnect.node.front.port import EnginePort, Submission
+from kvconnect.node.engine_client import EngineClient
+from kvconnect.node.http_limits import MAX_BODY_BYTES, BodyReader, HttpLimits, Listener
 from kvconnect.node.output import Failure, Output
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
+DRAIN_TIMEOUT_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _NoTracebacks(logging.Filter):
-    """A client that leaves, or sends what is no HTTP and is told so, is no error of ours."""
+    """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See ``logging.Filter``."""
@@ -52,12 +48,8 @@ _http_logger = logging.getLogger("kvconnect.node.http")
 _http_logger.addFilter(_NoTracebacks())
 
 
-def _json(body: Any, status: int = 200) -> web.Response:
-    return web.json_response(body, status=status)
-
-
 def _error(message: str, kind: str, status: int) -> web.Response:
-    return _json(error_body(message, kind, status), status)
+    return web.json_response(error_body(message, kind, status), status=status)
 
 
 @web.middleware
@@ -68,20 +60,19 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except BadRequest as error:
         return _error(str(error), "invalid_request_error", error.status)
     except web.HTTPException as error:
-        return _error(
-            f"{request.method} {request.path}: {error.reason}", "invalid_request_error", error.status
-        )
+        text = f"{request.method} {request.path}: {error.reason}"
+        return _error(text, "invalid_request_error", error.status)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _error(f"{type(error).__name__}: {error}", "server_error", 500)
 
 
 class NodeServer:
-    """Serves the engine behind ``port``, within ``limits``."""
+    """Serves the engine behind ``client``, within ``limits``."""
 
-    def __init__(self, port: EnginePort, limits: FrontLimits | None = None) -> None:
-        self._port = port
-        self._limits = limits or FrontLimits()
+    def __init__(self, client: EngineClient, limits: HttpLimits | None = None) -> None:
+        self._client = client
+        self._limits = limits or HttpLimits()
         self._bodies = BodyReader(self._limits)
         self._in_flight = 0
         self._draining = False
@@ -89,18 +80,11 @@ class NodeServer:
         self._listener: Listener | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen. Returns the port, which the system chose if ``port`` is 0.
+        """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
 
         Raises:
             OSError: the address cannot be listened on.
         """
-        return await (await self._prepare()).open(host, port)
-
-    async def start_on(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen on sockets that are bound."""
-        await (await self._prepare()).open_on(sockets)
-
-    async def _prepare(self) -> Listener:
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[self._note_connection, _errors_as_json]
         )
@@ -109,7 +93,6 @@ class NodeServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/debug/state", self._state)
-        self._port.start()
         # Cancelling the handler is how a client that left is noticed.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
@@ -117,7 +100,9 @@ class NodeServer:
         await self._runner.setup()
         assert self._runner.server is not None
         self._listener = Listener(self._runner.server, self._limits)
-        return self._listener
+        bound = await self._listener.open(host, port)
+        self._client.start()
+        return bound
 
     def refuse(self) -> None:
         """Take no new request from now on; those in flight go on."""
@@ -125,13 +110,13 @@ class NodeServer:
 
     async def stop(self, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Refuse new requests, give those in flight some time, then end everything."""
-        self._draining = True
+        self.refuse()
         deadline = time.monotonic() + drain_timeout_s
         while self._in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if self._in_flight:
             logger.warning("%d requests were still in flight and are ended", self._in_flight)
-        await self._port.stop()
+        await self._client.stop()
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:
@@ -142,26 +127,26 @@ class NodeServer:
     @web.middleware
     async def _note_connection(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._listener is not None:
-            self._listener.spoke(request.protocol)
+            self._listener.note_request(request.protocol)
         return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
-        if not self._draining and await self._port.alive():
-            return _json({"status": "ok"})
+        if self._client.alive and not self._draining:
+            return web.json_response({"status": "ok"})
         return _error("the engine loop has ended or the node is stopping", "server_error", 503)
 
     async def _models(self, _: web.Request) -> web.Response:
-        info = self._port.info
+        info = self._client.info
         model = {"id": info.model, "object": "model", "owned_by": "kvconnect", "seed": info.seed}
         model["max_model_len"] = info.limits.max_model_len
-        return _json({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
-        body, content_type = await self._port.metrics()
+        body, content_type = self._client.metrics()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _state(self, _: web.Request) -> web.Response:
-        return web.Response(text=await self._port.state(), content_type="application/json")
+        return web.Response(text=self._client.state(), content_type="application/json")
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
@@ -172,23 +157,24 @@ class NodeServer:
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not valid JSON: {error}") from error
         body = self._checked(decoded)
-        if self._port.num_open >= self._limits.max_requests:
+        if self._client.num_open >= self._limits.max_requests:
             text = f"the node serves {self._limits.max_requests} requests already"
             return _error(text, "server_error", 503)
         answer = Answer(
             request_id,
-            self._port.info.model,
+            self._client.info.model,
             int(time.time()),
             len(body.prompt_token_ids),
             body.return_kv_block_ids,
         )
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._in_flight += 1
+        engine_id = self._client.submit(request_id, body, outputs.put_nowait)
         try:
-            async with self._running(request_id, body) as outputs:
-                if body.stream:
-                    return await self._stream(http, answer, outputs)
-                return await self._whole(answer, outputs)
+            return await (self._stream if body.stream else self._whole)(http, answer, outputs)
         finally:
+            # A client that left before the end cancelled this; a request that has ended is left alone.
+            self._client.abort(engine_id)
             self._in_flight -= 1
 
     def _checked(self, decoded: object) -> CompletionBody:
@@ -197,7 +183,7 @@ class NodeServer:
         Raises:
             BadRequest: it cannot, and the text says why.
         """
-        info = self._port.info
+        info = self._client.info
         body = parse_completion(decoded, model=info.model, vocab_size=info.vocab_size)
         refusal = info.limits.refusal(len(body.prompt_token_ids), body.max_tokens)
         if refusal is None and body.kv_transfer_params is not None:
@@ -207,7 +193,7 @@ class NodeServer:
         return body
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:
-        # Whether they make sense is for the connector to say: some policies serve a request all the same.
+        # Whether they make sense is for the connector to decide: some policies serve a request all the same.
         try:
             length_bytes = len(json.dumps(params))
         except RecursionError:
@@ -217,71 +203,59 @@ class NodeServer:
             return f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}"
         return None
 
-    @contextlib.asynccontextmanager
-    async def _running(self, request_id: str, body: CompletionBody) -> AsyncIterator[asyncio.Queue[Output]]:
-        """Submit the request; abort it if the client leaves before the end."""
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
-        submission = Submission(request_id, body.prompt_token_ids, body.max_tokens, body.kv_transfer_params)
-        number = self._port.submit(submission, outputs.put_nowait)
-        try:
-            yield outputs
-        finally:
-            # Nothing happens to a request that has ended.
-            self._port.abort(number)
-
-    async def _whole(self, answer: Answer, outputs: asyncio.Queue[Output]) -> web.Response:
+    async def _whole(
+        self, _: web.Request, answer: Answer, outputs: asyncio.Queue[Output]
+    ) -> web.StreamResponse:
         tokens: list[int] = []
         drafts: list[int] | None = None
-        while True:
-            output = await outputs.get()
+        async for output in _until_last(outputs):
             tokens.extend(output.token_ids)
             if output.draft_token_ids is not None:
                 drafts = [*(drafts or []), *output.draft_token_ids]
-            if output.failure is not None:
-                return self._failed(answer, output.failure)
-            if output.is_last:
-                response = _json(answer.body(tokens, drafts, output, len(tokens)))
-                response.headers[REQUEST_ID_HEADER] = answer.request_id
-                return response
+        if output.failure is not None:
+            return _failed(answer, output.failure)
+        response = web.json_response(answer.body(tokens, drafts, output, len(tokens)))
+        response.headers[REQUEST_ID_HEADER] = answer.request_id
+        return response
 
     async def _stream(
         self, http: web.Request, answer: Answer, outputs: asyncio.Queue[Output]
     ) -> web.StreamResponse:
-        first = await outputs.get()
-        if first.failure is not None:
-            return self._failed(answer, first.failure)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                REQUEST_ID_HEADER: answer.request_id,
-            }
-        )
-        await response.prepare(http)
-        output, generated = first, 0
-        while True:
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers={**headers, REQUEST_ID_HEADER: answer.request_id})
+        generated = 0
+        async for output in _until_last(outputs):
+            failure = output.failure
+            if failure is not None and not response.prepared:
+                return _failed(answer, failure)
             generated += len(output.token_ids)
-            if output.failure is not None:
-                failure = output.failure
+            if failure is not None:
                 body = error_body(failure.message, failure.kind, failure.status)
             elif output.is_last:
                 body = answer.body(output.token_ids, output.draft_token_ids, output, generated)
             else:
                 body = answer.chunk(output.token_ids, output.draft_token_ids)
-            data = f"data: {json.dumps(body)}\n\n"
-            if output.is_last:
-                data += "data: [DONE]\n\n"
             try:
-                await response.write(data.encode())
+                if not response.prepared:
+                    await response.prepare(http)
+                end = "data: [DONE]\n\n" if output.is_last else ""
+                await response.write(f"data: {json.dumps(body)}\n\n{end}".encode())
+                if output.is_last:
+                    await response.write_eof()
             except ConnectionError:
-                # The client left; the request is aborted on the way out.
-                return response
-            if output.is_last:
-                await response.write_eof()
-                return response
-            output = await outputs.get()
-
-    def _failed(self, answer: Answer, failure: Failure) -> web.Response:
-        response = _error(failure.message, failure.kind, failure.status)
-        response.headers[REQUEST_ID_HEADER] = answer.request_id
+                break  # the client left
         return response
+
+
+async def _until_last(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
+    while True:
+        output = await outputs.get()
+        yield output
+        if output.is_last:
+            return
+
+
+def _failed(answer: Answer, failure: Failure) -> web.Response:
+    response = _error(failure.message, failure.kind, failure.status)
+    response.headers[REQUEST_ID_HEADER] = answer.request_id
+    return response

@@ -1,4 +1,4 @@
-"""The HTTP interface on a real port, in the engine's process and in one of its own; and an idle engine."""
+"""The HTTP interface on a real port."""
 
 import asyncio
 import json
@@ -9,9 +9,7 @@ import pytest
 
 from kvconnect.errors import LocalError
 from kvconnect.node.connector import Connector
-from kvconnect.node.desk import EngineDesk
-from kvconnect.node.front.local import LocalPort
-from kvconnect.node.front.supervisor import FrontSupervisor
+from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.serve import build_engine
 from kvconnect.node.server import NodeServer
@@ -19,26 +17,17 @@ from tests.node.node_harness import CopyConnector, make_client, make_prompt
 
 
 class Session:
-    """A node on a free port and a client of it, inside ``asyncio.run``.
-
-    ``apart``: HTTP is read in a process of its own.
-    """
-
-    apart = False
+    """A node on a free port and a client of it, inside ``asyncio.run``."""
 
     def __init__(self, connector=None, **options):
         defaults = {"num_blocks": 64, "max_model_len": 400, "max_num_batched_tokens": 128}
         self.options = NodeOptions(**{**defaults, **options})
         self.engine = build_engine(self.options, connector)
-        self.desk = EngineDesk(self.engine, model=self.options.model, seed=0, vocab_size=512)
 
     async def __aenter__(self):
-        if Session.apart:
-            self.server = FrontSupervisor()
-            self.port = await self.server.start(self.desk, "127.0.0.1", 0)
-        else:
-            self.server = NodeServer(LocalPort(self.desk))
-            self.port = await self.server.start("127.0.0.1", 0)
+        client = EngineClient(self.engine, model=self.options.model, seed=0, vocab_size=512)
+        self.server = NodeServer(client)
+        self.port = await self.server.start("127.0.0.1", 0)
         self.http = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}")
         return self
 
@@ -68,12 +57,6 @@ class Session:
         raise AssertionError(f"still busy: {state}")
 
 
-@pytest.fixture(params=["here", "apart"])
-def where(request, monkeypatch):
-    """Where HTTP is read: everything that a client can tell is the same."""
-    monkeypatch.setattr(Session, "apart", request.param == "apart")
-
-
 def run(test, connector=None, **options):
     """Run ``test(session)`` against a fresh node."""
 
@@ -85,8 +68,6 @@ def run(test, connector=None, **options):
 
 
 PROMPT = make_prompt(50)
-
-pytestmark = pytest.mark.usefixtures("where")
 
 
 def test_a_completion():
@@ -382,20 +363,6 @@ def test_transfer_parameters_reach_the_engine_as_they_were_sent(params, monkeypa
 
     run(test)
     assert seen == [params]
-
-
-def test_looks_are_shared_and_bounded():
-    async def test(session):
-        looks = []
-        state = session.desk.state
-        session.desk.state = lambda: looks.append(1) or state()
-        found = await asyncio.gather(*(session.get("/debug/state") for _ in range(60)))
-        assert all(status == 200 and "blocks" in body for status, body in found)
-        if Session.apart:
-            # Those that came first, and one for those that came meanwhile, now and again.
-            assert len(looks) < 30
-
-    run(test)
 
 
 def test_what_cannot_be_told_of_an_end_is_an_error_and_the_node_goes_on():

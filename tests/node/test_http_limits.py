@@ -1,4 +1,4 @@
-"""What clients can make a front hold is bounded, and who stays within the bounds is served meanwhile."""
+"""What clients can make the HTTP server hold is bounded; clients within the bounds are served meanwhile."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,8 @@ import json
 import aiohttp
 import pytest
 
-from kvconnect.node.front.limits import FrontLimits
-from kvconnect.node.front.port import NodeInfo, OpenRequests
+from kvconnect.node.engine_client import NodeInfo
+from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.limits import Footprint, GroupSize, RequestLimits
 from kvconnect.node.output import Output
 from kvconnect.node.server import NodeServer
@@ -17,19 +17,20 @@ LIMITS = RequestLimits(100, 64, Footprint((GroupSize(16, None, False),), 128))
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
-class IdlePort:
-    """An engine that answers a request when it is told to, and ends an aborted one no sooner."""
+class IdleEngine:
+    """A client of an engine that ends a request when it is told to, and an aborted one no sooner."""
 
     info = NodeInfo("m", 0, 512, LIMITS)
+    alive = True
 
     def __init__(self):
-        self.open = OpenRequests()
-        self.numbers = []
+        self.sinks = {}
+        self.ids = []
         self.aborted = []
 
     @property
     def num_open(self):
-        return len(self.open)
+        return len(self.sinks)
 
     def start(self):
         pass
@@ -37,27 +38,28 @@ class IdlePort:
     async def stop(self):
         pass
 
-    def submit(self, submission, sink):
-        self.numbers.append(self.open.add(sink))
-        return self.numbers[-1]
+    def submit(self, request_id, body, sink):
+        self.ids.append(request_id)
+        self.sinks[request_id] = sink
+        return request_id
 
-    def abort(self, number):
-        if self.open.leave(number):
-            self.aborted.append(number)
+    def abort(self, engine_id):
+        if engine_id in self.sinks:
+            self.sinks[engine_id] = None
+            self.aborted.append(engine_id)
 
-    async def alive(self):
-        return True
+    def end(self, engine_id):
+        sink = self.sinks.pop(engine_id, None)
+        if sink is not None:
+            sink(Output((7,), finish_reason="length"))
 
-    def end(self, number):
-        self.open.deliver(number, Output((7,), finish_reason="length"))
 
-
-class Front:
-    """A server with these limits, its port, and ways to speak to it."""
+class Served:
+    """A server with these limits, its engine, and ways to speak to it."""
 
     def __init__(self, **limits):
-        self.port = IdlePort()
-        self.server = NodeServer(self.port, FrontLimits(**limits))
+        self.engine = IdleEngine()
+        self.server = NodeServer(self.engine, HttpLimits(**limits))
 
     async def __aenter__(self):
         self.number = await self.server.start("127.0.0.1", 0)
@@ -80,14 +82,14 @@ class Front:
         return reader, writer
 
     async def submitted(self, count):
-        while len(self.port.numbers) < count:
+        while len(self.engine.ids) < count:
             await asyncio.sleep(0.005)
 
 
 def run(test, **limits):
     async def main():
-        async with Front(**limits) as front:
-            await test(front)
+        async with Served(**limits) as node:
+            await test(node)
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -97,66 +99,66 @@ async def status_of(reader):
 
 
 def test_requests_that_the_engine_has_not_ended_are_bounded():
-    async def test(front):
-        leaving, staying = (asyncio.create_task(front.post()) for _ in range(2))
-        await front.submitted(2)
-        status, answer = await front.post()
+    async def test(node):
+        leaving, staying = (asyncio.create_task(node.post()) for _ in range(2))
+        await node.submitted(2)
+        status, answer = await node.post()
         assert status == 503
         assert answer["error"]["message"] == "the node serves 2 requests already"
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await leaving
-        while not front.port.aborted:
+        while not node.engine.aborted:
             await asyncio.sleep(0.005)
         # Its client left, but the engine still has it.
-        assert (await front.post())[0] == 503
-        front.port.end(front.port.aborted[0])
-        served = asyncio.create_task(front.post())
-        await front.submitted(3)
-        for number in front.port.numbers:
-            front.port.end(number)
+        assert (await node.post())[0] == 503
+        node.engine.end(node.engine.aborted[0])
+        served = asyncio.create_task(node.post())
+        await node.submitted(3)
+        for engine_id in node.engine.ids:
+            node.engine.end(engine_id)
         assert (await served)[0] == (await staying)[0] == 200
-        assert front.port.num_open == 0
+        assert node.engine.num_open == 0
 
     run(test, max_requests=2)
 
 
 def test_connections_are_bounded():
-    async def test(front):
-        some = [await front.raw() for _ in range(3)]
+    async def test(node):
+        some = [await node.raw() for _ in range(3)]
         await asyncio.sleep(0.05)
-        reader, _ = await front.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader, _ = await node.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert await status_of(reader) == 503
         assert (await reader.read()).endswith(b"\r\n\r\n"), "it is closed"
         some[0][1].close()
         await asyncio.sleep(0.05)
-        reader, _ = await front.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader, _ = await node.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert await status_of(reader) == 200
 
     run(test, max_connections=3)
 
 
 def test_large_bodies_are_bounded_together_and_small_ones_pass():
-    async def test(front):
-        first = await front.raw(HEAD % 4_000_000 + b" " * 900_000)
+    async def test(node):
+        first = await node.raw(HEAD % 4_000_000 + b" " * 900_000)
         await asyncio.sleep(0.1)
-        second, _ = await front.raw(HEAD % 4_000_000 + b" " * 900_000)
+        second, _ = await node.raw(HEAD % 4_000_000 + b" " * 900_000)
         assert await status_of(second) == 503
-        small = asyncio.create_task(front.post())
-        await front.submitted(1)
-        front.port.end(front.port.numbers[0])
+        small = asyncio.create_task(node.post())
+        await node.submitted(1)
+        node.engine.end(node.engine.ids[0])
         assert (await small)[0] == 200
         first[1].close()
         await asyncio.sleep(0.1)
-        large, _ = await front.raw(HEAD % 900_000 + b" " * 900_000)
+        large, _ = await node.raw(HEAD % 900_000 + b" " * 900_000)
         assert await status_of(large) == 400, "all of it was read, and it is no JSON"
 
     run(test, max_bodies_bytes=1_500_000)
 
 
 def test_a_body_that_does_not_arrive_is_given_up():
-    async def test(front):
-        reader, _ = await front.raw(HEAD % 100 + b'{"prompt"')
+    async def test(node):
+        reader, _ = await node.raw(HEAD % 100 + b'{"prompt"')
         assert await status_of(reader) == 408
         await reader.readuntil(b"\r\n\r\n")
         assert b"did not arrive within 0.2 s" in await reader.read(300)
@@ -166,9 +168,9 @@ def test_a_body_that_does_not_arrive_is_given_up():
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp"])
 def test_a_connection_that_says_nothing_is_closed_and_one_that_did_is_kept(begun):
-    async def test(front):
-        silent, _ = await front.raw(begun)
-        spoken, writer = await front.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    async def test(node):
+        silent, _ = await node.raw(begun)
+        spoken, writer = await node.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert await status_of(spoken) == 200
         started = asyncio.get_running_loop().time()
         assert await silent.read() == b""
