@@ -6,13 +6,13 @@ export TORCH PYTHON MOONCAKE EXTRAS
 # What is passed on: make test PYTEST_ARGS="-k pool", make demo DEMO_ARGS="--model mla"
 PYTEST_ARGS ?=
 DEMO_ARGS ?= --require mooncake --require nixl
-BENCH_ARGS ?=
+ARGS ?=
 
 # MARKS="full or not full" for the long form of the tests as well: hours of simulated faults, a hundred kills,
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup demo test test-vllm test-vllm-releases check bench
+.PHONY: help setup demo test test-vllm test-vllm-releases check bench simulate faults
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -48,8 +48,13 @@ check: setup ## lint, format, types
 	@echo "check: ruff format"
 	@.venv/bin/ruff format --check .
 	@echo "check: mypy"
-	@.venv/bin/mypy kvconnect
+	@.venv/bin/mypy kvconnect benchmarks tests/simulator tests/faults --exclude '/(test_|conftest)'
 
-bench: setup ## how long the planning of a large transfer takes
-	@echo "bench: planning, one core, no network"
-	@.venv/bin/kvconnect bench plan $(BENCH_ARGS)
+bench: setup ## a benchmark: make bench ARGS="transfer --engine nixl"; without arguments their list
+	@.venv/bin/python -m benchmarks $(ARGS)
+
+simulate: setup ## whole deployments with faults on a virtual clock: make simulate ARGS="--seeds 10000 --jobs 2"
+	@.venv/bin/python -m tests.simulator $(ARGS)
+
+faults: setup ## real nodes that are killed, stopped, cut off or attacked: make faults ARGS="kills --engine nixl"
+	@.venv/bin/python -m tests.faults $(ARGS)

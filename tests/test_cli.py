@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -99,22 +98,6 @@ def test_an_address_that_cannot_be_served_on_is_a_configuration_error(monkeypatc
     monkeypatch.setattr(node, "serve", refuses)
     result = CliRunner().invoke(cli.app, ["serve", "--port", "1"])
     assert "cannot serve on 127.0.0.1:1" in str(result.exception)
-
-
-def test_bench_plan_is_wired(monkeypatch) -> None:
-    seen: list[bool] = []
-    monkeypatch.setitem(sys.modules, "kvconnect.bench", types.SimpleNamespace(bench_plan=seen.append))
-    for arguments in ([], ["--json"]):
-        assert CliRunner().invoke(cli.app, ["bench", "plan", *arguments]).exit_code == 0
-    assert seen == [False, True]
-
-
-def test_bench_scheduler_measures_a_step_of_steady_decode_first() -> None:
-    done = kvconnect_command("bench", "scheduler", "--json")
-    assert done.returncode == 0, done.stderr
-    steady = json.loads(done.stdout.splitlines()[0])
-    assert (steady["step"], steady["running"]) == ("steady decode", 256)
-    assert steady["best_us"] > 0
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy").glob("*.json")), ids=lambda path: path.name)

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from kvconnect.cache.attention_groups import GraphSupport
-from kvconnect.cache.block_table import BlockTables
-from kvconnect.cache.kernel_blocks import MultipleOf
+from kvconnect.runner_kit.attention_groups import GraphSupport
+from kvconnect.runner_kit.block_table import BlockTables
+from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 # What everything is computed in; the cache is coarser.
 COMPUTE_DTYPE = torch.float64

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvconnect.arithmetic import div_ceil, div_exact
-from kvconnect.cache.attention_groups import init_attention
-from kvconnect.cache.block_table import BlockTables
-from kvconnect.cache.kernel_blocks import select_common_block_size
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PagedRows, StatePages
 from kvconnect.node.flex_attention import attach_flex
 from kvconnect.node.models.base import CACHE_DTYPE, CachedLayer, CacheLayout
+from kvconnect.runner_kit.attention_groups import init_attention
+from kvconnect.runner_kit.block_table import BlockTables
+from kvconnect.runner_kit.kernel_blocks import select_common_block_size
 
 CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvconnect.cache.block_table import BlockTables
 from kvconnect.node.attention import AttentionPages, BatchedState, PagedRows, StatePages, StepContext
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
+from kvconnect.runner_kit.block_table import BlockTables
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2

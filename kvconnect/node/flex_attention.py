@@ -16,10 +16,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.attention_groups import AttentionSetup, GraphSupport
-from kvconnect.cache.flex_capacity import NULL_PAGE, FlexBlocks, FlexBuffers, FlexCapacity
 from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PageSpan, Segment
 from kvconnect.node.models.base import CacheLayout
+from kvconnect.runner_kit.attention_groups import AttentionSetup, GraphSupport
+from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBlocks, FlexBuffers, FlexCapacity
 
 # Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
 MAX_QUERY_BLOCK = 64

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.cache.zeroing import KVBlockZeroer
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, StepContext
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.decode import Decoder
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
+from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 
 class Runner:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.cache.attention_groups import GraphSupport
-from kvconnect.cache.zeroing import KVBlockZeroer
 from kvconnect.errors import ConfigError
 from kvconnect.node.block_manager import BlockManager
 from kvconnect.node.block_pool import BlockPool
@@ -36,6 +34,8 @@ from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import NodeServer
+from kvconnect.runner_kit.attention_groups import GraphSupport
+from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 logger = logging.getLogger(__name__)
 

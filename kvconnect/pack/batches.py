@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.block_table import BlockIds
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.pack.lanes import Access, Lane, Walk
 from kvconnect.plan.chunks import Chunk, Placement
+from kvconnect.runner_kit.block_table import BlockIds
 
 Column = NDArray[np.int64]
 

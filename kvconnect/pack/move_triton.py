@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvconnect.cache.words_triton import word_pointer
+from kvconnect.runner_kit.words_triton import word_pointer
 
 
 @triton.jit

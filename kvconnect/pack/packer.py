@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from kvconnect.cache.block_table import BlockIds
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
@@ -22,6 +21,7 @@ from kvconnect.pack.lanes import make_lanes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
 from kvconnect.plan.wire import Wire
+from kvconnect.runner_kit.block_table import BlockIds
 
 KERNELS = ("auto", "torch", "triton")
 SIDES = ("source", "target")

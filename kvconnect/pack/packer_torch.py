@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.cache.block_table import BlockIds
 from kvconnect.pack.batches import Batch, LaneClass, Move, PageRange
 from kvconnect.pack.casts import Cast, cast_table
 from kvconnect.pack.digest import digest_streams
 from kvconnect.pack.lanes import Access, Walk
 from kvconnect.pack.packer import ChunkLayout, StagedChunk, Ticket
+from kvconnect.runner_kit.block_table import BlockIds
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UINTS = {1: np.uint8, 2: np.uint16}

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.block_table import BlockIds
 from kvconnect.errors import LocalError
 from kvconnect.pack.batches import LaneClass, Move, PageRange
 from kvconnect.pack.digest import MULTIPLIER, STEP
@@ -28,6 +27,7 @@ from kvconnect.pack.move_triton import move_kernel
 from kvconnect.pack.packer import ChunkLayout, StagedChunk, Ticket
 from kvconnect.pack.staging import Lent, Staging
 from kvconnect.pack.tickets import Tickets
+from kvconnect.runner_kit.block_table import BlockIds
 
 FIELDS = 20
 CAST_FIELDS = FIELDS + 1
@@ -48,7 +48,7 @@ class Tuning:
     programs_per_sm: int
 
 
-# Measured on an H200 with `kvconnect bench pack`. Where any number of programs may run, small tiles leave
+# Measured on an H200 (`python -m benchmarks pack`). Where any number of programs may run, small tiles leave
 # registers for many of them; few programs must each keep more bytes under way.
 UNBOUNDED = Tuning(tile_bytes=8 << 10, num_warps=8, max_turns=16, programs_per_sm=32)
 BOUNDED = Tuning(tile_bytes=32 << 10, num_warps=16, max_turns=16, programs_per_sm=1)

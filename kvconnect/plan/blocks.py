@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.block_table import BlockIds, expand_block_ids
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
+from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
 
 NULL_BLOCK = 0
 

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.block_table import BlockIds
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import Count, GroupBlocks, Index
 from kvconnect.plan.blocks import NULL_BLOCK, kernel_positions
 from kvconnect.plan.wire import Wire
+from kvconnect.runner_kit.block_table import BlockIds
 
 ALIGN_BYTES = 16
 _MOST_PLACED = 64

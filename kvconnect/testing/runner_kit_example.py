@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvconnect.cache.attention_groups import GraphSupport, init_attention
-from kvconnect.cache.block_table import BlockTables
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from kvconnect.cache.zeroing import KVBlockZeroer
+from kvconnect.runner_kit.attention_groups import GraphSupport, init_attention
+from kvconnect.runner_kit.block_table import BlockTables
+from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 
 @dataclass(frozen=True)

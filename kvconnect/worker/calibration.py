@@ -24,7 +24,7 @@ _FEW_COPIES = 16
 _CPU_BYTES = 4 << 20
 _CUDA_SHARE = 0.85
 _CPU_SHARE = 0.6
-"""What packing reaches of a plain copy: see `kvconnect bench pack`."""
+"""What packing reaches of a plain copy: see `python -m benchmarks pack`."""
 
 
 class ProbeOutbox:

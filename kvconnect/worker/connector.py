@@ -18,7 +18,6 @@ import msgspec
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.cache.kernel_blocks import sync_block_size
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
@@ -37,6 +36,7 @@ from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
+from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
 from kvconnect.worker.local import Local
 from kvconnect.worker.mover import Mover

@@ -10,11 +10,11 @@ import socket
 import msgspec
 import pytest
 
-from kvconnect.demo.faults import frames
-from kvconnect.demo.faults.attack import Target, compose
-from kvconnect.demo.faults.listeners import listeners
-from kvconnect.demo.faults.load import Asked, Tally, percentile
-from kvconnect.demo.faults.stage import left_over
+from tests.faults import frames
+from tests.faults.attack import Target, compose
+from tests.faults.listeners import listeners
+from tests.faults.load import Asked, Tally, percentile
+from tests.faults.stage import left_over
 
 MESSAGE = msgspec.msgpack.encode(["fetch", 1, "handle", 200, [[0, 0, [1, 2, 3]]], 1, 5.0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.demo.faults.hostile import BATTERIES, run_batteries
+from tests.faults.hostile import BATTERIES, run_batteries
 
 CONNECTIONS = 400
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.demo.faults.kills import CLIENT_DEADLINE_S, kill_stage, run_kills
-from kvconnect.demo.faults.load import Questions
-from kvconnect.demo.faults.stage import Stage
+from tests.faults.kills import CLIENT_DEADLINE_S, kill_stage, run_kills
+from tests.faults.load import Questions
+from tests.faults.stage import Stage
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 from typer.testing import CliRunner
 
-from kvconnect.cli import app
-from kvconnect.demo.faults import frames
-from kvconnect.demo.faults.hostile import HostileReport
-from kvconnect.demo.faults.liars import Liar
+from tests.faults import frames
+from tests.faults.__main__ import app
+from tests.faults.hostile import HostileReport
+from tests.faults.liars import Liar
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 5000])
@@ -35,7 +35,7 @@ def test_a_liar_changes_messages_and_nothing_else(piece):
 )
 @pytest.mark.timeout(1200)
 def test_a_decode_node_outlives_lies(requests):
-    ran = CliRunner().invoke(app, ["faults", "liars", "--engine", "nixl", "--requests", str(requests)])
+    ran = CliRunner().invoke(app, ["liars", "--engine", "nixl", "--requests", str(requests)])
     assert ran.exit_code == 0, ran.output
     report = json.loads(ran.stdout)
     assert report["problems"] == []
@@ -46,11 +46,11 @@ def test_a_decode_node_outlives_lies(requests):
 def test_a_problem_makes_the_command_fail(monkeypatch):
     stage = MagicMock(**{"tails.return_value": "the last lines of a log"})
     stage.__enter__.return_value = stage
-    monkeypatch.setattr("kvconnect.demo.faults.stage.Stage", lambda options: stage)
-    monkeypatch.setattr("kvconnect.demo.faults.load.Questions", lambda *_, **__: None)
+    monkeypatch.setattr("tests.faults.stage.Stage", lambda options: stage)
+    monkeypatch.setattr("tests.faults.load.Questions", lambda *_, **__: None)
     found = HostileReport("nixl", problems=["decode-0 ended"])
-    monkeypatch.setattr("kvconnect.demo.faults.liars.run_liars", lambda *_, **__: found)
-    ran = CliRunner().invoke(app, ["faults", "liars"])
+    monkeypatch.setattr("tests.faults.liars.run_liars", lambda *_, **__: found)
+    ran = CliRunner().invoke(app, ["liars"])
     assert ran.exit_code == 1
     assert json.loads(ran.stdout)["problems"] == ["decode-0 ended"]
     assert "the last lines of a log" in ran.stderr

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.demo.faults.links import CUTS, Wire, link_deadline_s, link_stage, run_cut, unusable
-from kvconnect.demo.faults.load import Questions
-from kvconnect.demo.faults.stage import DEADLINES, Stage
+from tests.faults.links import CUTS, Wire, link_deadline_s, link_stage, run_cut, unusable
+from tests.faults.load import Questions
+from tests.faults.stage import DEADLINES, Stage
 
 PROBLEM = unusable()
 pytestmark = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "it can")

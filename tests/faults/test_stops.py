@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from kvconnect.demo.faults.load import Questions
-from kvconnect.demo.faults.stage import Stage
-from kvconnect.demo.faults.stops import run_stops, stop_stage
+from tests.faults.load import Questions
+from tests.faults.stage import Stage
+from tests.faults.stops import run_stops, stop_stage
 
 # Over well before the stop is.
 SHORT = {

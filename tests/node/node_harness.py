@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvconnect.cache.block_table import expand_block_ids
 from kvconnect.errors import PeerError
 from kvconnect.node.connector import Connector
 from kvconnect.node.engine import Engine
@@ -16,6 +15,7 @@ from kvconnect.node.output import Output
 from kvconnect.node.request import Request
 from kvconnect.node.serve import build_engine
 from kvconnect.orders import LetGo, Orders, Results
+from kvconnect.runner_kit.block_table import expand_block_ids
 
 torch.set_num_threads(1)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvconnect.cache.attention_groups import GraphSupport
-from kvconnect.cache.flex_capacity import FlexBuffers, FlexCapacity
 from kvconnect.errors import ConfigError
 from kvconnect.node import flex_attention
 from kvconnect.node.attention import AttentionPages, PagedRows, Segment
 from kvconnect.node.flex_attention import FlexAttention
+from kvconnect.runner_kit.attention_groups import GraphSupport
+from kvconnect.runner_kit.flex_capacity import FlexBuffers, FlexCapacity
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 
 # One token, one page exactly and one token more, a block of every model, and more than a window.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvconnect.cache.flex_capacity import FlexBuffers, FlexCapacity
+from kvconnect.runner_kit.flex_capacity import FlexBuffers, FlexCapacity
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 from tests.node.test_flex import corrupted, flex_parts, together, wrong_page
 

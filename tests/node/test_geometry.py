@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from kvconnect.cache.attention_groups import GraphSupport
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError
 from kvconnect.node.cache import CACHE_DTYPES, NodeCache
@@ -14,6 +13,7 @@ from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.serve import build_engine
+from kvconnect.runner_kit.attention_groups import GraphSupport
 from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kvconnect.cache.block_table import expand_block_ids
 from kvconnect.cache.specs import StateSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import StepContext
 from kvconnect.node.cache import needs_zeroing
+from kvconnect.runner_kit.block_table import expand_block_ids
 from tests.node.node_harness import MODEL_NAMES, Client, CopyConnector, make_client, make_prompt
 
 NAN_BYTES = (0x7F, 0xFF)

@@ -1,4 +1,4 @@
-"""The batteries of ``kvconnect faults disk``, short: kills while it writes, and every kind of damage."""
+"""The batteries of ``python -m tests.faults disk``, short: kills while writing, every kind of damage."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from kvconnect.demo.faults.damage import KINDS, run_damage
+from tests.faults.damage import KINDS, run_damage
 
 
 def test_nothing_wrong_is_served_after_kills():
-    command = [sys.executable, "-m", "kvconnect", "faults", "disk", "--count", "25", "--records", "0"]
+    command = [sys.executable, "-m", "tests.faults", "disk", "--count", "25", "--records", "0"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert told.returncode == 0, told.stdout + told.stderr
     report = json.loads(told.stdout)

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from kvconnect.demo.faults.disk_rows import taken_bytes
 from kvconnect.testing.tier_suite import lengths_of, rows_of, some_rows
+from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import FaultyFiles, open_driver, segment_files, wait_until
 
 SOON = {"retry_s": (0.01, 0.05)}
@@ -364,7 +364,7 @@ def test_a_small_disk_that_is_really_full(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from kvconnect.demo.faults.disk_rows import taken_bytes
+from tests.faults.disk_rows import taken_bytes
 from kvconnect.testing.tier_suite import lengths_of, some_rows
 from tests.offload.disk_kit import open_driver
 path = Path(sys.argv[1])

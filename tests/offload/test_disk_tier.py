@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvconnect.config import OffloadConfig
-from kvconnect.demo.faults.disk_rows import taken_bytes
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.options import DiskOptions
 from kvconnect.offload.disk.tier import DiskTier, open_disk_tier
 from kvconnect.offload.namespace import Namespace
 from kvconnect.testing.tier_suite import LowerTierSuite, lengths_of, some_rows
+from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,
     FaultyFiles,

@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 
-from kvconnect.bench_node.attention import attend_torch
-from kvconnect.bench_returning.model import PromptAttention
-from kvconnect.bench_returning.options import Options
-from kvconnect.bench_returning.pages import drop_pages, resident_share
-from kvconnect.bench_returning.runner import bench_returning
+from benchmarks.node.attention import attend_torch
+from benchmarks.returning.model import PromptAttention
+from benchmarks.returning.options import Options
+from benchmarks.returning.pages import drop_pages, resident_share
+from benchmarks.returning.runner import bench_returning
 from kvconnect.demo.offload import POOLS, run_offload
 from kvconnect.demo.runner import MODELS
 from kvconnect.errors import ConfigError

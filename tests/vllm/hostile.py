@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvconnect.demo.faults import frames
 from kvconnect.demo.http import BadAnswer, fetch
+from tests.faults import frames
 from tests.vllm.servers import Server, free_port, members, running, transfer_config
 from tests.vllm.tiny_models import write_model
 

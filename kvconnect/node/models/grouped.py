@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.cache.kernel_blocks import MultipleOf
 from kvconnect.cache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.models.base import (
@@ -18,6 +17,7 @@ from kvconnect.node.models.base import (
     Trunk,
 )
 from kvconnect.node.models.parts import WeightSource, rotate
+from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 GROUPED_BACKEND = Backend("TORCH_GROUPED", (MultipleOf(16),))
 SLIDING_BACKEND = Backend("TORCH_SLIDING", (MultipleOf(16),))

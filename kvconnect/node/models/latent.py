@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from kvconnect.cache.kernel_blocks import MultipleOf
 from kvconnect.cache.specs import MLASpec
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.models.base import (
@@ -17,6 +16,7 @@ from kvconnect.node.models.base import (
 )
 from kvconnect.node.models.grouped import GroupedAttention
 from kvconnect.node.models.parts import ChaoticHead, Mlp, WeightSource, rms_norm, rotate
+from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 LATENT_BACKEND = Backend("TORCH_LATENT", (MultipleOf(16),))
 LATENT_64_BACKEND = Backend("TORCH_LATENT_64", (64,))

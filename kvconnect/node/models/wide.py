@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from kvconnect.cache.kernel_blocks import MultipleOf
 from kvconnect.cache.specs import MLASpec
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.models.base import CachedLayer, CacheLayout, CacheSizing, Dims, ModelOutput, Trunk
 from kvconnect.node.models.parts import WeightSource, rms_norm
+from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 WIDE_BACKEND = Backend("TORCH_WIDE", (MultipleOf(16),))
 _STEP = 2654435761

@@ -16,9 +16,9 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.words_triton import word_pointer
 from kvconnect.offload.copies.rows import Column
 from kvconnect.offload.copies.tiles import BATCH_FIELDS, TILE_FIELDS, Launch, TileTable
+from kvconnect.runner_kit.words_triton import word_pointer
 
 _INTERPRETED_PROGRAMS = 3
 _PROGRAMS_PER_SM = 8

@@ -15,7 +15,6 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from kvconnect.cache.kernel_blocks import sync_block_size
 from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
@@ -35,6 +34,7 @@ from kvconnect.offload.worker.open_jobs import JobKind, OpenJobs
 from kvconnect.offload.worker.snapshots import Copies, StoreJob
 from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.orders import OffloadOrders, Results, RowCopies, Store
+from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""How fast kvconnect is, part by part: ``python -m benchmarks NAME``."""

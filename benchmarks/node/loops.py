@@ -1,0 +1,226 @@
+"""A node's steps over and over: decode from a CUDA graph, or prompts, with the host work of a runner.
+
+The cache is the one that a worker has registered: what is received lies beside what is computed with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from benchmarks.node.model import DTYPE, BenchModel, layer_pages, store
+from benchmarks.transfer.cache import BenchCache
+from kvconnect.arithmetic import div_ceil
+from kvconnect.node.cache import NodeCache, Place
+from kvconnect.node.decode import Decoder
+from kvconnect.node.models.base import CacheLayout, CacheSizing
+from kvconnect.node.runner import Runner
+from kvconnect.node.step import Chunk, Step
+
+Blocks = Sequence[Sequence[int]]
+
+# The last tokens of its context that a request computes before another takes its place.
+_TURN_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """When a step ended, on the performance counter, and the seconds of its parts.
+
+    ``host_s`` is until all of it was launched, ``device_s`` what the device worked, None on a CPU.
+    """
+
+    ended_at: float
+    host_s: float
+    device_s: float | None
+
+
+def _nothing() -> None:
+    pass
+
+
+def percentile_ms(percent: float, windows: Sequence[Sequence[float]]) -> float:
+    """A percentile over all windows, of seconds, in milliseconds."""
+    return round(float(np.percentile(np.concatenate(windows), percent)) * 1e3, 4)
+
+
+class Loop(Protocol):
+    """Steps of one kind."""
+
+    tokens_per_step: int
+
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
+        """Do one step, and wait until its tokens are there. ``meanwhile`` is called once it is launched."""
+        ...
+
+
+class SharedCache(NodeCache):
+    """A node's cache over tensors that are there already, by layer name."""
+
+    def __init__(self, layout: CacheLayout, cache: BenchCache, max_num_seqs: int, max_model_len: int) -> None:
+        self._storages = {name: made.tensor.view(-1).view(torch.int8) for name, made in cache.tensors.items()}
+        super().__init__(
+            layout,
+            num_blocks=cache.shape.num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_seqs,
+            device=cache.device,
+        )
+
+    def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
+        return {
+            layer.name: Place(self._storages[layer.name], 0) for layers in layout.groups for layer in layers
+        }
+
+
+def share_cache(model: BenchModel, cache: BenchCache, rows: int, most_tokens: int) -> SharedCache:
+    """Block tables and views over a worker's cache, for so many requests; the model computes in it."""
+    sizing = CacheSizing(cache.shape.layout.block_tokens, most_tokens)
+    model.cache = shared = SharedCache(model.layout(sizing), cache, rows, most_tokens)
+    return shared
+
+
+def fill_blocks(cache: NodeCache, blocks: Blocks) -> None:
+    """Put values into blocks as a model's keys and values are: about 1 in size, none of them alike."""
+    generator = torch.Generator(cache.device).manual_seed(1)
+    for made in cache.tensors.values():
+        for ids in blocks:
+            held = torch.tensor(ids, device=cache.device)
+            values = torch.randn(
+                (len(ids), *made.tensor.shape[1:]), generator=generator, dtype=DTYPE, device=cache.device
+            )
+            made.tensor.index_copy_(0, held, values)
+
+
+class _Stopwatch:
+    """Times of one step. On a GPU two events say how long it worked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def launching(self) -> None:
+        if self._events:
+            self._events[0].record()
+
+    def launched(self) -> None:
+        if self._events:
+            self._events[1].record()
+        self._launched = time.perf_counter()
+
+    def end(self) -> StepTime:
+        """Once the device is done."""
+        ended = time.perf_counter()
+        device_s = self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else None
+        return StepTime(ended, self._launched - self._began, device_s)
+
+
+class DecodeLoop:
+    """Decode steps of a full batch, each request near the end of its context.
+
+    A request that reaches the end is replaced by another in the same blocks, at another step for each row.
+    So the work of a step stays the same, and block tables change as they do in a node.
+    """
+
+    def __init__(self, model: BenchModel, cache: SharedCache, blocks: Blocks, context: int) -> None:
+        captured = cache.device.type == "cuda"
+        self.tokens_per_step = len(blocks)
+        self._decoder = Decoder(model, cache, sizes=[len(blocks)], captured=captured)
+        self._runner = Runner(model, cache, decoder=self._decoder)
+        self._blocks = blocks
+        self._block_tokens = cache.kernel_block_sizes[0]
+        self._context = context
+        self._turn = min(_TURN_TOKENS, max(1, context // 2))
+        self._positions = [
+            context - self._turn + row * self._turn // len(blocks) for row in range(len(blocks))
+        ]
+        self._tokens = [0] * len(blocks)
+        self._requests = len(blocks)
+        self._names = [f"decode-{row}" for row in range(len(blocks))]
+        self._watch = _Stopwatch(cache.device)
+        held = [div_ceil(position, self._block_tokens) for position in self._positions]
+        self._runner.prepare(Step(new_rows=[(row, (blocks[row][:count],)) for row, count in enumerate(held)]))
+
+    @torch.inference_mode()
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
+        """See ``Loop``. What a runner does: block tables, one upload, a replay, and reading the tokens."""
+        self._watch.begin()
+        step = self._next()
+        self._runner.prepare(step)
+        self._watch.launching()
+        output = self._decoder.run(step)
+        self._watch.launched()
+        meanwhile()
+        self._tokens = output.tokens.tolist()
+        return self._watch.end()
+
+    def _next(self) -> Step:
+        step = Step()
+        for row, position in enumerate(self._positions):
+            blocks, at = self._blocks[row], position // self._block_tokens
+            if position == self._context:
+                position = self._context - self._turn
+                at = position // self._block_tokens
+                self._names[row] = f"decode-{self._requests}"
+                self._requests += 1
+                step.new_rows.append((row, (blocks[: at + 1],)))
+            elif position % self._block_tokens == 0:
+                step.grown_rows.append((row, (blocks[at : at + 1],)))
+            step.chunks.append(Chunk(self._names[row], row, position, (self._tokens[row],), True))
+            self._positions[row] = position + 1
+        return step
+
+
+class PromptLoop:
+    """Prompts of ``tokens`` tokens, one after the other, launched kernel by kernel."""
+
+    def __init__(self, model: BenchModel, cache: SharedCache, blocks: Blocks, tokens: int) -> None:
+        self.tokens_per_step = tokens
+        self._model, self._cache, self._requests = model, cache, blocks
+        self._turn = 0
+        self._positions = torch.arange(tokens, device=cache.device)
+        self._last = self._positions[-1:]
+        self._offsets = self._positions % cache.kernel_block_sizes[0]
+        self._generator = torch.Generator().manual_seed(2)
+        self._watch = _Stopwatch(cache.device)
+
+    @torch.inference_mode()
+    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
+        """See ``Loop``. Attention is over the prompt alone; its keys and values go to its blocks."""
+        self._watch.begin()
+        device, tokens = self._cache.device, self.tokens_per_step
+        ids = self._requests[self._turn % len(self._requests)]
+        self._turn += 1
+        prompt = torch.randint(self._model.size.vocab, (tokens,), generator=self._generator).to(device)
+        self._watch.launching()
+        size = self._cache.kernel_block_sizes[0]
+        self._blocks = torch.tensor(ids, device=device)[self._positions // size]
+        token = self._model.run(prompt, self._positions, self._last, self._attend)
+        self._watch.launched()
+        meanwhile()
+        token.item()
+        return self._watch.end()
+
+    def _attend(
+        self, layer: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        store(layer_pages(self._cache, layer), self._blocks, self._offsets, keys, values)
+        mixed = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        return mixed[0].transpose(0, 1)

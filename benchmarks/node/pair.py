@@ -1,0 +1,258 @@
+"""Driving two children through one measurement: without and with, in turn, then a look at what arrived.
+
+Runs in the parent and only asks and compares; every clock and every byte is in the children.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.node.loops import percentile_ms
+from benchmarks.node.options import Options
+from benchmarks.node.side import Flow, NodeSettings, Window, WindowResult
+from benchmarks.transfer.cases import Round
+from benchmarks.transfer.process import ChildPair, StepFailed
+from benchmarks.transfer.settings import WorkerAddress, WorkerSettings
+
+NODE_SIDE = "benchmarks.node.side:NodeSide"
+_SEEDS = (0xF11, 0xDEC)
+_RAMP_S = 0.5
+# How much longer the side that receives goes on than the one that computes, so that it covers it.
+_TAIL_S = 0.25
+
+Devices = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class NodeTiming:
+    """One measured setting of the transfer threads.
+
+    Rates are medians of the windows, ``tokens_per_s_windows`` by window in order, ``ratio`` that of the
+    medians. Times of steps are those of all windows of a kind: the whole step, what the host did until it
+    was launched, and what the GPU worked. ``verified`` counts the requests whose bytes were compared.
+    """
+
+    side: str
+    engine: str
+    path: str
+    path_used: str
+    device: str
+    shared_gpu: bool
+    model: str
+    batch: int
+    context: int
+    layouts: str
+    pack_programs: int
+    slot_bytes: int
+    num_slots: int
+    request_bytes: int
+    requests_in_flight: int
+    asked_gb_per_s: float
+    gb_per_s: float
+    gb_per_s_windows: tuple[float, ...]
+    tokens_per_s_without: float
+    tokens_per_s_with: float
+    ratio: float
+    tokens_per_s_windows_without: tuple[float, ...]
+    tokens_per_s_windows_with: tuple[float, ...]
+    steps_without: int
+    steps_with: int
+    step_ms_p50_without: float
+    step_ms_p50_with: float
+    step_ms_p99_without: float
+    step_ms_p99_with: float
+    host_ms_p50_without: float
+    host_ms_p50_with: float
+    device_ms_p50_without: float | None
+    device_ms_p50_with: float | None
+    verified: int
+
+
+class NodePair:
+    """A node with its peer, opened, and the windows that it is asked for."""
+
+    def __init__(self, pair: ChildPair, options: Options, programs: int | None, devices: Devices) -> None:
+        self._pair, self._options = pair, options
+        self._numbers = itertools.count(1)
+        self._landed: dict[int, int] = {}
+        self._window = Window(_RAMP_S, options.seconds)
+        whole_s = _RAMP_S + options.seconds + _TAIL_S
+        # As many as the rate asks for, and those that make up for a pause.
+        self._held = math.ceil(whole_s * options.bytes_per_s / options.request_bytes) + options.in_flight
+        prefill, decode = (
+            WorkerSettings(
+                role,
+                options.engine,
+                options.path,
+                device,
+                shape,
+                seed,
+                options.timeout_s,
+                options.worker_extra(programs, 2 * (options.rounds + 1) * self._held),
+            )
+            for role, device, shape, seed in zip(
+                ("kv_producer", "kv_consumer"), devices, options.shapes(), (_SEEDS[0], None), strict=True
+            )
+        )
+        self._source: WorkerAddress
+        self._source, _ = pair.both("open", (prefill,), (decode,))
+        blocks = zip(options.request_blocks(), _SEEDS, strict=True)
+        pair.both("draw", *((options.in_flight, count, seed) for count, seed in blocks))
+        self._node = pair.decode if options.side == "decode" else pair.prefill
+        self._node.ask(
+            "build",
+            NodeSettings(
+                options.used_model,
+                "decode" if options.side == "decode" else "prompt",
+                options.used_batch,
+                options.used_context,
+            ),
+        )
+        self.slot_bytes: int = pair.decode.ask("auto_slot_bytes")
+
+    @property
+    def engine(self) -> str:
+        """The engine that the workers took."""
+        return self._source.engine
+
+    def meet(self) -> None:
+        """A round that does not count: it meets the peer, maps memory and compiles kernels."""
+        asked = self._round(2 * self._options.in_flight)
+        self._pair.prefill.ask("hold", asked)
+        self._pair.decode.ask("load", asked, self._source)
+        self._pair.prefill.ask("drain", asked)
+        self._pair.decode.ask("clear")
+
+    def without(self) -> WindowResult:
+        """A window in which nothing is under way."""
+        result: WindowResult = self._node.ask("measure", self._window, None)
+        return result
+
+    def with_transfers(self) -> tuple[WindowResult, WindowResult]:
+        """A window in which requests are received: what the node did, and what the receiver did."""
+        options, pair = self._options, self._pair
+        asked = self._round(self._held)
+        pair.prefill.ask("hold", asked)
+        flow = Flow(asked, options.request_bytes, options.bytes_per_s, self._source)
+        sender: WindowResult
+        receiver: WindowResult
+        if self._node is pair.decode:
+            sender = receiver = pair.decode.ask("measure", self._window, flow)
+        else:
+            longer = Window(_RAMP_S, options.seconds, _TAIL_S)
+            sender, receiver = pair.both("measure", (self._window, None), (longer, flow))
+        self._landed.update(receiver.last_in_slot)
+        return sender, receiver
+
+    def check(self) -> int:
+        """Compare every page of the requests that came to their blocks last with where it came from.
+
+        Returns how many requests that were.
+
+        Raises:
+            StepFailed: a page differs, or nothing was received.
+        """
+        in_flight, tokens = self._options.in_flight, self._options.layouts.group_tokens
+        targets = sorted(self._landed)
+        if not targets:
+            raise StepFailed("no request was received: set seconds higher, or request_mb lower")
+        sources = [self._landed[slot] % in_flight for slot in targets]
+        held, landed = self._pair.both("digests", (sources, tokens), (targets, tokens))
+        if wrong := int(np.count_nonzero(held != landed)):
+            raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
+        return len(targets)
+
+    def _round(self, requests: int) -> Round:
+        options = self._options
+        return Round(f"round{next(self._numbers)}", requests, options.in_flight, options.request_tokens)
+
+
+def measure_node(options: Options, programs: int | None, devices: Devices) -> NodeTiming:
+    """Alternate windows without and with transfers.
+
+    Raises:
+        StepFailed: a child failed, or bytes are wrong.
+    """
+    with ChildPair(NODE_SIDE, dict(options.environment or {}), options.timeout_s) as pair:
+        node = NodePair(pair, options, programs, devices)
+        node.meet()
+        without: list[WindowResult] = []
+        computed: list[WindowResult] = []
+        received: list[WindowResult] = []
+        for _ in range(options.rounds):
+            without.append(node.without())
+            result, receiver = node.with_transfers()
+            computed.append(result)
+            received.append(receiver)
+        verified = node.check()
+        return _timing(options, programs, devices, node, (without, computed, received), verified)
+
+
+def _timing(
+    options: Options,
+    programs: int | None,
+    devices: Devices,
+    node: NodePair,
+    windows: tuple[Sequence[WindowResult], Sequence[WindowResult], Sequence[WindowResult]],
+    verified: int,
+) -> NodeTiming:
+    without, computed, received = windows
+    config = options.worker_config(programs)
+    rates = tuple(round(one.received * options.request_bytes / options.seconds / 1e9, 4) for one in received)
+    before, after = _token_rates(without), _token_rates(computed)
+    paths: Counter[str] = Counter()
+    for one in received:
+        paths.update(one.bytes_by_path)
+    return NodeTiming(
+        side=options.side,
+        engine=node.engine,
+        path=options.path,
+        path_used="+".join(path for path, _ in paths.most_common()),
+        device=options.device,
+        shared_gpu=options.device == "cuda" and devices[0] == devices[1],
+        model=options.used_model,
+        batch=options.used_batch,
+        context=options.used_context,
+        layouts=str(options.layouts),
+        pack_programs=config.pack_programs,
+        slot_bytes=config.slot_bytes or node.slot_bytes,
+        num_slots=config.num_slots,
+        request_bytes=options.request_bytes,
+        requests_in_flight=options.in_flight,
+        asked_gb_per_s=options.bytes_per_s / 1e9,
+        gb_per_s=statistics.median(rates),
+        gb_per_s_windows=rates,
+        tokens_per_s_without=statistics.median(before),
+        tokens_per_s_with=statistics.median(after),
+        ratio=round(statistics.median(after) / statistics.median(before), 4),
+        tokens_per_s_windows_without=before,
+        tokens_per_s_windows_with=after,
+        steps_without=sum(len(one.step_s) for one in without),
+        steps_with=sum(len(one.step_s) for one in computed),
+        step_ms_p50_without=percentile_ms(50, [one.step_s for one in without]),
+        step_ms_p50_with=percentile_ms(50, [one.step_s for one in computed]),
+        step_ms_p99_without=percentile_ms(99, [one.step_s for one in without]),
+        step_ms_p99_with=percentile_ms(99, [one.step_s for one in computed]),
+        host_ms_p50_without=percentile_ms(50, [one.host_s for one in without]),
+        host_ms_p50_with=percentile_ms(50, [one.host_s for one in computed]),
+        device_ms_p50_without=_device_ms(without),
+        device_ms_p50_with=_device_ms(computed),
+        verified=verified,
+    )
+
+
+def _token_rates(windows: Sequence[WindowResult]) -> tuple[float, ...]:
+    return tuple(round(one.tokens / one.seconds, 1) for one in windows)
+
+
+def _device_ms(windows: Sequence[WindowResult]) -> float | None:
+    return (
+        percentile_ms(50, [one.device_s for one in windows]) if any(one.device_s for one in windows) else None
+    )

@@ -1,0 +1,310 @@
+"""Decode steps of a node while blocks leave the device and come back without pause, beside those without."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.node.loops import DecodeLoop, StepTime, fill_blocks, percentile_ms, share_cache
+from benchmarks.node.model import MODEL_SIZES, BenchModel
+from benchmarks.node.options import SUITED
+from benchmarks.transfer.cache import BenchCache
+from benchmarks.transfer.cases import Layout
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.errors import ConfigError, EngineError
+from kvconnect.offload.copies.copier import Copier, Ticket, make_arena, make_copier
+from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.index.budgets import plan_arena
+from kvconnect.orders import RowCopies
+
+FLOWS = ("out", "back", "both")
+_LAYOUT = Layout("nhd", 16)
+_RAMP_S = 0.3
+_MOST_IN_FLIGHT = 8
+_TURN_S = 0.002
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """A run. Numbers of 0 and an empty model stand for what suits the device.
+
+    Blocks leave, or come back, at ``gb_per_s`` in each direction. A round is ``seconds`` without and
+    ``seconds`` with them.
+
+    Raises:
+        ConfigError: an option is not usable.
+    """
+
+    device: str
+    model: str = ""
+    batch: int = 0
+    context: int = 0
+    gb_per_s: float = 0.0
+    rounds: int = 3
+    seconds: float = 2.0
+    staging_bytes: int = 0
+    programs: int = 0
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.device not in SUITED:
+            raise ConfigError(f"device is {self.device!r}; accepted: {', '.join(SUITED)}")
+        if self.used_model not in MODEL_SIZES:
+            raise ConfigError(f"model is {self.model!r}; accepted: {', '.join(MODEL_SIZES)}")
+        for name, number, least in (
+            ("batch", self.batch, 0),
+            ("context", self.context, 0),
+            ("gb_per_s", self.gb_per_s, 0),
+            ("rounds", self.rounds, 1),
+        ):
+            if number < least:
+                raise ConfigError(f"{name} is {number}, it must be at least {least}")
+        if not self.seconds > 0:
+            raise ConfigError(f"seconds is {self.seconds}, it must be more than 0")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def used_model(self) -> str:
+        return self.model or SUITED[self.device].model
+
+    @property
+    def used_batch(self) -> int:
+        return self.batch or SUITED[self.device].batch
+
+    @property
+    def used_context(self) -> int:
+        return self.context or SUITED[self.device].context
+
+    @property
+    def request_bytes(self) -> int:
+        """What comes back by one order, as for a request that returns."""
+        return (64 << 10) if self.on_cpu else (256 << 20)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return (self.gb_per_s or (0.01 if self.on_cpu else 10.0)) * 1e9
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """Medians over rounds, and over all steps of their kind. ``out`` and ``back`` are GB/s that moved."""
+
+    device: str
+    model: str
+    batch: int
+    context: int
+    flow: str
+    modes: tuple[str, str]
+    asked_gb_per_s: float
+    out: float
+    back: float
+    tokens_per_s_without: float
+    tokens_per_s_with: float
+    ratio: float
+    step_ms_p50_without: float
+    step_ms_p50_with: float
+    step_ms_p99_without: float
+    step_ms_p99_with: float
+    host_ms_p50_without: float
+    host_ms_p50_with: float
+    staging_waits: int
+
+
+class _Flow:
+    """Orders copies of blocks at a rate, a bounded number of them at a time."""
+
+    def __init__(self, rig: _Rig, out: bool, bytes_per_s: float, began: float) -> None:
+        self._rig, self._out, self._bytes_per_s = rig, out, bytes_per_s
+        self._began, self._ordered = began, 0
+        self._tickets: deque[tuple[Ticket, int]] = deque()
+        self._turn = 0
+        # Scattered, as they are once rows were used a few times.
+        count = min(len(rig.blocks_out if out else rig.blocks_back), rig.rows_each)
+        rows = random.Random(out).sample(range(rig.rows_each), count)
+        blocks = rig.blocks_out if out else rig.blocks_back
+        self._orders = tuple(blocks[:count]), tuple(row if out else rig.rows_each + row for row in rows)
+        self.ended: list[tuple[float, int]] = []
+
+    def order(self) -> None:
+        """Order what is due, if not too much is under way."""
+        self.settle()
+        row_bytes = self._rig.row_bytes
+        due = int((time.perf_counter() - self._began) * self._bytes_per_s) - self._ordered
+        blocks, rows = self._orders
+        count = min(due // row_bytes, len(blocks))
+        least = 1 if self._out else min(len(blocks), self._rig.request_blocks)
+        if count < least or len(self._tickets) >= _MOST_IN_FLIGHT:
+            return
+        if self._turn + count > len(blocks):
+            self._turn = 0
+        mine = slice(self._turn, self._turn + count)
+        self._turn += count
+        self._ordered += count * row_bytes
+        copies = [RowCopies(0, blocks[mine], rows[mine])]
+        copier = self._rig.copier
+        ticket = copier.snapshot(copies) if self._out else copier.restore(copies, copier.mark())
+        self._tickets.append((ticket, count * row_bytes))
+
+    def settle(self) -> None:
+        """Note what is done. Raises ``EngineError``: a copy failed."""
+        while self._tickets and self._tickets[0][0].done:
+            ticket, length_bytes = self._tickets.popleft()
+            if ticket.error:
+                raise EngineError(f"a copy of blocks failed: {ticket.error}")
+            self.ended.append((time.perf_counter(), length_bytes))
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        for ticket, _ in self._tickets:
+            ticket.wait()
+        self.settle()
+
+
+class _Rig:
+    """A model that decodes, rows, and blocks that are copied: out those that it reads, back others."""
+
+    def __init__(self, options: DecodeOptions) -> None:
+        size = MODEL_SIZES[options.used_model]
+        each = -(-options.used_context // _LAYOUT.block_tokens)
+        decoded = options.used_batch * each
+        row_bytes = size.token_bytes * _LAYOUT.block_tokens
+        self.rows_each = max(8, min(2048, (2 << 30) // row_bytes))
+        self.request_blocks = max(1, options.request_bytes // row_bytes)
+        back = min(self.rows_each, 2 * self.request_blocks)
+        cache = BenchCache(size.shape(1 + decoded + back, _LAYOUT), options.device, seed=1)
+        model = BenchModel(size, _LAYOUT, options.device)
+        ids = list(range(1, 1 + decoded))
+        blocks = [ids[row * each : (row + 1) * each] for row in range(options.used_batch)]
+        shared = share_cache(model, cache, options.used_batch, options.used_context)
+        fill_blocks(shared, blocks)
+        self.loop = DecodeLoop(model, shared, blocks, options.used_context)
+        self.blocks_out = ids
+        self.blocks_back = list(range(1 + decoded, 1 + decoded + back))
+        self.table = table = RegionTable.build(cache.config(), {0: _LAYOUT.block_tokens}, cache.tensors)
+        self.layout = layout = RowLayout.build(table)
+        self.row_bytes = layout.row_bytes[0]
+        plan = plan_arena(2 * self.rows_each * self.row_bytes, layout.row_bytes, {0: 1.0})
+        self.arena = make_arena(plan, options.device)
+        self.copier: Copier = make_copier(
+            table,
+            layout,
+            self.arena,
+            options.device,
+            staging_bytes=options.staging_bytes,
+            mode=options.mode,
+            programs=options.programs,
+        )
+
+    def close(self) -> None:
+        self.copier.close()
+        self.arena.close()
+
+    def window(self, options: DecodeOptions, flows: Sequence[bool]) -> _Window:
+        """Decode for a while, with copies out (True) and back (False) meanwhile."""
+        began = time.perf_counter()
+        made = [_Flow(self, out, options.bytes_per_s, began) for out in flows]
+        # Blocks leave before the step that may overwrite them; what comes back waits for no step.
+        leaving = [flow for out, flow in zip(flows, made, strict=True) if out]
+        coming = [flow for out, flow in zip(flows, made, strict=True) if not out]
+
+        stop = threading.Event()
+
+        def restore() -> None:
+            while not stop.wait(_TURN_S):
+                for flow in coming:
+                    flow.order()
+
+        def meanwhile() -> None:
+            for flow in leaving:
+                flow.settle()
+
+        helper = threading.Thread(target=restore, daemon=True)
+        if coming:
+            helper.start()
+        steps: list[StepTime] = []
+        counted_from, until = began + _RAMP_S, began + _RAMP_S + options.seconds
+        # One step counts however slow the machine is.
+        while time.perf_counter() < until or len(steps) < 2 or steps[-2].ended_at < counted_from:
+            for flow in leaving:
+                flow.order()
+            steps.append(self.loop.step(meanwhile))
+        stop.set()
+        if coming:
+            helper.join()
+        for flow in made:
+            flow.finish()
+        counted = [
+            (step, step.ended_at - before.ended_at)
+            for before, step in itertools.pairwise(steps)
+            if before.ended_at >= counted_from
+        ]
+        moved = {
+            out: sum(size for ended, size in flow.ended if counted_from < ended <= until)
+            for out, flow in zip(flows, made, strict=True)
+        }
+        return _Window(
+            tuple(seconds for _, seconds in counted),
+            tuple(step.host_s for step, _ in counted),
+            moved.get(True, 0) / options.seconds,
+            moved.get(False, 0) / options.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Seconds from step to step, those of the host in each, and bytes per second that moved."""
+
+    step_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    out: float
+    back: float
+
+
+def measure_decode(options: DecodeOptions) -> Iterator[DecodeTiming]:
+    """Each flow in turn; without and with it alternate."""
+    rig = _Rig(options)
+    for flow in FLOWS:
+        waits = rig.copier.staging_waits
+        without, having = [], []
+        for _ in range(options.rounds):
+            without.append(rig.window(options, ()))
+            having.append(
+                rig.window(options, {"out": (True,), "back": (False,), "both": (True, False)}[flow])
+            )
+        rates = [
+            statistics.median(
+                rig.loop.tokens_per_step * len(window.step_s) / sum(window.step_s) for window in windows
+            )
+            for windows in (without, having)
+        ]
+        yield DecodeTiming(
+            device=options.device,
+            model=options.used_model,
+            batch=options.used_batch,
+            context=options.used_context,
+            flow=flow,
+            modes=rig.copier.modes,
+            asked_gb_per_s=options.bytes_per_s / 1e9,
+            out=round(statistics.median(window.out for window in having) / 1e9, 3),
+            back=round(statistics.median(window.back for window in having) / 1e9, 3),
+            tokens_per_s_without=round(rates[0], 1),
+            tokens_per_s_with=round(rates[1], 1),
+            ratio=round(rates[1] / rates[0], 4),
+            step_ms_p50_without=percentile_ms(50, [window.step_s for window in without]),
+            step_ms_p50_with=percentile_ms(50, [window.step_s for window in having]),
+            step_ms_p99_without=percentile_ms(99, [window.step_s for window in without]),
+            step_ms_p99_with=percentile_ms(99, [window.step_s for window in having]),
+            host_ms_p50_without=percentile_ms(50, [window.host_s for window in without]),
+            host_ms_p50_with=percentile_ms(50, [window.host_s for window in having]),
+            staging_waits=rig.copier.staging_waits - waits,
+        )
+    rig.close()

@@ -1,0 +1,242 @@
+"""What the scheduler half's hooks add to a serving stack's step, on one core and without a network.
+
+Every step runs all hooks in the order in which a scheduler calls them. Steady decode is a step in which
+nobody comes or goes; the other steps admit requests, or end them, on top of it. Requests and block ids
+are made beforehand: only the hooks are timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.scheduler_offload import Keeping
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.config import TransferConfig
+from kvconnect.orders import RankAddress, Results
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.handles import Claims, Handles
+
+_STEPS = 2000
+_KEEPING_STEPS = 200
+_WARM_UP = 0.1
+_BLOCK_TOKENS = 16
+_PROMPT_TOKENS = 2048
+_NOTHING = Results()
+_HANDLES = Handles(b"what the benchmark signs with")
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """One kind of step. ``changed`` requests were admitted or ended in it, ``running`` ones were not."""
+
+    step: str
+    running: int
+    changed: int
+    best_us: float
+    median_us: float
+
+
+@dataclass
+class _Request:
+    request_id: str
+    num_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    block_ids: tuple[list[int], ...] = field(default_factory=tuple)
+
+
+def _half(role: str) -> SchedulerConnector:
+    config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
+    group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
+    half = SchedulerConnector(
+        config,
+        KVCacheConfig(1 << 20, (group,)),
+        {},
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+        handles=_HANDLES,
+    )
+    half.build_orders()
+    return half
+
+
+def _requests(prefix: str, count: int, params: Callable[[int], dict[str, Any]]) -> list[_Request]:
+    blocks = _PROMPT_TOKENS // _BLOCK_TOKENS
+    return [
+        _Request(f"{prefix}{n}", _PROMPT_TOKENS, params(n), ([*range(1 + n, 1 + n + blocks)],))
+        for n in range(count)
+    ]
+
+
+def _told(n: int) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "P",
+        "remote_host": "10.0.0.2",
+        "remote_port": 5600,
+        "remote_num_tokens": _PROMPT_TOKENS,
+        "kvconnect_handle": _HANDLES.make(
+            Claims("P", "epoch", f"request-{n}", _PROMPT_TOKENS, "10.0.0.2", 5600, expires_at=0)
+        ),
+    }
+
+
+def _asked(n: int) -> dict[str, Any]:
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"transfer-{n}"}
+
+
+def _steady(half: SchedulerConnector) -> None:
+    """The hooks of a step in which nobody comes or goes: none of them is called per request."""
+    half.build_orders()
+    half.update_results(_NOTHING)
+
+
+class _Decode:
+    """D with ``running`` requests, of which ``changed`` come with every step and as many end."""
+
+    def __init__(self, running: int, changed: int) -> None:
+        self.half = _half("kv_consumer")
+        self.changed = changed
+        self.serial = 0
+        self.running = _requests("running", running, _told)
+        for request in self.running:
+            self._admit(request)
+        self._load(self.running)
+
+    def _admit(self, request: _Request) -> None:
+        self.half.new_request(request)
+        count, _ = self.half.matched_tokens(request, 0)
+        assert count
+        self.half.update_after_alloc(request, request.block_ids, count)
+
+    def _load(self, requests: list[_Request]) -> None:
+        self.half.build_orders()
+        self.half.update_results(Results(received=tuple(request.request_id for request in requests)))
+        for request in requests:
+            # Promoted: admitted once more, now with all that it needs.
+            self.half.update_after_alloc(request, request.block_ids, 0)
+
+    def steady(self) -> float:
+        """Seconds of a step without changes."""
+        start = time.perf_counter()
+        _steady(self.half)
+        return time.perf_counter() - start
+
+    def admission(self) -> float:
+        """Seconds of a step that admits requests whose KV is loaded."""
+        first, self.serial = self.serial, self.serial + self.changed
+        coming = _requests(f"new{first}-", self.changed, lambda n: _told(-1 - first - n))
+        start = time.perf_counter()
+        for request in coming:
+            self._admit(request)
+        _steady(self.half)
+        seconds = time.perf_counter() - start
+        self._load(coming)
+        self._end(coming)
+        return seconds
+
+    def ending(self) -> float:
+        """Seconds of a step in which loads arrive and requests end."""
+        first, self.serial = self.serial, self.serial + self.changed
+        going = _requests(f"end{first}-", self.changed, lambda n: _told(-1 - first - n))
+        for request in going:
+            self._admit(request)
+        start = time.perf_counter()
+        self._load(going)
+        self._end(going)
+        seconds = time.perf_counter() - start
+        _steady(self.half)
+        return seconds
+
+    def _end(self, requests: list[_Request]) -> None:
+        for request in requests:
+            self.half.request_finished(request, request.block_ids, delivered=True)
+
+
+class _Prefill:
+    """P with ``running`` requests, of which ``changed`` come with every step and as many are held."""
+
+    def __init__(self, running: int, changed: int) -> None:
+        self.half = _half("kv_producer")
+        self.changed = changed
+        self.serial = 0
+        for request in _requests("running", running, _asked):
+            self._admit(request)
+        self.half.build_orders()
+
+    def _admit(self, request: _Request) -> None:
+        self.half.new_request(request)
+        self.half.prefill_tokens(request)
+        self.half.matched_tokens(request, 0)
+        self.half.update_after_alloc(request, request.block_ids, 0)
+
+    def turnover(self) -> float:
+        """Seconds of a step that admits requests, holds them, and hears that they were sent."""
+        first, self.serial = self.serial, self.serial + self.changed
+        coming = _requests(f"new{first}-", self.changed, lambda n: _asked(-1 - first - n))
+        sent = Results(sent=tuple(request.request_id for request in coming))
+        start = time.perf_counter()
+        for request in coming:
+            self._admit(request)
+        for request in coming:
+            self.half.request_finished(request, request.block_ids, delivered=True)
+        self.half.build_orders()
+        self.half.update_results(sent)
+        return time.perf_counter() - start
+
+
+def _timed(
+    name: str, running: int, changed: int, step: Callable[[], float], steps: int = _STEPS
+) -> StepTiming:
+    gc.collect()
+    first = int(_WARM_UP * steps)
+    times = [step() * 1e6 for _ in range(first + steps)][first:]
+    return StepTiming(name, running, changed, round(min(times), 2), round(statistics.median(times), 2))
+
+
+def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
+    """Time steps of a node with ``requests`` running ones; print microseconds per step, best and median."""
+    decode, prefill = _Decode(requests, 1), _Prefill(requests, 1)
+    crowd = max(1, requests // 16)
+    many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
+    keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
+    results = [
+        _timed("steady decode", requests, 0, decode.steady),
+        _timed("decode, admits with a load", requests, 1, decode.admission),
+        _timed("decode, load arrives and ends", requests, 1, decode.ending),
+        _timed("prefill, admits and holds", requests, 1, prefill.turnover),
+        _timed("decode, admits with a load", requests, crowd, many_decode.admission),
+        _timed("decode, load arrives and ends", requests, crowd, many_decode.ending),
+        _timed("prefill, admits and holds", requests, crowd, many_prefill.turnover),
+        _timed("offload, all decode", requests, 0, keeping.decode, _KEEPING_STEPS),
+        _timed("offload, admits a hit", requests, 1, keeping.returning, _KEEPING_STEPS),
+        _timed("offload, admits and stores", requests, 1, keeping.fresh, _KEEPING_STEPS),
+        _timed("offload, admits a hit", requests, crowd, many_keeping.returning, _KEEPING_STEPS),
+        _timed("offload, admits and stores", requests, crowd, many_keeping.fresh, _KEEPING_STEPS),
+    ]
+    if json_output:
+        for result in results:
+            print(json.dumps(asdict(result)))
+        return
+    table = Table(title=f"all scheduler hooks of a step, {_STEPS} steps; with offload {_KEEPING_STEPS}")
+    table.add_column("step")
+    for column in ("running", "changed", "best us", "median us"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result.step,
+            str(result.running),
+            str(result.changed),
+            f"{result.best_us:.2f}",
+            f"{result.median_us:.2f}",
+        )
+    Console().print(table)

@@ -1,0 +1,153 @@
+"""The steps of ``python -m benchmarks scheduler`` in which blocks are kept in host memory.
+
+Every request that is being decoded gets one token in each step, and a block every 16; what is full is stored.
+Those that come have prompts of 2 048 tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.halves import SchedulerHalf
+from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.orders import OffloadReport, Orders, Results
+
+_BLOCK_TOKENS = 16
+_PROMPT_TOKENS = 2048
+_ROW_BYTES = 64
+_NUM_ROWS = 1 << 17
+
+
+@dataclass
+class _Request:
+    request_id: str
+    num_tokens: int
+    names: list[bytes]
+    block_ids: list[int] = field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:
+    names: list[bytes] = request.names
+    return names
+
+
+class Keeping:
+    """A node with ``running`` requests, to which ``changed`` come with a step, and as many end."""
+
+    def __init__(self, running: int, changed: int) -> None:
+        self.changed = changed
+        self._serial = 0
+        self.half = SchedulerHalf(
+            None,
+            OffloadScheduler(
+                OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
+                [KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))],
+                hashes=_hashes,
+                align_tokens=_BLOCK_TOKENS,
+                row_bytes={0: _ROW_BYTES},
+                clock=time.monotonic,
+            ),
+        )
+        # Not all of them fill a block in the same step.
+        self.running = [self._made(_PROMPT_TOKENS + n % _BLOCK_TOKENS) for n in range(running)]
+        for request in self.running:
+            self._admit(request)
+            self._computed(request)
+        self.known = [self._made(_PROMPT_TOKENS) for _ in range(64)]
+        for request in self.known:
+            self._admit(request)
+            self._computed(request)
+        self._report(self.half.build_orders())
+        self._end(self.known)
+        self._report(self.half.build_orders())
+
+    def decode(self) -> float:
+        """Seconds of a step in which everybody gets a token and nobody comes or goes."""
+        news = self._grow()
+        start = time.perf_counter()
+        due = self.half.due
+        for request, new_ids in news:
+            if new_ids is not None or request.num_tokens >= due[request.request_id]:
+                self.half.computed(request.request_id, request.num_tokens - 1, new_ids)
+        orders = self.half.build_orders()
+        results = _stored(orders)
+        self.half.update_results(results)
+        return time.perf_counter() - start
+
+    def returning(self) -> float:
+        """Seconds of such a step that also admits requests whose prompt is kept."""
+        first, self._serial = self._serial, self._serial + self.changed
+        coming = []
+        for n in range(first, first + self.changed):
+            old = self.known[n % len(self.known)]
+            coming.append(
+                _Request(f"again{n}", _PROMPT_TOKENS, old.names[: len(old.names)], list(old.block_ids))
+            )
+        start = time.perf_counter()
+        for request in coming:
+            self._admit(request)
+        seconds = time.perf_counter() - start + self.decode()
+        self.half.update_results(Results(received=tuple(request.request_id for request in coming)))
+        self._end(coming)
+        self._report(self.half.build_orders())
+        return seconds
+
+    def fresh(self) -> float:
+        """Seconds of such a step that also admits requests with new prompts, and stores those."""
+        coming = [self._made(_PROMPT_TOKENS) for _ in range(self.changed)]
+        start = time.perf_counter()
+        for request in coming:
+            self._admit(request)
+        for request in coming:
+            self._computed(request)
+        seconds = time.perf_counter() - start + self.decode()
+        self._end(coming)
+        self._report(self.half.build_orders())
+        return seconds
+
+    def _made(self, num_tokens: int) -> _Request:
+        self._serial += 1
+        count = num_tokens // _BLOCK_TOKENS
+        names = [b"%07d-%07d" % (self._serial, position) for position in range(count)]
+        return _Request(f"r{self._serial}", num_tokens, names, list(range(1, 2 + count)))
+
+    def _admit(self, request: _Request) -> None:
+        self.half.new_request(request)
+        count, _ = self.half.matched_tokens(request, 0)
+        self.half.update_after_alloc(request, (request.block_ids,), count or 0)
+
+    def _computed(self, request: _Request) -> None:
+        self.half.computed(request.request_id, request.num_tokens, (request.block_ids,))
+
+    def _grow(self) -> list[tuple[_Request, tuple[list[int]] | None]]:
+        news: list[tuple[_Request, tuple[list[int]] | None]] = []
+        for request in self.running:
+            request.num_tokens += 1
+            new_ids = None
+            if request.num_tokens % _BLOCK_TOKENS == 0:
+                position = len(request.names)
+                request.names.append(b"%s+%05d" % (request.request_id.encode(), position))
+                new_ids = ([position + 1],)
+            news.append((request, new_ids))
+        return news
+
+    def _report(self, orders: Orders) -> None:
+        self.half.update_results(_stored(orders))
+
+    def _end(self, requests: list[_Request]) -> None:
+        for request in requests:
+            self.half.request_finished(request, (request.block_ids,), delivered=True)
+
+
+def _stored(orders: Orders) -> Results:
+    """What workers report that have done everything at once."""
+    stored: dict[int, tuple[bytes, ...]] = {store.job: () for store in orders.offload.stores}
+    return Results(offload=(OffloadReport(0, stored=stored),) if stored else ())

@@ -1,0 +1,114 @@
+"""The cache of one side, its requests' blocks, and digests of what they hold.
+
+Digests are taken with plain tensor indexing: nothing that moves or describes pages is used to check them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.transfer.cases import VALUE_BYTES, CacheShape
+from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from kvconnect.orders import GroupBlocks
+
+Digests = NDArray[np.int64]
+
+_UNTOUCHED = 0x5A
+_WORD_BYTES = 8
+_DIGEST_SEED = 0xD16E57
+
+
+def use_device(device: str) -> None:
+    """Make a device current for this thread; nothing to do for a CPU."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def wait_for_device(device: str) -> None:
+    """Wait for all that was launched on a device."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class BenchCache:
+    """Layers in allocations of their own, filled with random bytes, or with one value where they land.
+
+    Args:
+        shape: how many layers and blocks, and how a page is laid out.
+        device: ``cpu`` or ``cuda:N``.
+        seed: of the bytes and of the block ids; None fills all with one value.
+    """
+
+    def __init__(self, shape: CacheShape, device: str, seed: int | None) -> None:
+        self.shape = shape
+        self.device = device
+        self.slots: list[tuple[int, ...]] = []
+        sizes = {
+            "block": shape.num_blocks,
+            "token": shape.layout.block_tokens,
+            "head": shape.heads,
+            "content": 2 * shape.head_size,
+        }
+        axes = shape.layout.axes
+        extents = [sizes[axis] for axis in axes.split()]
+        generator = torch.Generator(device).manual_seed(seed or 0)
+        self.tensors: dict[str, CacheTensor] = {}
+        for index in range(shape.layers):
+            tensor = torch.empty(extents, dtype=torch.bfloat16, device=device)
+            if seed is None:
+                tensor.view(torch.uint8).fill_(_UNTOUCHED)
+            else:
+                tensor.view(torch.int64).random_(generator=generator)
+            self.tensors[f"layer{index}"] = CacheTensor(tensor, axes)
+        wait_for_device(device)
+
+    def config(self) -> KVCacheConfig:
+        """What a serving stack would say of this cache."""
+        shape = self.shape
+        spec = FullAttentionSpec(shape.layout.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
+        return KVCacheConfig(shape.num_blocks, (KVCacheGroup(tuple(self.tensors), spec),))
+
+    def draw(self, slots: int, blocks: int, seed: int) -> None:
+        """Give each of so many requests random blocks of its own."""
+        ids = random.Random(seed).sample(range(1, self.shape.num_blocks), slots * blocks)
+        self.slots = [tuple(ids[start : start + blocks]) for start in range(0, len(ids), blocks)]
+
+    def groups(self, slot: int) -> tuple[GroupBlocks, ...]:
+        """The blocks of a slot as orders spell them."""
+        return (GroupBlocks(0, 0, self.slots[slot]),)
+
+    def clear(self) -> None:
+        """Take away what the slots' blocks hold."""
+        ids = self._index([block for slot in self.slots for block in slot])
+        for cache in self.tensors.values():
+            cache.tensor.view(torch.uint8).index_fill_(0, ids, _UNTOUCHED)
+        wait_for_device(self.device)
+
+    def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
+        """One number per slot, layer and ``group_tokens`` tokens, whatever the layout of the pages."""
+        shape = self.shape
+        row_words = group_tokens * shape.heads * 2 * shape.head_size * VALUE_BYTES // _WORD_BYTES
+        generator = torch.Generator().manual_seed(_DIGEST_SEED)
+        # Odd factors: then no single word can change unnoticed.
+        factors = torch.randint(-(2**62), 2**62, (row_words,), generator=generator).mul_(2).add_(1)
+        factors = factors.to(self.device)
+        made = []
+        for slot in slots:
+            ids = self._index(self.slots[slot])
+            for cache in self.tensors.values():
+                pages = cache.tensor[ids]
+                if shape.layout.order == "hnd":
+                    pages = pages.transpose(1, 2).contiguous()
+                rows = pages.view(torch.int64).reshape(-1, row_words)
+                made.append((rows * factors).sum(dim=1))
+        columns = torch.stack(made).reshape(len(slots), shape.layers, -1)
+        return np.asarray(columns.cpu().numpy(), dtype=np.int64)
+
+    def _index(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self.device)

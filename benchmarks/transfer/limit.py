@@ -1,0 +1,192 @@
+"""One side of an engine with nothing above it, in a process of its own: what the engine can do at best.
+
+Copies are measured from the first post to the last completion, several batches in flight if the engine
+allows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.transfer.cache import use_device, wait_for_device
+from benchmarks.transfer.process import Side, StepFailed
+from benchmarks.transfer.settings import EngineAddress, EngineSettings
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.engine.base import Addresses, Batch, Capabilities, Engine, Span, Verb
+from kvconnect.engine.registry import create_engine
+from kvconnect.errors import ConfigError
+
+_BATCHES_IN_BUFFER = 4
+_BATCHES_PER_SAMPLE = 8
+_MOST_PAGES = 16_384
+_PEER = "target"
+
+Columns = tuple[Addresses, Addresses, Addresses]
+
+
+class EngineSide(Side):
+    """An engine and one registered buffer. ``open`` comes first; ``connect`` before anything is sent."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._batch_ids = itertools.count(1)
+
+    # Steps that the parent asks for
+
+    def open(self, settings: EngineSettings) -> EngineAddress:
+        """Make the engine and register a buffer of a few batches."""
+        use_device(settings.device)
+        self._settings = settings
+        engine = self._engine = _make_engine(settings)
+        self._buffer = torch.zeros(
+            _BATCHES_IN_BUFFER * settings.batch_bytes, dtype=torch.uint8, device=settings.device
+        )
+        wait_for_device(settings.device)
+        engine.register([Span(self._buffer.data_ptr(), self._buffer.numel(), settings.device)])
+        if engine.capabilities.target_must_poll:
+            self.idle_pause_s = 0.0
+        bounds = engine.capabilities
+        return EngineAddress(
+            bounds.name,
+            engine.card(),
+            self._buffer.data_ptr(),
+            min(settings.batch_bytes, bounds.max_bytes),
+        )
+
+    def connect(self, target: EngineAddress) -> None:
+        """Know the other side."""
+        self.engine.connect(_PEER, target.card)
+        self._target = target.address
+
+    def contiguous(self, batch_bytes: int) -> float:
+        """GB/s with one copy per batch."""
+        return self._rate(lambda: self._contiguous(batch_bytes), _BATCHES_PER_SAMPLE * batch_bytes)
+
+    def pages(self, page_bytes: int) -> float:
+        """GB/s with one copy per page, in random order on both sides."""
+        count = min(_MOST_PAGES, self._buffer.numel() // page_bytes)
+        rng = np.random.default_rng(0)
+        source, target = (rng.permutation(count).astype(np.int64) * page_bytes for _ in range(2))
+        return self._rate(lambda: self._pages(source, target, page_bytes), count * page_bytes)
+
+    def peer_copy(self, device: str) -> float:
+        """GB/s of copying one tensor from this side's device to another."""
+        mine = self._settings.device
+        source = self._buffer[: self._settings.batch_bytes]
+        target = torch.zeros_like(source, device=device)
+
+        def copy() -> float:
+            began = time.perf_counter()
+            for _ in range(_BATCHES_PER_SAMPLE):
+                target.copy_(source, non_blocking=True)
+            wait_for_device(mine)
+            wait_for_device(device)
+            return time.perf_counter() - began
+
+        return self._median_rate(copy, _BATCHES_PER_SAMPLE * source.numel())
+
+    # What the above is made of
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; a step before ``open`` is the parent's bug."""
+        assert self._engine is not None
+        return self._engine
+
+    def idle(self) -> None:
+        """Advance what the other side has in flight to us."""
+        if self._engine is not None:
+            self._engine.poll()
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _rate(self, batches: Callable[[], Iterator[Columns]], total_bytes: int) -> float:
+        return self._median_rate(lambda: self._seconds(batches()), total_bytes)
+
+    def _median_rate(self, measure: Callable[[], float], total_bytes: int) -> float:
+        """GB/s, from the median of a few runs after one that does not count."""
+        until = time.monotonic() + self._settings.budget_s
+        measure()
+        samples = [measure()]
+        while len(samples) < self._settings.repeat and time.monotonic() < until:
+            samples.append(measure())
+        return total_bytes / statistics.median(samples) / 1e9
+
+    def _contiguous(self, batch_bytes: int) -> Iterator[Columns]:
+        for index in range(_BATCHES_PER_SAMPLE):
+            offset = index % _BATCHES_IN_BUFFER * batch_bytes
+            yield self._columns(np.array([offset]), np.array([offset]), batch_bytes)
+
+    def _pages(self, source: Addresses, target: Addresses, page_bytes: int) -> Iterator[Columns]:
+        bounds: Capabilities = self.engine.capabilities
+        step = max(1, min(bounds.max_copies, bounds.max_bytes // page_bytes))
+        for start in range(0, len(source), step):
+            yield self._columns(source[start : start + step], target[start : start + step], page_bytes)
+
+    def _columns(self, source: Addresses, target: Addresses, length: int) -> Columns:
+        return (
+            source + self._buffer.data_ptr(),
+            target + self._target,
+            np.full(len(source), length, dtype=np.int64),
+        )
+
+    def _seconds(self, batches: Iterator[Columns]) -> float:
+        """Seconds from the first post to the last completion.
+
+        Raises:
+            StepFailed: the engine failed one, or did not answer in time.
+        """
+        engine, timeout_s = self.engine, self._settings.timeout_s
+        room = engine.capabilities.max_batches_per_peer
+        deadline = time.monotonic() + timeout_s
+        in_flight = 0
+        following: Columns | None = next(batches)
+        began = time.perf_counter()
+        while following is not None or in_flight:
+            while following is not None and in_flight < room:
+                self._submit(following)
+                in_flight += 1
+                following = next(batches, None)
+            for completion in engine.poll():
+                in_flight -= 1
+                if not completion.ok:
+                    raise StepFailed(f"the engine failed a batch: {completion.error}")
+            if time.monotonic() > deadline:
+                raise StepFailed(f"{in_flight} batches were not answered within {timeout_s:g} s")
+        return time.perf_counter() - began
+
+    def _submit(self, columns: Sequence[Addresses]) -> None:
+        source, target, length = columns
+        self.engine.submit(
+            Batch(next(self._batch_ids), _PEER, Verb.WRITE, source, target, length, self._settings.timeout_s)
+        )
+
+
+def _make_engine(settings: EngineSettings) -> Engine:
+    """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
+    config = parse_kv_transfer_config(
+        {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": settings.engine, **settings.extra}}
+    )
+    extra = config.extra
+    options = dict(extra.engine_options)
+    if extra.device_name:
+        options["device_name"] = extra.device_name
+    protocol = "" if extra.protocol == "auto" else extra.protocol
+    try:
+        return create_engine(
+            extra.engine,
+            host=extra.host,
+            protocol=protocol,
+            options={"max_bytes": settings.batch_bytes, **options},
+        )
+    except ConfigError:
+        return create_engine(extra.engine, host=extra.host, protocol=protocol, options=options)

@@ -1,0 +1,205 @@
+"""One side of a pair of workers, in a process of its own.
+
+Does with a worker what a serving stack's runner does: makes it, registers the caches, starts orders, and
+takes results when it is woken. The clock that counts runs here, in the process that gives the orders.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from benchmarks.transfer.cache import BenchCache, Digests, use_device
+from benchmarks.transfer.cases import Round, RoundResult
+from benchmarks.transfer.process import Side, StepFailed
+from benchmarks.transfer.settings import WorkerAddress, WorkerSettings
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.orders import Hold, Load, Orders, Results
+from kvconnect.worker.connector import WorkerConnector
+
+_POLL_S = 0.0005
+
+
+class WorkerSide(Side):
+    """A worker and its cache. ``open`` comes first, then ``draw``, then rounds."""
+
+    def __init__(self) -> None:
+        self._cache: BenchCache | None = None
+        self._connector: WorkerConnector | None = None
+        self._woken = threading.Event()
+        self._woken_at = 0.0
+
+    # Steps that the parent asks for
+
+    def open(self, settings: WorkerSettings) -> WorkerAddress:
+        """Make the cache and the worker, and begin to serve."""
+        use_device(settings.device)
+        self._timeout_s = settings.timeout_s
+        self._cache = BenchCache(settings.shape, settings.device, settings.seed)
+        config = parse_kv_transfer_config(
+            {
+                "kv_role": settings.role,
+                "kv_connector_extra_config": {
+                    "engine": settings.engine,
+                    "path": settings.path,
+                    "load_timeout_s": settings.timeout_s,
+                    "handshake_timeout_s": min(5.0, settings.timeout_s),
+                    **settings.extra,
+                },
+            }
+        )
+        connector = WorkerConnector(
+            config,
+            self._cache.config(),
+            {0: settings.shape.layout.block_tokens},
+            model="python -m benchmarks transfer",
+            num_heads=settings.shape.heads,
+            registry=CollectorRegistry(),
+        )
+        self._connector = connector
+        connector.on_results(self._wake)
+        connector.register_kv_caches(self._cache.tensors)
+        # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.
+        gc.collect()
+        gc.freeze()
+        return WorkerAddress(config.engine_id, connector.engine_name, connector.address())
+
+    def draw(self, slots: int, blocks: int, seed: int) -> None:
+        """Choose the blocks of so many requests."""
+        self.cache.draw(slots, blocks, seed)
+
+    def clear(self) -> None:
+        """Take away what the chosen blocks hold."""
+        self.cache.clear()
+
+    def digests(self, slots: Sequence[int], group_tokens: int) -> Digests:
+        """See ``BenchCache.digests``."""
+        return self.cache.digests(slots, group_tokens)
+
+    def hold(self, asked: Round) -> None:
+        """Hold the requests of a round, and return when the worker has taken the orders."""
+        deadline = time.monotonic() + self._timeout_s
+        self.connector.start(
+            Orders(
+                holds=tuple(
+                    Hold(
+                        request_id,
+                        f"handle-{request_id}",
+                        asked.tokens,
+                        self.cache.groups(index % asked.in_flight),
+                        self._timeout_s,
+                    )
+                    for index, request_id in enumerate(asked.request_ids())
+                )
+            )
+        )
+        while self.connector.state()["leases"] < asked.requests:
+            if time.monotonic() > deadline:
+                raise StepFailed(f"{self.connector.state()['leases']} of {asked.requests} requests are held")
+            time.sleep(_POLL_S)
+
+    def drain(self, asked: Round) -> None:
+        """Wait until every request of a round is reported sent."""
+        deadline = time.monotonic() + self._timeout_s
+        waiting = set(asked.request_ids())
+        while waiting:
+            waiting -= set(
+                self._next_results(deadline, f"{len(waiting)} requests are not reported sent").sent
+            )
+
+    def load(self, asked: Round, source: WorkerAddress) -> RoundResult:
+        """Fetch the requests of a round, and time it."""
+        connector, ids = self.connector, asked.request_ids()
+        deadline = time.monotonic() + self._timeout_s
+        indexes = {request_id: index for index, request_id in enumerate(ids)}
+        free = list(range(asked.in_flight))
+        taken: dict[str, int] = {}
+        ordered_at: dict[str, float] = {}
+        last_in_slot: dict[int, int] = {}
+        latencies: list[float] = []
+        waiting = ids[::-1]
+        connector.changes()
+        began = time.perf_counter()
+        while waiting or taken:
+            loads = []
+            while waiting and free:
+                request_id = waiting.pop()
+                taken[request_id] = free.pop()
+                ordered_at[request_id] = time.perf_counter()
+                loads.append(self._load_order(request_id, taken[request_id], asked.tokens, source))
+            connector.start(Orders(loads=tuple(loads)))
+            results = self._next_results(deadline, f"{len(taken)} requests have not arrived")
+            for request_id in results.received:
+                if request_id in results.failed:
+                    raise StepFailed(f"request {request_id} was not loaded: {results.failed[request_id]}")
+                slot = taken.pop(request_id)
+                free.append(slot)
+                last_in_slot[slot] = indexes[request_id]
+                latencies.append(self._woken_at - ordered_at[request_id])
+        seconds = self._woken_at - began
+        return RoundResult(seconds, tuple(latencies), last_in_slot, *self._counted())
+
+    def close(self) -> None:
+        """End the worker."""
+        gc.unfreeze()
+        if self._connector is not None:
+            self._connector.close()
+
+    # What the above is made of
+
+    @property
+    def connector(self) -> WorkerConnector:
+        """The worker; a step before ``open`` is the parent's bug."""
+        assert self._connector is not None
+        return self._connector
+
+    @property
+    def cache(self) -> BenchCache:
+        """The cache; a step before ``open`` is the parent's bug."""
+        assert self._cache is not None
+        return self._cache
+
+    def _wake(self) -> None:
+        self._woken_at = time.perf_counter()
+        self._woken.set()
+
+    def _next_results(self, deadline: float, problem: str) -> Results:
+        """Wait for results without taking the interpreter from the thread that makes them.
+
+        Raises:
+            StepFailed: there are none before the deadline.
+        """
+        while not (results := self.connector.results()):
+            if not self._woken.wait(max(0.0, deadline - time.monotonic())):
+                raise StepFailed(f"{problem} after {self._timeout_s:g} s: {self.connector.state()}")
+            self._woken.clear()
+        return results
+
+    def _load_order(self, request_id: str, slot: int, tokens: int, source: WorkerAddress) -> Load:
+        return Load(
+            request_id=request_id,
+            handle=f"handle-{request_id}",
+            engine_id=source.engine_id,
+            host=source.rank.host,
+            port=source.rank.port,
+            num_tokens=tokens,
+            groups=self.cache.groups(slot),
+        )
+
+    def _counted(self) -> tuple[dict[str, int], int]:
+        """Bytes by path and copies since the last call."""
+        changes = self.connector.changes()
+        counters = {} if changes is None else changes.counters
+        received = {
+            name: {
+                labels.partition(",")[2]: int(growth)
+                for labels, growth in counters.get(name, {}).items()
+                if labels.startswith("received,")
+            }
+            for name in ("transfer_bytes", "copies")
+        }
+        return received["transfer_bytes"], sum(received["copies"].values())

@@ -1,0 +1,62 @@
+"""The command line: a file per command with its options, help texts and exit codes, and nothing else.
+
+Everything heavy (torch, the HTTP servers) is imported inside the command that needs it, so that
+``--help`` and ``--version`` answer at once. Exit codes: 0 done, 1 the work was done and found wanting,
+2 the command or the configuration cannot be used; the reason is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvconnect import __version__
+from kvconnect.cli.cache import cache_app
+from kvconnect.cli.demo import demo
+from kvconnect.cli.explain import explain
+from kvconnect.cli.keys import keys_app
+from kvconnect.cli.router import router
+from kvconnect.cli.serve import serve
+from kvconnect.errors import KVConnectError
+
+app = typer.Typer(
+    name="kvconnect",
+    help="Moves the KV cache of a request between serving nodes, over Mooncake or NIXL.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (serve, router, demo, explain):
+    app.command()(command)
+app.add_typer(cache_app, name="cache")
+app.add_typer(keys_app, name="keys")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvconnect {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of ``kvconnect``: run a command; an error of ours is one line and exit code 2."""
+    try:
+        app()
+    except KVConnectError as error:
+        typer.echo(f"kvconnect: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""``kvconnect cache``: looks at, checks and removes what the disk tier keeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvconnect.cli.options import JsonObject
+from kvconnect.errors import ConfigError
+
+cache_app = typer.Typer(
+    name="cache",
+    help="Look at what nodes keep on disk. Every rank of every model, and of every way to lay out its cache, "
+    "has a folder of its own below the node's disk_path.",
+    no_args_is_help=True,
+)
+
+CachePath = Annotated[Path, typer.Option("--path", metavar="DIR", help="The disk_path of the nodes.")]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--name", help="The beginning of a folder's name, as `ls` shows it (repeatable)."),
+]
+
+
+@cache_app.command("ls")
+def list_command(path: CachePath, json_output: JsonObject = False) -> None:
+    """Show what is kept: model, rank, records, bytes, age, and the process that uses it."""
+    from dataclasses import asdict
+
+    from kvconnect.offload.disk.survey import cache_folders, look
+
+    found = [look(folder) for folder in cache_folders(path)]
+    if json_output:
+        typer.echo(json.dumps({"path": str(path), "folders": [asdict(one) for one in found]}))
+        return
+    if not found:
+        typer.echo(f"{path}: nothing is kept here")
+        return
+    typer.echo(f"{'RECORDS':>9} {'SIZE':>9} {'AGE':>13}  {'USED BY':>8} {'RANK':>4}  NAME  MODEL")
+    now_s = time.time()
+    for one in found:
+        age = f"{_duration(now_s - one.newest_s)}..{_duration(now_s - one.oldest_s)}" if one.segments else "-"
+        typer.echo(
+            f"{one.records:>9} {_size(one.length_bytes):>9} {age:>13}  {one.holder or '-':>8} {one.rank:>4}  "
+            f"{one.name}  {one.model or '-'}"
+        )
+
+
+@cache_app.command()
+def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
+    """Read and check every record; say what is wrong and where. Exit 1 if anything is."""
+    from kvconnect.offload.disk.survey import Finding
+    from kvconnect.offload.disk.survey import verify as verify_folder
+
+    reports = []
+    for folder in _chosen(path, name):
+        records = length_bytes = 0
+        findings = []
+        for found in verify_folder(folder):
+            if isinstance(found, Finding):
+                findings.append(found._asdict())
+                if not json_output:
+                    typer.echo(f"{folder / found.file}, byte {found.offset}: {found.text}")
+            else:
+                records += 1
+                length_bytes += found
+        reports.append(
+            {"name": folder.name, "records": records, "length_bytes": length_bytes, "wrong": findings}
+        )
+        if not json_output:
+            typer.echo(
+                f"{folder.name}: {records} records are right, {_size(length_bytes)}; {len(findings)} problems"
+            )
+    if json_output:
+        typer.echo(json.dumps({"path": str(path), "folders": reports}))
+    if any(report["wrong"] for report in reports):
+        raise typer.Exit(1)
+
+
+@cache_app.command()
+def clear(
+    path: CachePath,
+    name: Names = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all folders.")] = False,
+    json_output: JsonObject = False,
+) -> None:
+    """Remove folders. Refused while a process uses one of them: nothing is removed then."""
+    from kvconnect.offload.disk.survey import remove
+
+    if bool(name) == everything:
+        raise ConfigError("cache clear wants either --name or --all")
+    chosen = _chosen(path, name)
+    remove(chosen)
+    if json_output:
+        typer.echo(json.dumps({"path": str(path), "removed": [folder.name for folder in chosen]}))
+        return
+    for folder in chosen:
+        typer.echo(f"{folder.name}: removed")
+    if not chosen:
+        typer.echo(f"{path}: nothing is kept here")
+
+
+def _chosen(path: Path, names: list[str] | None) -> list[Path]:
+    """The folders whose names begin with one of these; all, if none is given."""
+    from kvconnect.offload.disk.survey import cache_folders
+
+    folders = cache_folders(path)
+    for name in names or ():
+        if not any(folder.name.startswith(name) for folder in folders):
+            raise ConfigError(
+                f"--name is {name!r}; in {path} there are {[folder.name for folder in folders]}"
+            )
+    return [folder for folder in folders if not names or folder.name.startswith(tuple(names))]
+
+
+def _size(length_bytes: int) -> str:
+    value = float(length_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def _duration(duration_s: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if duration_s >= length_s:
+            return f"{duration_s / length_s:.0f}{unit}"
+    return f"{max(duration_s, 0):.0f}s"

@@ -1,0 +1,62 @@
+"""``kvconnect demo``: options and help texts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Engine to run (several times for several); default: every one that works here."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model to run (several times for several); default: all."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts per engine and model.")] = 8,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="Exit 1 if this engine cannot run here; may be given several times."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the nodes compute: cpu, cuda, cuda:N.")] = "cpu",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the nodes' caches keep: auto, bf16 or fp8_e4m3.")
+    ] = "auto",
+    flow: Annotated[str, typer.Option(help="The router's flow: sequential or parallel.")] = "sequential",
+    path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "packed",
+    decode_block_size: Annotated[
+        int, typer.Option(min=0, help="Tokens of the decode node's blocks; 0 for the model's own.")
+    ] = 0,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            help="Show one node instead, whose blocks come back from host memory, and from disk after a "
+            "restart."
+        ),
+    ] = False,
+) -> None:
+    """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
+    from kvconnect.demo.runner import run_demo
+
+    if offload:
+        from kvconnect.demo.offload import run_offload
+
+        options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
+        raise typer.Exit(run_offload(models=model or [], json_output=json_output, node_options=options))
+    code = run_demo(
+        engines=engine or [],
+        models=model or [],
+        requests=requests,
+        json_output=json_output,
+        require=require or [],
+        device=device,
+        kv_cache_dtype=kv_cache_dtype,
+        flow=flow,
+        path=path,
+        decode_block_size=decode_block_size,
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,32 @@
+"""``kvconnect explain``: options and help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvconnect.cli.options import JsonObject
+
+
+def explain(
+    source: Annotated[
+        Path, typer.Argument(metavar="PREFILL.json", help="The prefill node's cache: see deploy/examples.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DECODE.json", help="The decode node's cache.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of the request.")] = 8192,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JSON",
+            help="What was measured of the link: seconds_per_batch, seconds_per_copy and bytes_per_s of the "
+            "engine, and pack_bytes_per_s, unpack_bytes_per_s and round_trip_s if known.",
+        ),
+    ] = None,
+    json_output: JsonObject = False,
+) -> None:
+    """Say what two nodes would exchange, by which path and how fast, or why not; neither need run."""
+    from kvconnect.explain.runner import run_explain
+
+    raise typer.Exit(run_explain(source, target, tokens=tokens, rates=rates, json_output=json_output))

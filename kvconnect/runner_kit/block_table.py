@@ -1,0 +1,318 @@
+"""Which kernel blocks hold a request's tokens, as tensors that kernels index.
+
+Rows are requests, one table per cache group. Callers speak in logical block ids; the tables hold
+kernel block ids. Writes are staged on the host and applied together, in one launch for all groups on
+a GPU. The tensors are allocated once and keep their addresses, so that CUDA graphs can hold them. A
+write past the end of a row is an error, never a write.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvconnect.arithmetic import div_exact
+from kvconnect.errors import LocalError
+from kvconnect.runner_kit.table_ops import PAD_SLOT, TableOps, make_table_ops
+
+BlockIds = NDArray[np.int64]
+Indices = Sequence[int] | NDArray[np.int64] | torch.Tensor
+
+__all__ = ["PAD_SLOT", "BlockIds", "BlockTables", "expand_block_ids"]
+
+
+def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: int) -> BlockIds:
+    """Kernel block ids of logical block ids, in order.
+
+    Shape ``(n,)`` to shape ``(n * blocks_per_kv_block,)``, int64.
+    """
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if blocks_per_kv_block == 1:
+        return ids
+    return (ids[:, None] * blocks_per_kv_block + np.arange(blocks_per_kv_block)).reshape(-1)
+
+
+class BlockTables:
+    """One block table per cache group, in kernel blocks.
+
+    Args:
+        max_requests: rows of every table.
+        max_blocks: most *logical* blocks of one request, per group index.
+        block_sizes: tokens of a logical block, per group index.
+        kernel_block_sizes: tokens of a kernel block, per group index; divides the logical size.
+        max_tokens: most tokens of one batch, for ``compute_slots``.
+        device: where the tensors that kernels read live.
+        kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_blocks: Mapping[int, int],
+        block_sizes: Mapping[int, int],
+        kernel_block_sizes: Mapping[int, int],
+        max_tokens: int = 0,
+        device: torch.device | str = "cpu",
+        kernels: str = "auto",
+    ) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.blocks_per_kv_block = {
+            group: div_exact(block_sizes[group], kernel) for group, kernel in kernel_block_sizes.items()
+        }
+        self.kernel_block_sizes = dict(kernel_block_sizes)
+        self._groups = tuple(self.blocks_per_kv_block)
+        self._position = {group: index for index, group in enumerate(self._groups)}
+        self._ratios = tuple(self.blocks_per_kv_block.values())
+        self._capacities = tuple(
+            max_blocks[group] * ratio for group, ratio in self.blocks_per_kv_block.items()
+        )
+
+        def tables() -> list[torch.Tensor]:
+            return [
+                torch.zeros((max_requests, capacity), dtype=torch.int32, device=device)
+                for capacity in self._capacities
+            ]
+
+        self._tables, self._batch = tables(), tables()
+        self._slots = [
+            torch.full((max_tokens,), PAD_SLOT, dtype=torch.int64, device=device) for _ in self._groups
+        ]
+        self._ops: TableOps = make_table_ops(
+            kernels,
+            self._tables,
+            self._batch,
+            self._slots,
+            ratios=self._ratios,
+            kernel_block_sizes=tuple(kernel_block_sizes.values()),
+        )
+        self._ratio_row = np.asarray(self._ratios)
+        self._capacity_row = np.asarray(self._capacities)
+        self._group_row = np.arange(len(self._groups))
+        self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
+        # Staged writes: those of single requests grow in arrays, whole batches are kept as they are.
+        self._records = array("i")
+        self._ids = array("i")
+        self._record_chunks: list[NDArray[np.int32]] = []
+        self._id_chunks: list[NDArray[np.int32] | BlockIds] = []
+        self._num_ids = 0
+        self._touched = np.zeros(max_requests, dtype=np.bool_)
+        self._conflict = False
+
+    # Sizes
+
+    def capacity(self, group: int) -> int:
+        """Kernel blocks that a row of the group's table can hold."""
+        return self._capacities[self._position[group]]
+
+    def num_blocks(self, group: int, request_index: int) -> int:
+        """Kernel blocks in a row, staged ones included."""
+        return int(self._counts[request_index, self._position[group]])
+
+    # Writes: staged until ``apply``
+
+    def append_block_ids(
+        self, request_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool = False
+    ) -> None:
+        """Stage logical block ids for a request's rows, one list per group index.
+
+        ``overwrite`` starts the rows anew. Groups without a table take an empty list.
+
+        Raises:
+            LocalError: a row would overflow, an id is no block id, or the request index is out of
+                range. Nothing is staged then, in any group.
+        """
+        self._check_row(request_index)
+        counts: list[int] = self._counts[request_index].tolist()
+        ends = [0] * len(counts) if overwrite else counts.copy()
+        for group, ids in enumerate(new_block_ids):
+            if not len(ids):
+                continue
+            index = self._position.get(group)
+            if index is None:
+                raise LocalError(f"cache group {group} has no block table, but got {len(ids)} block ids")
+            ends[index] += len(ids) * self._ratios[index]
+            if ends[index] > self._capacities[index]:
+                raise self._overflow(request_index, index, ends[index])
+            if min(ids) < 0:
+                raise LocalError(f"cache group {group} got block id {min(ids)}, ids are 0 or more")
+        self._touch(request_index)
+        staged = self._num_ids
+        for group, ids in enumerate(new_block_ids):
+            if len(ids):
+                index = self._position[group]
+                start = 0 if overwrite else counts[index]
+                self._records.extend((index, request_index, start, len(ids), staged))
+                self._ids.extend(ids)
+                staged += len(ids)
+        self._num_ids = staged
+        for index, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            if count > end:
+                self._records.extend((index, request_index, end, end - count, 0))
+        self._counts[request_index] = ends
+
+    def append_batch(self, request_indices: BlockIds, counts: BlockIds, block_ids: BlockIds) -> None:
+        """Stage many appends at once, without Python per request.
+
+        ``request_indices`` of shape ``(n,)``, each at most once; ``counts[i, g]`` logical blocks for
+        request i in the g-th group that has a table; ``block_ids`` all ids, request by request and
+        group by group.
+
+        Raises:
+            LocalError: as for ``append_block_ids``. Nothing is staged then.
+        """
+        rows = np.asarray(request_indices, dtype=np.int64)
+        counts = np.asarray(counts, dtype=np.int64).reshape(len(rows), len(self._groups))
+        ids = np.asarray(block_ids)
+        if not len(rows):
+            return
+        if rows.min() < 0 or rows.max() >= self.max_requests:
+            raise LocalError(
+                f"request indices {rows.min()}..{rows.max()} are not in 0..{self.max_requests - 1}"
+            )
+        ends = counts.reshape(-1).cumsum()
+        wrong = counts.min() < 0 or (len(ids) and ids.min() < 0) or ends[-1] != len(ids)
+        if wrong or np.bincount(rows).max() > 1:
+            raise LocalError(
+                f"a batch of {len(rows)} requests with {ends[-1]} blocks and {len(ids)} ids: requests "
+                "must be different, and every block needs one id of 0 or more"
+            )
+        start = self._counts[rows]
+        grown = start + counts * self._ratio_row
+        if (grown > self._capacity_row).any():
+            at, index = np.argwhere(grown > self._capacity_row)[0]
+            raise self._overflow(int(rows[at]), int(index), int(grown[at, index]))
+        self._close_chunk()
+        records = np.empty((*counts.shape, 5), dtype=np.int32)
+        records[:, :, 0] = self._group_row
+        records[:, :, 1] = rows[:, None]
+        records[:, :, 2] = start
+        records[:, :, 3] = counts
+        records[:, :, 4] = ends.reshape(counts.shape) - counts + self._num_ids
+        self._record_chunks.append(records.reshape(-1, 5))
+        self._id_chunks.append(ids)
+        self._num_ids += len(ids)
+        self._counts[rows] = grown
+        self._conflict |= bool(self._touched[rows].any())
+        self._touched[rows] = True
+
+    def clear_row(self, request_index: int) -> None:
+        """Stage the emptying of a request's rows. The entries become the null block.
+
+        Raises:
+            LocalError: the request index is out of range.
+        """
+        self._check_row(request_index)
+        self._touch(request_index)
+        for index, count in enumerate(self._counts[request_index].tolist()):
+            if count:
+                self._records.extend((index, request_index, 0, -count, 0))
+        self._counts[request_index] = 0
+
+    def apply(self) -> None:
+        """Make everything staged visible to kernels, in the order it was staged."""
+        self._close_chunk()
+        if not self._record_chunks:
+            return
+        self._ops.apply(self._record_chunks, self._id_chunks, self._conflict)
+        self._record_chunks, self._id_chunks = [], []
+        self._num_ids = 0
+        self._touched.fill(False)
+        self._conflict = False
+
+    # Reads
+
+    def table(self, group: int) -> torch.Tensor:
+        """The table that kernels read: int32 of shape ``(max_requests, capacity)``. Never moves."""
+        return self._tables[self._position[group]]
+
+    def row(self, group: int, request_index: int) -> torch.Tensor:
+        """The kernel block ids of one request: a view of ``table``, as long as the row is."""
+        return self.table(group)[request_index, : self.num_blocks(group, request_index)]
+
+    def batch_table(self, group: int) -> torch.Tensor:
+        """What ``gather`` filled: int32 of shape ``(max_requests, capacity)``. Never moves."""
+        return self._batch[self._position[group]]
+
+    def slots(self, group: int) -> torch.Tensor:
+        """What ``compute_slots`` filled: int64 of shape ``(max_tokens,)``. Never moves."""
+        return self._slots[self._position[group]]
+
+    def gather(self, request_indices: Indices, num_rows: int) -> None:
+        """Fill ``batch_table`` of every group: row i is that of ``request_indices[i]``.
+
+        Rows from there up to ``num_rows`` become zero. One launch; can be captured if
+        ``request_indices`` is a tensor on the device.
+
+        Raises:
+            LocalError: ``num_rows`` is less than the requests or more than ``max_requests``.
+        """
+        self._check_rows(request_indices)
+        indices = self._ops.indices(request_indices)
+        if not len(indices) <= num_rows <= self.max_requests:
+            raise LocalError(
+                f"num_rows is {num_rows}, accepted: {len(indices)} (the requests) to {self.max_requests}"
+            )
+        self._ops.gather(indices, num_rows)
+
+    def compute_slots(
+        self, request_indices: Indices, query_start: Indices, positions: Indices, num_tokens: int
+    ) -> None:
+        """Fill ``slots`` of every group: where in the cache the token of each position is written.
+
+        Request i of the batch computes tokens ``query_start[i] .. query_start[i + 1] - 1``, at
+        ``positions`` in its sequence. ``slot = kernel_block * kernel_block_size + position %
+        kernel_block_size``. Tokens from ``query_start[-1]`` up to ``num_tokens``, and positions that
+        no row can hold, become -1. One launch; can be captured if the arguments are tensors on the
+        device.
+
+        Raises:
+            LocalError: ``num_tokens`` is more than ``max_tokens``, or the arguments do not fit together.
+        """
+        self._check_rows(request_indices)
+        indices, starts, places = (
+            self._ops.indices(given) for given in (request_indices, query_start, positions)
+        )
+        if num_tokens > self.max_tokens or len(places) > num_tokens:
+            raise LocalError(
+                f"num_tokens is {num_tokens}, accepted: {len(places)} (the positions) to {self.max_tokens}"
+            )
+        if len(starts) != len(indices) + 1:
+            raise LocalError(f"query_start has {len(starts)} entries for {len(indices)} requests")
+        self._ops.compute_slots(indices, starts, places, num_tokens)
+
+    def _close_chunk(self) -> None:
+        """Put what single requests staged behind what is staged already."""
+        if self._records:
+            self._record_chunks.append(np.frombuffer(self._records, dtype=np.int32).reshape(-1, 5))
+            self._id_chunks.append(np.frombuffer(self._ids, dtype=np.int32))
+            # New arrays, since the chunks are views of the old ones.
+            self._records, self._ids = array("i"), array("i")
+
+    def _check_row(self, request_index: int) -> None:
+        if not 0 <= request_index < self.max_requests:
+            raise LocalError(f"request index {request_index} is not in 0..{self.max_requests - 1}")
+
+    def _check_rows(self, request_indices: Indices) -> None:
+        """Host values only: those on a device are clamped by the kernels, since reading them would wait."""
+        if isinstance(request_indices, torch.Tensor) or not len(request_indices):
+            return
+        for index in (min(request_indices), max(request_indices)):
+            self._check_row(int(index))
+
+    def _touch(self, request_index: int) -> None:
+        """Remember that a row has staged writes; a second one has to keep its order."""
+        if self._touched[request_index]:
+            self._conflict = True
+        self._touched[request_index] = True
+
+    def _overflow(self, request_index: int, index: int, end: int) -> LocalError:
+        return LocalError(
+            f"request index {request_index} would hold {end} kernel blocks in cache group "
+            f"{self._groups[index]}, whose rows hold {self._capacities[index]}"
+        )

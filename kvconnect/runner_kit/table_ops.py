@@ -1,0 +1,155 @@
+"""What block tables do to their tensors: one contract, in torch and, for CUDA, in Triton.
+
+A *record* is five int32 numbers: table, row, first entry, count, offset. A positive count writes that
+many logical ids, from ``offset`` on in the staged ids, as kernel ids; a negative one zeroes that many
+entries. Records and ids come in chunks, in the order they were staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvconnect.errors import ConfigError
+
+PAD_SLOT = -1
+"""The slot of a token that is written nowhere."""
+
+Records = Sequence[NDArray[np.int32]]
+StagedIds = Sequence[NDArray[np.int32] | NDArray[np.int64]]
+
+
+class TableOps(Protocol):
+    """The operations behind ``BlockTables``. Arguments were checked there."""
+
+    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
+        """Carry out records; in their order if ``keep_order``, else they name different entries."""
+        ...
+
+    def indices(self, given: object) -> torch.Tensor:
+        """Numbers as an int64 tensor on the device; a tensor there stays what it is."""
+        ...
+
+    def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
+        """Fill the batch tables."""
+        ...
+
+    def compute_slots(
+        self,
+        request_indices: torch.Tensor,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int,
+    ) -> None:
+        """Fill the slots."""
+        ...
+
+
+def make_table_ops(
+    kernels: str,
+    tables: Sequence[torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    slots: Sequence[torch.Tensor],
+    *,
+    ratios: Sequence[int],
+    kernel_block_sizes: Sequence[int],
+) -> TableOps:
+    """The operations for these tensors.
+
+    Raises:
+        ConfigError: ``kernels`` is unknown, or Triton is not installed.
+    """
+    if kernels not in ("auto", "torch", "triton"):
+        raise ConfigError(f"kernels is {kernels!r}; accepted: auto, torch, triton")
+    on_cuda = bool(tables) and tables[0].is_cuda
+    if kernels == "triton" or (kernels == "auto" and on_cuda):
+        try:
+            from kvconnect.runner_kit.table_ops_triton import TritonTableOps
+        except ImportError as error:
+            raise ConfigError(f"kernels is {kernels!r}, which needs Triton: pip install triton") from error
+        return TritonTableOps(tables, batch, slots, ratios=ratios, kernel_block_sizes=kernel_block_sizes)
+    return TorchTableOps(tables, batch, slots, ratios=ratios, kernel_block_sizes=kernel_block_sizes)
+
+
+class TorchTableOps:
+    """The operations in torch, on any device; a few calls per group."""
+
+    def __init__(
+        self,
+        tables: Sequence[torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        *,
+        ratios: Sequence[int],
+        kernel_block_sizes: Sequence[int],
+    ) -> None:
+        self._tables, self._batch, self._slots = tables, batch, slots
+        self._ratios, self._sizes = ratios, kernel_block_sizes
+
+    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
+        """See ``TableOps``. Later records win where entries repeat, which is their order."""
+        all_records, all_ids = np.concatenate(records), np.concatenate(ids)
+        for index, table in enumerate(self._tables):
+            mine = all_records[all_records[:, 0] == index].astype(np.int64)
+            if not len(mine):
+                continue
+            ratio = self._ratios[index]
+            writes = mine[:, 3] > 0
+            entries = np.where(writes, mine[:, 3] * ratio, -mine[:, 3])
+            within = np.arange(entries.sum()) - np.repeat(np.cumsum(entries) - entries, entries)
+            target = np.repeat(mine[:, 1] * table.shape[1] + mine[:, 2], entries) + within
+            values = np.zeros(len(target), dtype=np.int32)
+            written = np.repeat(writes, entries)
+            source = (np.repeat(mine[:, 4], entries) + within // ratio)[written]
+            values[written] = all_ids[source] * ratio + (within % ratio)[written]
+            if keep_order:
+                # Indexed writes leave open which of two to one entry wins: keep only the last.
+                _, last = np.unique(target[::-1], return_index=True)
+                keep = len(target) - 1 - last
+                target, values = target[keep], values[keep]
+            table.view(-1)[torch.from_numpy(target).to(table.device)] = torch.from_numpy(values).to(
+                table.device
+            )
+
+    def indices(self, given: object) -> torch.Tensor:
+        """See ``TableOps``."""
+        device = self._tables[0].device
+        if isinstance(given, torch.Tensor):
+            return given.to(device, torch.int64)
+        return torch.as_tensor(np.asarray(given, dtype=np.int64)).to(device)
+
+    def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
+        """See ``TableOps``."""
+        count = len(request_indices)
+        for table, batch in zip(self._tables, self._batch, strict=True):
+            batch[:count] = table[request_indices]
+            batch[count:num_rows] = 0
+
+    def compute_slots(
+        self,
+        request_indices: torch.Tensor,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int,
+    ) -> None:
+        """See ``TableOps``."""
+        tokens = torch.arange(len(positions), device=positions.device)
+        request = torch.searchsorted(query_start, tokens, right=True) - 1
+        known = (request >= 0) & (request < len(request_indices))
+        rows = (
+            request_indices[request.clamp(0, max(len(request_indices) - 1, 0))]
+            if len(request_indices)
+            else request
+        )
+        for table, slots, size in zip(self._tables, self._slots, self._sizes, strict=True):
+            slots[:num_tokens] = PAD_SLOT
+            if not len(request_indices):
+                continue
+            block = torch.div(positions, size, rounding_mode="floor")
+            held = known & (positions >= 0) & (block < table.shape[1])
+            picked = table[rows, block.clamp(0, table.shape[1] - 1)].long()
+            slots[: len(positions)] = torch.where(held, picked * size + positions % size, PAD_SLOT)

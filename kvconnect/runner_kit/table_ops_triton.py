@@ -1,0 +1,272 @@
+"""The block tables' operations as Triton kernels: one launch each, whatever the number of groups.
+
+Kernels find the tables through a tensor of absolute addresses, since the groups' tables are separate
+allocations of different widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from kvconnect.runner_kit.table_ops import Records, StagedIds
+
+_CHUNK = 128
+_FIELDS = 5
+
+
+# Numbers that differ from step to step are not specialised on: a new value must not mean a new compile.
+@triton.jit(do_not_specialize=["staged_at", "num_records", "num_programs"])
+def _apply_kernel(
+    staged_at, tables, widths, ratios, num_records, num_programs, FIELDS: tl.constexpr, CHUNK: tl.constexpr
+):
+    # Staged: the records, then the first record of every program, then the ids. They lie in pinned host
+    # memory and are read once: a copy to the device would cost the host more than that costs the device.
+    staged = staged_at.to(tl.int64).to(tl.pointer_type(tl.int32))
+    program = tl.program_id(0)
+    starts = staged + num_records * FIELDS
+    ids = starts + num_programs + 1
+    first = tl.load(starts + program)
+    last = tl.load(starts + program + 1)
+    lanes = tl.arange(0, CHUNK)
+    for record in range(first, last):
+        here = staged + record * FIELDS
+        table = tl.load(here)
+        row = tl.load(here + 1)
+        start = tl.load(here + 2)
+        count = tl.load(here + 3)
+        offset = tl.load(here + 4)
+        ratio = tl.load(ratios + table)
+        width = tl.load(widths + table)
+        base = tl.load(tables + table).to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * width + start
+        entries = tl.where(count > 0, count * ratio, -count)
+        written = tl.where(count > 0, entries, 0)
+        for done in range(0, entries, CHUNK):
+            entry = done + lanes
+            inside = entry < entries
+            block = tl.load(ids + offset + entry // ratio, mask=entry < written, other=0)
+            value = tl.where(entry < written, block * ratio + entry % ratio, 0)
+            tl.store(base + entry, value, mask=inside)
+        # The next record of this program may write the same entries, from other threads.
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _gather_kernel(tables, batch, widths, indices, num_requests, max_requests, CHUNK: tl.constexpr):
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    width = tl.load(widths + group)
+    target = tl.load(batch + group).to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * width
+    lanes = tl.arange(0, CHUNK)
+    present = row < num_requests
+    request = tl.load(indices + row, mask=present, other=0)
+    # An index that is no row reads as an empty one, never as foreign memory.
+    filled = tl.where(present & (request >= 0) & (request < max_requests), width, 0)
+    source = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + request * width
+    for done in range(0, width, CHUNK):
+        entry = done + lanes
+        inside = entry < width
+        value = tl.load(source + entry, mask=entry < filled, other=0)
+        tl.store(target + entry, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tokens"])
+def _slots_kernel(
+    tables,
+    slots,
+    widths,
+    sizes,
+    indices,
+    query_start,
+    positions,
+    num_requests,
+    num_tokens,
+    max_requests,
+    PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    group = tl.program_id(1)
+    size = tl.load(sizes + group)
+    width = tl.load(widths + group)
+    target = tl.load(slots + group).to(tl.pointer_type(tl.int64))
+    lanes = tl.arange(0, CHUNK)
+    # The program after the last request pads.
+    present = request < num_requests
+    first = tl.load(query_start + request)
+    last = tl.load(query_start + request + 1, mask=present, other=0)
+    last = tl.minimum(tl.where(present, last, num_tokens), num_tokens)
+    row = tl.load(indices + request, mask=present, other=0)
+    # An index that is no row gives padding, never a slot from foreign memory.
+    known = tl.where(present & (row >= 0) & (row < max_requests), last, first)
+    # Tokens before the first request's belong to nobody: the first program pads them.
+    begin = tl.where(request == 0, 0, first)
+    table = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + row * width
+    for done in range(begin, last, CHUNK):
+        token = done + lanes
+        inside = token < last
+        mine = (token >= first) & (token < known)
+        position = tl.load(positions + token, mask=mine, other=-1)
+        block = position // size
+        held = mine & (position >= 0) & (block < width)
+        kernel_block = tl.load(table + block, mask=held, other=0).to(tl.int64)
+        slot = tl.where(held, kernel_block * size + position % size, PAD)
+        tl.store(target + token, slot, mask=inside)
+
+
+class TritonTableOps:
+    """The operations as one launch each. See ``TableOps``."""
+
+    def __init__(
+        self,
+        tables: Sequence[torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        *,
+        ratios: Sequence[int],
+        kernel_block_sizes: Sequence[int],
+    ) -> None:
+        self._device = tables[0].device
+        # The kernels hold addresses only: these references keep the memory behind them.
+        self._kept = (tables, batch, slots)
+        self._tables, self._batch, self._slots = (
+            self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in (tables, batch, slots)
+        )
+        self._widths = self._numbers([table.shape[1] for table in tables])
+        self._max_requests = tables[0].shape[0]
+        self._ratios = self._numbers(ratios)
+        self._sizes = self._numbers(kernel_block_sizes)
+        self._counting = np.arange(1, dtype=np.int32)
+        self._staging = _Staging(self._device)
+
+    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
+        """See ``TableOps``. With ``keep_order`` one program carries out all records of a row."""
+        num_records = sum(len(chunk) for chunk in records)
+        columns = [chunk.reshape(-1) for chunk in records]
+        if keep_order:
+            together = np.concatenate(records)
+            key = together[:, 0].astype(np.int64) << 32 | together[:, 1]
+            order = np.argsort(key, kind="stable")
+            columns = [together[order].reshape(-1)]
+            breaks = np.flatnonzero(np.diff(key[order])) + 1
+            starts = np.concatenate(([0], breaks, [num_records]))
+        else:
+            starts = self._one_each(num_records)
+        staged_at = self._staging.put(*columns, starts, *ids)
+        programs = len(starts) - 1
+        _apply_kernel[(programs,)](
+            staged_at,
+            self._tables,
+            self._widths,
+            self._ratios,
+            num_records,
+            programs,
+            FIELDS=_FIELDS,
+            CHUNK=_CHUNK,
+        )
+        self._staging.in_use()
+
+    def _one_each(self, num_records: int) -> NDArray[np.int32]:
+        """0, 1, 2, ...: every program carries out one record."""
+        if num_records >= len(self._counting):
+            self._counting = np.arange(2 * num_records + 1, dtype=np.int32)
+        return self._counting[: num_records + 1]
+
+    def indices(self, given: object) -> torch.Tensor:
+        """See ``TableOps``."""
+        if isinstance(given, torch.Tensor):
+            return given.to(self._device, torch.int64)
+        return torch.as_tensor(np.asarray(given, dtype=np.int64)).to(self._device)
+
+    def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
+        """See ``TableOps``."""
+        if num_rows:
+            grid = (num_rows, len(self._widths))
+            _gather_kernel[grid](
+                self._tables,
+                self._batch,
+                self._widths,
+                request_indices,
+                len(request_indices),
+                self._max_requests,
+                CHUNK=_CHUNK,
+            )
+
+    def compute_slots(
+        self,
+        request_indices: torch.Tensor,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int,
+    ) -> None:
+        """See ``TableOps``."""
+        grid = (len(request_indices) + 1, len(self._widths))
+        _slots_kernel[grid](
+            self._tables,
+            self._slots,
+            self._widths,
+            self._sizes,
+            request_indices,
+            query_start,
+            positions,
+            len(request_indices),
+            num_tokens,
+            self._max_requests,
+            PAD=-1,
+            CHUNK=_CHUNK,
+        )
+
+    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
+
+
+class _Staging:
+    """Pinned host memory for one step's staged numbers, which the kernel reads where they are.
+
+    Two buffers take turns, and one is not written again before its reader is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._capacity = 0
+        self._turn = 0
+        self._hosts: list[torch.Tensor] = []
+        self._views: list[NDArray[np.int32]] = []
+        self._events: list[Any] = []
+
+    def put(self, *columns: np.ndarray) -> int:
+        """The address of the columns, one after the other, as int32."""
+        size = sum(len(column) for column in columns)
+        if size > self._capacity:
+            self._grow(size)
+        self._turn = 1 - self._turn
+        if self._events:
+            self._events[self._turn].synchronize()
+        host = self._views[self._turn]
+        at = 0
+        for column in columns:
+            host[at : at + len(column)] = column
+            at += len(column)
+        return self._hosts[self._turn].data_ptr()
+
+    def in_use(self) -> None:
+        """What was put is being read by what was launched just now."""
+        if self._events:
+            self._events[self._turn].record()
+
+    def _grow(self, size: int) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._capacity = max(1024, 2 * size)
+        self._hosts = [
+            torch.empty(self._capacity, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(2)
+        ]
+        self._views = [host.numpy() for host in self._hosts]
+        if self._on_cuda and not self._events:
+            self._events = [torch.cuda.Event() for _ in range(2)]

@@ -1,0 +1,149 @@
+"""Zeroing of fresh blocks, whatever the number of layers, groups and allocations: one launch.
+
+A block that is given out still holds what its last owner wrote. Attention kernels read whole pages
+and mask what lies beyond the sequence, and a masked score of 0 times a NaN is NaN: with an fp8 cache,
+or a page that was a recurrent state before, left-over bytes reach the output. So fresh blocks are
+zeroed, after the block tables know them and before the forward reads them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvconnect.cache.region_table import RegionTable
+from kvconnect.errors import ConfigError, LayoutError, LocalError
+
+PageTable = NDArray[np.int64]
+"""Rows of address, stride and size in bytes: one per stretch of logical pages to zero."""
+
+
+class KVBlockZeroer:
+    """Zeroes logical blocks in every layer that keeps tokens.
+
+    Made once, when the caches exist; a runner that has none yet holds None. Pages of groups that
+    overlay each other are zeroed once, at their widest. State groups are skipped: their blocks get
+    their first state by the layer itself. No byte outside of the named blocks' pages is touched.
+
+    Args:
+        table: what bytes exist. Its tensors must outlive the zeroer.
+        device: where they are.
+        runner_only_layers: layers that are left alone.
+        kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
+
+    Raises:
+        LayoutError: ``runner_only_layers`` names a layer that the table does not have.
+        ConfigError: ``kernels`` is unknown, or Triton is not installed.
+    """
+
+    def __init__(
+        self,
+        table: RegionTable,
+        *,
+        device: torch.device | str,
+        runner_only_layers: frozenset[str] = frozenset(),
+        kernels: str = "auto",
+    ) -> None:
+        if kernels not in ("auto", "torch", "triton"):
+            raise ConfigError(f"kernels is {kernels!r}; accepted: auto, torch, triton")
+        if unknown := runner_only_layers - set(table.layers):
+            raise LayoutError(f"runner_only_layers {sorted(unknown)} are not layers of the table")
+        self.pages = logical_pages(table, runner_only_layers)
+        self.num_blocks = _num_blocks(table)
+        on_cuda = torch.device(device).type == "cuda"
+        self._ops: _ZeroOps
+        if kernels == "triton" or (kernels == "auto" and on_cuda):
+            try:
+                from kvconnect.runner_kit.zeroing_triton import TritonZeroOps
+            except ImportError as error:
+                raise ConfigError(
+                    f"kernels is {kernels!r}, which needs Triton: pip install triton"
+                ) from error
+            self._ops = TritonZeroOps(self.pages, self.num_blocks, torch.device(device))
+        elif on_cuda:
+            raise ConfigError("kernels is 'torch', which zeroes CPU memory only; accepted: auto, triton")
+        else:
+            self._ops = _CpuZeroOps(self.pages, self.num_blocks)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that are zeroed for one logical block."""
+        return int(self.pages[:, 2].sum())
+
+    def zero_block_ids(self, ids: Sequence[int]) -> None:
+        """Zero the pages of logical blocks, on the current stream. Ids may repeat.
+
+        Raises:
+            LocalError: an id is no block of this cache. Nothing is zeroed then.
+        """
+        if not len(ids):
+            return
+        blocks = np.asarray(ids, dtype=np.int64)
+        if blocks.min() < 0 or blocks.max() >= self.num_blocks:
+            raise LocalError(
+                f"block ids {blocks.min()}..{blocks.max()} are to be zeroed, "
+                f"the cache has 0..{self.num_blocks - 1}"
+            )
+        if len(self.pages):
+            self._ops.zero(blocks)
+
+
+class _ZeroOps(Protocol):
+    def zero(self, blocks: NDArray[np.int64]) -> None: ...
+
+
+def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = frozenset()) -> PageTable:
+    """Where logical pages lie: int64 rows of address, stride and size in bytes, each address once.
+
+    A logical block is its kernel blocks side by side; a region table has proven that there is nothing
+    between them. Of pages at one address the widest counts.
+    """
+    widest: dict[tuple[int, int], int] = {}
+    for region in table.regions:
+        geometry = table.geometry_of(region.group)
+        if geometry.is_state or region.layer in runner_only_layers:
+            continue
+        ratio = geometry.blocks_per_kv_block
+        size = region.block_stride * (ratio - 1) + region.page_bytes
+        key = (region.address, region.block_stride * ratio)
+        widest[key] = max(widest.get(key, 0), size)
+    rows = [(address, stride, size) for (address, stride), size in sorted(widest.items())]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def word_bytes(pages: PageTable) -> int:
+    """The largest power of two up to 8 that divides every address, stride and size."""
+    return math.gcd(8, *(int(value) for value in pages.reshape(-1)))
+
+
+def _num_blocks(table: RegionTable) -> int:
+    counts = {
+        region.num_blocks // table.geometry_of(region.group).blocks_per_kv_block for region in table.regions
+    }
+    if len(counts) != 1:
+        raise LayoutError(f"the layers of one cache have different block counts: {sorted(counts)}")
+    return counts.pop()
+
+
+class _CpuZeroOps:
+    """One indexed store per stretch of pages; no Python per page."""
+
+    def __init__(self, pages: PageTable, num_blocks: int) -> None:
+        word = word_bytes(pages) if len(pages) else 8
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+        self._views = []
+        for address, stride, size in pages.tolist():
+            memory = (ctypes.c_ubyte * (stride * (num_blocks - 1) + size)).from_address(address)
+            raw = torch.frombuffer(memory, dtype=dtype)
+            self._views.append(raw.as_strided((num_blocks, size // word), (stride // word, 1)))
+
+    def zero(self, blocks: NDArray[np.int64]) -> None:
+        index = torch.from_numpy(blocks)
+        for view in self._views:
+            view.index_fill_(0, index, 0)

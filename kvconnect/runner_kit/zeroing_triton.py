@@ -1,0 +1,63 @@
+"""The zeroer's one launch as a Triton kernel.
+
+The grid is (blocks, stretches of pages, chunks of a page). The kernel knows memory by absolute
+addresses in one table, so it reaches every allocation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from kvconnect.runner_kit.words_triton import word_pointer
+from kvconnect.runner_kit.zeroing import PageTable, word_bytes
+
+_CHUNK_BYTES = 16 << 10
+
+
+@triton.jit
+def _zero_kernel(pages, blocks, WORD: tl.constexpr, CHUNK: tl.constexpr):
+    block = tl.load(blocks + tl.program_id(0))
+    row = pages + tl.program_id(1) * 3
+    address = tl.load(row)
+    stride = tl.load(row + 1)
+    words = tl.load(row + 2) // WORD
+    target = word_pointer(address + block * stride, WORD)
+    lanes = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(target + lanes, tl.zeros((CHUNK,), target.dtype.element_ty), mask=lanes < words)
+
+
+class TritonZeroOps:
+    """Zeroes blocks in one launch on the current stream."""
+
+    def __init__(self, pages: PageTable, num_blocks: int, device: torch.device) -> None:
+        self._pages = torch.from_numpy(pages.copy()).to(device)
+        self._word_bytes = word_bytes(pages) if len(pages) else 8
+        self._chunk = _CHUNK_BYTES // self._word_bytes
+        words = int(pages[:, 2].max()) // self._word_bytes if len(pages) else 0
+        self._chunks = triton.cdiv(words, self._chunk)
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._turn = 0
+        self._hosts = [torch.empty(num_blocks, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._on_cuda else []
+        self._blocks = torch.empty(num_blocks, dtype=torch.int64, device=device)
+
+    def zero(self, blocks: NDArray[np.int64]) -> None:
+        """Zero these logical blocks in every stretch."""
+        if len(blocks) > len(self._blocks):
+            blocks = np.unique(blocks)
+        self._turn = 1 - self._turn
+        if self._events:
+            # The last but one launch must have taken its ids before they are overwritten.
+            self._events[self._turn].synchronize()
+        host = self._hosts[self._turn][: len(blocks)]
+        host.numpy()[:] = blocks
+        self._blocks[: len(blocks)].copy_(host, non_blocking=True)
+        grid = (len(blocks), len(self._pages), self._chunks)
+        _zero_kernel[grid](self._pages, self._blocks, WORD=self._word_bytes, CHUNK=self._chunk)
+        if self._events:
+            self._events[self._turn].record()

@@ -1,0 +1,43 @@
+"""``python -m benchmarks``: its options, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+def test_plan_is_wired(monkeypatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setitem(sys.modules, "benchmarks.plan", types.SimpleNamespace(bench_plan=seen.append))
+    for arguments in ([], ["--json"]):
+        assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == 0
+    assert seen == [False, True]
+
+
+def test_scheduler_measures_a_step_of_steady_decode_first() -> None:
+    done = benchmarks("scheduler", "--json")
+    assert done.returncode == 0, done.stderr
+    steady = json.loads(done.stdout.splitlines()[0])
+    assert (steady["step"], steady["running"]) == ("steady decode", 256)
+    assert steady["best_us"] > 0
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2() -> None:
+    done = benchmarks("transfer", "--engine", "nixl", "--extra", '{"prot": 1}')
+    assert done.returncode == 2
+    assert "prot" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,192 @@
+"""Starts kvconnect processes quickly, so that hundreds of them can be killed and begun anew.
+
+A process that has imported everything waits and forks: what comes out runs the same command line as
+``kvconnect`` does, in a session of its own, with a log file and, if asked for, in a network namespace.
+Nothing is shared with a process that was started before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvconnect.errors import KVConnectError
+
+_MODULE = "tests.faults.nursery"
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_REC = 0x4000
+_MS_SLAVE = 1 << 19
+_END_TIMEOUT_S = 10.0
+
+
+class Nursery:
+    """The process that forks. Leaving its ``with`` block ends it, and all that it started."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        namespace: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """Run ``kvconnect ARGUMENTS`` with its output appended to ``log``. Returns the process id at once.
+
+        ``namespace`` is the name of a network namespace; ``environment`` is set in that process only.
+
+        Raises:
+            KVConnectError: the nursery ended.
+        """
+        order = {
+            "arguments": list(arguments),
+            "log": str(log),
+            "namespace": namespace,
+            "environment": dict(environment or {}),
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except OSError as error:
+            raise KVConnectError(f"the process that starts the nodes is gone: {error}") from error
+        if not answer:
+            raise KVConnectError("the process that starts the nodes ended")
+        return int(answer)
+
+    def end(self) -> None:
+        """End it. What it started is killed by the kernel with it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of a nursery still runs. Stopped ones do."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pid: int, timeout_s: float = 20.0) -> None:
+    """Wait until a process that was killed is no more, and its ports are free.
+
+    Raises:
+        KVConnectError: it still runs.
+    """
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        if time.monotonic() > deadline:
+            raise KVConnectError(f"process {pid} still runs {timeout_s:g} s after it was killed")
+        time.sleep(0.002)
+
+
+def _serve() -> None:
+    """The nursery itself: one order a line, answered with a process id."""
+    import kvconnect.cli
+    import kvconnect.node.serve
+    import kvconnect.router.app
+    import kvconnect.scheduler.connector
+    import kvconnect.worker.connector  # noqa: F401
+
+    _die_with_parent(signal.SIGKILL)
+    # Whatever ends is reaped by the kernel.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(order)
+        print(pid, flush=True)
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """In the child: be a ``kvconnect`` process. Never returns."""
+    code = 70
+    try:
+        _die_with_parent(signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.environ.update(order["environment"])
+        if order["namespace"]:
+            _enter(order["namespace"])
+        sys.argv = ["kvconnect", *order["arguments"]]
+        from kvconnect.cli import main
+
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        # Engines' libraries may stumble over an interpreter's end; a server that has ended needs none.
+        os._exit(code)
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        done = libc.setns(file.fileno(), _CLONE_NEWNET) == 0
+    # UCX reads in /sys which interfaces there are, so it must be the namespace's own.
+    done = done and libc.unshare(_CLONE_NEWNS) == 0
+    done = done and libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None) == 0
+    done = done and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
+    if not done:
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+
+
+def _die_with_parent(number: signal.Signals) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,357 @@
+"""A pair of nodes behind a router, whose processes may be killed and started again where they were.
+
+Every process keeps its ports and its command line over a restart, as under a supervisor; an engine id is made
+anew by each, since none is configured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvconnect.demo.children import ChildFailed
+from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
+from kvconnect.demo.pair import RESERVED_BLOCKS
+from tests.faults.listeners import family
+from tests.faults.nursery import Nursery, is_running, wait_until_gone
+
+START_TIMEOUT_S = 90.0
+_READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
+# Below the ports that a system lends to whoever asks for any, and above those that Mooncake takes.
+_PORTS = range(21_000, 32_000)
+
+DEADLINES: dict[str, float] = {
+    "lease_s": 4.0,
+    "handshake_timeout_s": 1.5,
+    "peer_timeout_s": 4.0,
+    "load_timeout_s": 5.0,
+    "transfer_timeout_s": 3.0,
+    "quarantine_s": 3.0,
+    "early_fetch_s": 2.0,
+}
+"""Settings under which whatever hangs is over within seconds."""
+
+_NO_FAULT = ("peers", "visitors")
+"""What a worker's state counts that need not be zero at rest."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node runs: the address for caches, the one for HTTP, and the network namespace, if not ours."""
+
+    host: str = "127.0.0.1"
+    http_host: str = "127.0.0.1"
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """What is started. ``policy`` is the decode nodes' ``kv_load_failure_policy``.
+
+    ``extra`` is laid over ``DEADLINES`` in the nodes' ``kv_connector_extra_config``; there is a node for each
+    place.
+    """
+
+    engine: str
+    model: str = "wide"
+    policy: str = "recompute"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    node: tuple[str, ...] = ()
+    prefills: tuple[Place, ...] = (Place(),)
+    decodes: tuple[Place, ...] = (Place(),)
+    num_blocks: int = 1200
+    router: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Actor:
+    """One process of the stage: it can be killed, stopped and started again."""
+
+    def __init__(self, stage: Stage, name: str, arguments: Sequence[str], namespace: str = "") -> None:
+        self.name = name
+        self.log = stage.folder / f"{name}.log"
+        self.url = ""
+        self.pid = 0
+        self.starts = 0
+        self._stage = stage
+        self._arguments = tuple(arguments)
+        self._namespace = namespace
+        self._log_start = 0
+
+    def start(self) -> None:
+        """Start it; it is not ready yet."""
+        self.log.touch()
+        self._log_start = self.log.stat().st_size
+        self.url = ""
+        self.starts += 1
+        self.pid = self._stage.nursery.start(
+            self._arguments,
+            self.log,
+            namespace=self._namespace,
+            environment=self._stage.options.environment,
+        )
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """The URL it serves, once it says so.
+
+        Raises:
+            ChildFailed: it ended, or was too slow.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.url:
+            with self.log.open("rb") as file:
+                file.seek(self._log_start)
+                found = _READY.search(file.read().decode(errors="replace"))
+            if found:
+                self.url = found[1]
+            elif not is_running(self.pid):
+                raise ChildFailed(f"{self.name} ended before it was ready\n{self.tail()}")
+            elif time.monotonic() > deadline:
+                raise ChildFailed(f"{self.name} was not ready in time\n{self.tail()}")
+            else:
+                time.sleep(0.01)
+        return self.url
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until nothing of it is left."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGKILL)
+        wait_until_gone(self.pid)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it alone; nothing if it is gone."""
+        if self.pid and is_running(self.pid):
+            os.kill(self.pid, number)
+
+    def state(self, timeout_s: float = 10.0) -> Any:
+        """What it says of itself.
+
+        Raises:
+            BadAnswer: it says nothing.
+        """
+        return fetch_json(self.url + "/debug/state", timeout_s=timeout_s)
+
+    def metrics(self) -> Samples:
+        """Its metrics."""
+        return read_metrics(self.url)
+
+    @property
+    def rss_bytes(self) -> int:
+        """The memory that it and its HTTP front occupy."""
+        pages = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in family(self.pid)]
+        return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def num_threads(self) -> int:
+        """The threads that it and its HTTP front run."""
+        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in family(self.pid))
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of its log."""
+        text = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"--- end of the log of {self.name} ---", *text])
+
+
+class Stage:
+    """The processes of one pair, or of several nodes of each role. Leaving the ``with`` block ends all.
+
+    Raises:
+        ChildFailed: one of them did not start.
+    """
+
+    def __init__(self, options: StageOptions) -> None:
+        self.options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="kvconnect-faults-")
+        self.folder = Path(self._folder.name)
+        self.nursery = Nursery()
+        self.side_ports: dict[str, int] = {}
+        self.prefills = [self._node("prefill", *one) for one in enumerate(options.prefills)]
+        self.decodes = [self._node("decode", *one) for one in enumerate(options.decodes)]
+        self.routers: list[Actor] = []
+
+    def __enter__(self) -> Stage:
+        try:
+            for node in self.nodes:
+                node.start()
+            for node in self.nodes:
+                node.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def nodes(self) -> list[Actor]:
+        """All nodes, without routers and references."""
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def prefill(self) -> Actor:
+        """The first prefill node."""
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> Actor:
+        """The first decode node."""
+        return self.decodes[0]
+
+    def add_router(
+        self,
+        flow: str = "sequential",
+        prefills: Sequence[Actor] | None = None,
+        decodes: Sequence[Actor] | None = None,
+    ) -> Actor:
+        """A router before the nodes, ready to route."""
+        arguments = ["router", "--port", str(free_port()), "--flow", flow, *self.options.router]
+        for option, nodes in (
+            ("--prefill", self.prefills if prefills is None else prefills),
+            ("--decode", self.decodes if decodes is None else decodes),
+        ):
+            for node in nodes:
+                arguments += [option, node.url]
+        router = Actor(self, f"router-{len(self.routers)}", arguments)
+        self.routers.append(router)
+        router.start()
+        router.wait_ready()
+        wait_until(lambda: answers(router.url + "/ready?all"), 30.0, "the router to find both nodes")
+        return router
+
+    def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """The tokens that a single node generates for these prompts; it is gone afterwards."""
+        options = self.options
+        arguments = ("serve", "--model", options.model, "--port", "0", *_common(options))
+        single = Actor(self, "single", arguments)
+        single.start()
+        url = single.wait_ready()
+        expected = []
+        for prompt in prompts:
+            body = {"model": options.model, "prompt": list(prompt), "max_tokens": max_tokens}
+            expected.append(list(fetch_json(url + "/v1/completions", body)["choices"][0]["token_ids"]))
+        single.kill()
+        return expected
+
+    def at_rest_problem(self, timeout_s: float) -> str:
+        """What the nodes still hold although nobody asks for anything; empty once it is nothing."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            held = {}
+            for node in self.nodes:
+                try:
+                    if left := left_over(node.state()):
+                        held[node.name] = left
+                except BadAnswer as error:
+                    held[node.name] = {"state": str(error)}
+            if not held or time.monotonic() > deadline:
+                return f"{timeout_s:g} s after the last request: {held}" if held else ""
+            time.sleep(0.1)
+
+    def tails(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(actor.tail() for actor in [*self.nodes, *self.routers])
+
+    def close(self) -> None:
+        """End every process and remove the logs."""
+        self.nursery.end()
+        self._folder.cleanup()
+
+    def _node(self, side: str, index: int, place: Place) -> Actor:
+        options = self.options
+        is_prefill = side == "prefill"
+        name = f"{side}-{index}"
+        self.side_ports[name] = free_port()
+        extra = {
+            "engine": options.engine,
+            "host": place.host,
+            "port": self.side_ports[name],
+            **DEADLINES,
+            **options.extra,
+        }
+        config = {
+            "kv_role": "kv_producer" if is_prefill else "kv_consumer",
+            "kv_load_failure_policy": options.policy,
+            "kv_connector_extra_config": extra,
+        }
+        arguments = ["serve", "--model", options.model, "--host", place.http_host]
+        arguments += ["--port", str(free_port())]
+        arguments += _common(options)
+        if not is_prefill:
+            arguments += ["--reserved-blocks", str(RESERVED_BLOCKS)]
+        arguments += ["--kv-transfer-config", json.dumps(config)]
+        return Actor(self, name, arguments, place.namespace)
+
+
+def _common(options: StageOptions) -> tuple[str, ...]:
+    # Without it a prompt that was asked before would not be fetched again.
+    made = ("--no-enable-prefix-caching", "--num-threads", "1", "--num-blocks", str(options.num_blocks))
+    return (*made, *options.node)
+
+
+def left_over(state: Any) -> dict[str, Any]:
+    """What a node at rest should not hold, of its state."""
+    blocks = state["blocks"]
+    left: dict[str, Any] = {}
+    if blocks["held"] or blocks["free"] + blocks["held"] != blocks["total"]:
+        left["blocks"] = blocks
+    for name, value in state.get("connector", {}).items():
+        if isinstance(value, int) and value and name not in _NO_FAULT:
+            left[name] = value
+    return left
+
+
+def answers(url: str, timeout_s: float = 5.0) -> bool:
+    """Whether a URL answers with 200."""
+    try:
+        fetch_json(url, timeout_s=timeout_s)
+    except BadAnswer:
+        return False
+    return True
+
+
+def wait_until(good: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Wait for a condition. Returns the seconds that it took.
+
+    Raises:
+        ChildFailed: it did not come.
+    """
+    started = time.monotonic()
+    while not good():
+        if time.monotonic() - started > timeout_s:
+            raise ChildFailed(f"waited {timeout_s:g} s in vain for {what}")
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+_taken: set[int] = set()
+
+
+def free_port() -> int:
+    """A port that nothing listens on now, and that was not lent before in this process."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        if port not in _taken:
+            _taken.add(port)
+            return port

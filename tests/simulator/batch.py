@@ -1,0 +1,70 @@
+"""Many seeds, in several processes if wanted, and the sum of what came of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.simulator.run import Outcome, run_seed
+
+_SEEDS_AT_ONCE = 20
+
+
+@dataclass
+class Summary:
+    """Sums over seeds. ``violations`` are those in which an invariant does not hold."""
+
+    seeds: int = 0
+    steps: int = 0
+    simulated_s: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    violations: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Add one."""
+        self.seeds += 1
+        self.steps += outcome.steps
+        self.simulated_s += outcome.seconds
+        for total, more in ((self.counts, outcome.counts), (self.reasons, outcome.reasons)):
+            for what, count in more.items():
+                total[what] = total.get(what, 0) + count
+        if outcome.invariant:
+            self.violations.append(outcome)
+
+
+def run_seeds(first_seed: int, seeds: int, jobs: int) -> Iterator[Outcome]:
+    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order."""
+    numbers = range(first_seed, first_seed + seeds)
+    if jobs <= 1:
+        _prepare()
+        for seed in numbers:
+            yield _run_one(seed)
+        return
+    # Forked children would share the parent's torch threads, which do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, _prepare) as pool:
+        parts = [numbers[start : start + _SEEDS_AT_ONCE] for start in range(0, seeds, _SEEDS_AT_ONCE)]
+        yield from itertools.chain.from_iterable(pool.imap_unordered(_run_part, parts))
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    # To look through all that was imported is most of what a collection takes.
+    gc.collect()
+    gc.freeze()
+
+
+def _run_part(seeds: range) -> list[Outcome]:
+    return [_run_one(seed) for seed in seeds]
+
+
+def _run_one(seed: int) -> Outcome:
+    outcome = run_seed(seed)
+    outcome.trace = []
+    return outcome

@@ -1,0 +1,362 @@
+"""The invariants of the design, each a function that looks at the simulation after a step.
+
+They see what really happens to memory and what the workers report, and nothing of what the workers believe,
+but for the last ones, which look at their books when all should be over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvconnect.engine.base import Batch
+from kvconnect.engine.memory import MemoryEngine
+from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY
+from kvconnect.worker.slots import SlotState
+from tests.simulator.books import Books, Exceptions, Owed, left_at
+from tests.simulator.engine import SimEngine
+from tests.simulator.request import Request
+from tests.simulator.stranger import Scribbler
+from tests.simulator.world import World
+
+if TYPE_CHECKING:
+    from tests.simulator.node import SimNode
+    from tests.simulator.worker import SimWorker
+
+SLACK_S = 5.0
+"""What the network and a worker's own pace may add to a bound."""
+STILL_S = 10.0
+"""Where nothing goes wrong, and somebody waits, something moves within that time."""
+
+
+class Checks:
+    """All checkers of a run, and the little they remember."""
+
+    def __init__(self, world: World, longest_wait_s: float) -> None:
+        self.world = world
+        self.exceptions = Exceptions()
+        self.scribbler: Scribbler | None = None
+        self.counts: dict[str, int] = {}
+        self.reasons: dict[str, int] = {}
+        self.failed: dict[str, str] = {}
+        self._moved_at = world.now
+        self._longest_wait_s = longest_wait_s
+        self._books: dict[SimWorker, Books] = {}
+        self._by_engine: dict[int, SimWorker] = {}
+        self._loaded: dict[str, int] = {}
+        self._forged: set[str] = set()
+        self._opened: set[str] = set()
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Some more of something, for the summary."""
+        if number:
+            self.counts[what] = self.counts.get(what, 0) + number
+
+    # What happens
+
+    def moved(self) -> None:
+        """A token was computed, a byte is on its way, a client was answered, or something ended."""
+        self._moved_at = self.world.now
+
+    def begin(self, worker: SimWorker) -> None:
+        """A worker is there."""
+        self._books[worker] = Books()
+        self._by_engine[id(worker.engine)] = worker
+
+    def ordered(self, worker: SimWorker, orders: Orders) -> None:
+        """A worker is given orders."""
+        books = self._books[worker]
+        for hold in orders.holds:
+            books.holds[hold.request_id] = self._owed(worker, hold, hold.groups)
+        for load in orders.loads:
+            self.forged_opens_nothing(load)
+            books.loads[load.request_id] = self._owed(worker, load, load.groups)
+
+    def _owed(self, worker: SimWorker, order: Hold | Load, groups: tuple[GroupBlocks, ...]) -> Owed:
+        blocks = frozenset(block for group in groups for block in group.block_ids if block)
+        return Owed(order, blocks, self.world.now, worker.stopped_s)
+
+    def reported(self, worker: SimWorker, results: Results) -> None:
+        """A worker reports what ended."""
+        self.moved()
+        books = self._books[worker]
+        for what, names, owed in (
+            ("sent", results.sent, books.holds),
+            ("received", results.received, books.loads),
+        ):
+            for name in names:
+                self.each_once(worker, what, name, owed)
+                if name in owed:
+                    ended = owed.pop(name)
+                    self.in_time(worker, ended)
+                    if what == "sent":
+                        self.nobody_reads(worker, ended)
+                    else:
+                        self.nobody_writes(worker, ended)
+
+    def stepped(self, worker: SimWorker) -> None:
+        """A worker's mover did a step."""
+        self.no_exception(worker)
+        self.slots_add_up(worker)
+        self.within_bounds(worker)
+
+    def node_stepped(self, node: SimNode) -> None:
+        """A node's scheduler did a step."""
+        self.blocks_add_up(node)
+
+    def submitted(self, engine: SimEngine, batch: Batch) -> None:
+        """See ``EngineWatch``."""
+        self.writes_are_wanted(engine, batch, engine.target_of(batch), "is submitted")
+
+    def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
+        """See ``EngineWatch``."""
+        self.moved()
+        self.writes_are_wanted(engine, batch, target, "moves")
+        worker = self._by_engine.get(id(target))
+        if self.scribbler is not None and worker is not None and not worker.is_strange:
+            self.scribbler.saw(batch, worker)
+        if not engine.is_closed:
+            self.reads_are_held(engine, batch)
+
+    def loads(self, node: SimNode, request: Request, num_tokens: int) -> None:
+        """A node begins to load a request, up to so many tokens."""
+        self._loaded[request.request_id] = num_tokens
+        if request.is_forged:
+            self._forged.add(request.request_id)
+
+    def load_failed(self, node: SimNode, request: Request, why: str) -> None:
+        """A load failed."""
+        del self._loaded[request.request_id]
+        self.count("loads failed")
+        if request.is_forged:
+            self.count("forged handles refused")
+        else:
+            self.failed[request.request_id] = why
+            self.reasons[why] = self.reasons.get(why, 0) + 1
+
+    def committed(self, node: SimNode, request: Request) -> None:
+        """A load succeeded: its KV is served from now on."""
+        self.count("loads ok")
+        if not node.plan.is_stranger:
+            self.opens_once(request)
+        self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
+
+    def served(self, node: SimNode, request: Request) -> None:
+        """A request that was computed with its KV is done."""
+        num_tokens = self._loaded.pop(request.request_id, None)
+        if num_tokens is not None and request.loaded:
+            self.bytes_are_right(node, request, num_tokens, later=True)
+
+    def freed(self, node: SimNode, name: str) -> None:
+        """All ranks say that nobody needs a held request's blocks."""
+        request = node.unsent.get(name)
+        if request is not None:
+            self.count("holds ended")
+            if not request.is_computed():
+                # Nobody wanted it before it was there.
+                return
+            self.bytes_are_right(node, request, request.num_prompt, later=True)
+
+    # The invariants
+
+    def nobody_writes(self, worker: SimWorker, owed: Owed) -> None:
+        """1: D reports no request as received while anyone can still write to its blocks."""
+        if worker.is_strange:
+            return
+        for other in self._books:
+            for batch, until in other.engine.may_move.values():
+                if other.engine.target_of(batch) is not worker.engine or until <= self.world.now:
+                    continue
+                if other.engine.is_refused(batch, worker.engine):
+                    continue
+                if worker.memory.blocks_at(batch.target, batch.length) & owed.blocks:
+                    self.world.fail(
+                        "nobody_writes",
+                        f"{worker.who} reports {owed.order.request_id} as received, and batch "
+                        f"{batch.batch_id} of {other.who} may still write to its blocks",
+                    )
+        if worker.packing_touches(owed.blocks, "target"):
+            self.world.fail("nobody_writes", f"{worker.who} still unpacks to {owed.order.request_id}")
+
+    def nobody_reads(self, worker: SimWorker, owed: Owed) -> None:
+        """1: P frees no block while anyone can still read it."""
+        # Two prompts with one beginning share blocks, which stay where they are.
+        freed = frozenset(block for block in owed.blocks if worker.holders(block) == 1)
+        for batch, until in worker.engine.may_move.values():
+            if until > self.world.now and worker.memory.blocks_at(batch.source, batch.length) & freed:
+                self.world.fail(
+                    "nobody_reads",
+                    f"{worker.who} reports {owed.order.request_id} as sent, and batch {batch.batch_id} may "
+                    "still read its blocks",
+                )
+        if worker.packing_touches(freed, "source"):
+            self.world.fail("nobody_reads", f"{worker.who} still packs from {owed.order.request_id}")
+
+    def writes_are_wanted(
+        self, engine: SimEngine, batch: Batch, target: MemoryEngine | None, what: str
+    ) -> None:
+        """1, 3: whoever writes to pages writes to those of a load that is not over."""
+        worker = self._by_engine.get(id(target))
+        if worker is None or worker.is_dead or worker.is_strange:
+            return
+        touched = worker.memory.blocks_at(batch.target, batch.length)
+        if touched:
+            wanted = frozenset[int]().union(*(owed.blocks for owed in self._books[worker].loads.values()))
+            if touched - wanted:
+                self.world.fail(
+                    "writes_are_wanted",
+                    f"batch {batch.batch_id} of {engine.who} {what}, to blocks {sorted(touched - wanted)} of "
+                    f"{worker.who}, where nothing is being loaded",
+                )
+
+    def slot_is_granted(self, worker: SimWorker, address: int) -> None:
+        """6: D takes what lies in a slot if the peer to which it granted that says so, and once."""
+        if not worker.is_strange and not worker.channel.grants.use(address):
+            self.world.fail(
+                "slot_is_granted",
+                f"{worker.who} unpacks landing slot {worker.memory.landing.index(address)}, and the peer to "
+                "which it was granted has not said that anything lies there",
+            )
+
+    def reads_are_held(self, engine: SimEngine, batch: Batch) -> None:
+        """1, 3: whatever is read from pages is held."""
+        worker = self._by_engine[id(engine)]
+        touched = worker.memory.blocks_at(batch.source, batch.length)
+        if touched:
+            held = frozenset[int]().union(*(owed.blocks for owed in self._books[worker].holds.values()))
+            if touched - held:
+                self.world.fail(
+                    "reads_are_held",
+                    f"batch {batch.batch_id} of {engine.who} reads blocks {sorted(touched - held)}, "
+                    "which are not held",
+                )
+
+    def each_once(self, worker: SimWorker, what: str, name: str, owed: dict[str, Owed]) -> None:
+        """2: every id that was ordered comes back exactly once, and no other does."""
+        if name not in owed:
+            self.world.fail("each_once", f"{worker.who} reports {name} as {what}, which it does not owe")
+
+    def forged_opens_nothing(self, load: Load) -> None:
+        """6: nobody is asked for what an expired or forged handle stands for."""
+        if load.request_id in self._forged and not load.refusal:
+            self.world.fail("forged_opens_nothing", f"{load.request_id} is fetched: {load.handle}")
+
+    def opens_once(self, request: Request) -> None:
+        """6: whoever presents it, a handle opens one load."""
+        params = request.kv_transfer_params or {}
+        handle = params.get(TRANSFER_KEY) or params[HANDLE_KEY]
+        if handle in self._opened:
+            self.world.fail("opens_once", f"{request.request_id} is not the first to be loaded by its handle")
+        self._opened.add(handle)
+
+    def bytes_are_right(self, node: SimNode, request: Request, num_tokens: int, *, later: bool) -> None:
+        """3: what is served is what the prompt's KV is, byte by byte."""
+        if request.is_strange:
+            return
+        for worker in node.workers:
+            wrong = worker.memory.difference(request.prompt, request.ids, num_tokens, later=later)
+            if wrong:
+                self.world.fail(
+                    "bytes_are_right",
+                    f"{request.request_id} at {worker.who} is not {'any more ' if later else ''}"
+                    f"what it should be: {wrong}",
+                )
+
+    def in_time(self, worker: SimWorker, owed: Owed) -> None:
+        """4: every order ends by its deadline and what memory may need to become quiet after that.
+
+        The time in which the worker's process was stopped does not count.
+        """
+        config = worker.config
+        bound = config.quarantine_s + config.transfer_timeout_s + SLACK_S
+        if isinstance(owed.order, Load):
+            bound += config.load_timeout_s
+        else:
+            # Whoever would fetch may have been stopped meanwhile, and renews when it goes on.
+            bound += config.lease_s + self._longest_wait_s + max(one.stopped_s for one in self._books)
+        took = self.world.now - owed.since - (worker.stopped_s - owed.stopped_s)
+        if took > bound:
+            self.world.fail(
+                "in_time",
+                f"{type(owed.order).__name__} of {owed.order.request_id} at {worker.who} took {took:.1f} s, "
+                f"its bound is {bound:.1f} s",
+            )
+
+    def nothing_stands_still(self, waiting: dict[str, float]) -> None:
+        """4: those who wait, each since then, wait for something that moves, and not for one another."""
+        for name, since in waiting.items():
+            still_s = self.world.now - max(self._moved_at, since)
+            if still_s > STILL_S:
+                self.world.fail(
+                    "nothing_stands_still", f"{name} waits, and nothing moved for {still_s:.1f} s"
+                )
+
+    def drain_bound_s(self, node: SimNode) -> float:
+        """How long a node that shall end may take until nobody waits for it."""
+        extra = node.plan.extra
+        return extra.drain_s + extra.transfer_timeout_s + extra.quarantine_s + SLACK_S
+
+    def drained_in_time(self, node: SimNode) -> None:
+        """4: a node that shall end holds nothing any more once its bound is over."""
+        for worker in node.workers:
+            if not (node.is_dead or worker.stopped_s or worker.is_drained):
+                self.world.fail("drained_in_time", f"{worker.who} still holds requests")
+
+    def within_bounds(self, worker: SimWorker) -> None:
+        """4: queues and bytes under way stay within what is configured."""
+        config, prefill, decode = worker.config, worker.mover.prefill, worker.mover.decode
+        asked = sum([loading.admitted for loading in decode.loads.values()])
+        in_flight = sum([sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values()])
+        fetches, expected = len(prefill.waiting.fetches), len(prefill.waiting.expected)
+        # A chunk and a calibration are one batch each, whatever their size.
+        most_bytes = config.max_inflight_bytes + max(
+            config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes
+        )
+        if asked > config.max_loads:
+            self._beyond(worker, "loads at once", asked, config.max_loads)
+        if in_flight > most_bytes:
+            self._beyond(worker, "bytes under way", in_flight, most_bytes)
+        if fetches > config.max_leases:
+            self._beyond(worker, "fetches that wait", fetches, config.max_leases)
+        if expected > config.max_leases:
+            self._beyond(worker, "prefills that are expected", expected, config.max_leases)
+
+    def _beyond(self, worker: SimWorker, what: str, found: int, most: int) -> None:
+        self.world.fail("within_bounds", f"{worker.who}: {found} {what}, the bound is {most}")
+
+    def slots_add_up(self, worker: SimWorker) -> None:
+        """5: a slot is free, or somebody has it."""
+        for pool in (worker.landing, worker.send):
+            free = [slot.state for slot in pool.slots].count(SlotState.FREE)
+            if free != pool.free:
+                self.world.fail(
+                    "slots_add_up", f"{worker.who}: {pool.free} slots can be taken, {free} are free"
+                )
+
+    def blocks_add_up(self, node: SimNode) -> None:
+        """5: a block is free, or somebody holds it."""
+        pool = node.pool
+        if pool.held + pool.free != pool.total:
+            self.world.fail(
+                "blocks_add_up",
+                f"{node.name}: {pool.held} blocks held, {pool.free} free, {pool.total} in all",
+            )
+
+    def no_exception(self, worker: SimWorker) -> None:
+        """6: no thread meets an error of its own, and no record an event that is illegal in its state."""
+        if self.exceptions.texts:
+            self.world.fail("no_exception", f"{worker.who}: {self.exceptions.texts[0]}")
+        elif worker.metrics.failures.labels("internal").value:
+            self.world.fail("no_exception", f"{worker.who}: an internal error was counted")
+
+    def idle(self, node: SimNode) -> None:
+        """5: when all is over nothing is held, lent, owed or remembered."""
+        remaining = ", ".join(
+            f"{count} {name}" for name, count in left_at(node, self._books).items() if count
+        )
+        if remaining:
+            self.world.fail("idle", f"{node.name} should be idle, and has {remaining}")
+
+    def is_quiet(self, node: SimNode) -> bool:
+        """Whether a node is idle already."""
+        return not any(left_at(node, self._books).values())

@@ -1,0 +1,120 @@
+"""Clients and the router between them and the nodes, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvconnect.scheduler.params import PEER_KEY
+from tests.simulator.host import Host
+from tests.simulator.request import Request
+from tests.simulator.scenario import RequestPlan
+from tests.simulator.world import World
+
+_PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Client:
+    """One client's request, from its start to its answer. ``outcome`` is what it was told.
+
+    ``asks_at`` is when it has asked all that it can ask by itself. ``told`` are called with the parameters
+    that the router passes on. ``is_forged``: these are of no use.
+    """
+
+    def __init__(self, world: World, hosts: Mapping[str, Host], plan: RequestPlan) -> None:
+        self.plan = plan
+        self.name = f"r{plan.number}"
+        self.outcome = ""
+        self.is_forged = False
+        self.told: list[Callable[[Mapping[str, Any]], None]] = []
+        self._world = world
+        self._hosts = hosts
+        self.asks_at = world.now + plan.start_s + plan.forward_s
+        self._open: dict[str, tuple[Host, Request]] = {}
+        self._answers: list[str] = []
+        world.after(plan.start_s, self._start)
+        if plan.leaves_s is not None:
+            world.after(plan.start_s + plan.leaves_s, self._leave)
+
+    @property
+    def is_over(self) -> bool:
+        """It has its answer, and nothing is asked for it any more."""
+        return bool(self.outcome) and not self._open
+
+    def _start(self) -> None:
+        plan = self.plan
+        if self.outcome:
+            return
+        if plan.flow == "sequential":
+            self._prefill(dict(_PREFILL), self._forward)
+        elif plan.flow == "parallel":
+            transfer = f"t{plan.number}"
+            self._prefill({**_PREFILL, "transfer_id": transfer}, lambda request: None)
+            target = self._hosts[plan.prefill]
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer,
+                "remote_host": plan.prefill,
+                "remote_port": target.port,
+            }
+            if target.handle:
+                params[PEER_KEY] = target.handle
+            self._tell(params)
+            self._world.after(plan.forward_s, lambda: self._decode(params))
+        else:
+            self._decode(None)
+
+    def _prefill(self, params: dict[str, Any], then: Any) -> None:
+        self._ask(self._hosts[self.plan.prefill], f"{self.name}-p", 1, params, then)
+
+    def _forward(self, request: Request) -> None:
+        """The prefill is done: its parameters go to the decode node, or none if it came to nothing."""
+        params = request.answer if request.outcome == "done" else None
+        if params is not None:
+            self._hosts[self.plan.prefill].vouches(params)
+            self._tell(params)
+        self._world.after(self.plan.forward_s, lambda: self._decode(params))
+
+    def _tell(self, params: Mapping[str, Any]) -> None:
+        for told in self.told:
+            told(params)
+
+    def _decode(self, params: Mapping[str, Any] | None) -> None:
+        if self.outcome:
+            return
+        for copy in range(self.plan.copies):
+            name = f"{self.name}-d{copy}"
+            self._ask(self._hosts[self.plan.decode], name, self.plan.max_tokens, params, self._answered)
+
+    def _answered(self, request: Request) -> None:
+        self._answers.append(request.outcome)
+        if len(self._answers) == self.plan.copies and not self.outcome:
+            self.outcome = ",".join(self._answers)
+
+    def _ask(
+        self, host: Host, name: str, max_tokens: int, params: Mapping[str, Any] | None, then: Any
+    ) -> None:
+        def done(request: Request) -> None:
+            self._open.pop(name, None)
+            then(request)
+
+        request = Request(
+            name,
+            self.plan.prompt,
+            max_tokens,
+            done,
+            params,
+            # What a node computes itself is right there.
+            is_strange=host.plan.is_stranger or (self.plan.is_strange and not name.endswith("-p")),
+            is_forged=self.is_forged,
+        )
+        self._open[name] = (host, request)
+        host.submit(request)
+
+    def _leave(self) -> None:
+        if not self.outcome:
+            self._world.note("client", "leaves", self.plan.number)
+            self.outcome = "left"
+        for name, (host, _) in list(self._open.items()):
+            host.abort(name)

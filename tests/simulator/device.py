@@ -1,0 +1,124 @@
+"""The device of a simulated node: kernels run in order, later than they are launched.
+
+What the serving stack computes is in memory once its kernel has run, and not before; packing and unpacking
+are kernels too, on a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvconnect.errors import LocalError
+from kvconnect.pack.packer import Packer, StagedChunk, Ticket
+from kvconnect.peer.messages import Introduction
+from kvconnect.worker.local import Local
+from tests.simulator.world import World
+
+
+class Stream:
+    """Kernels in order. ``wake`` is called after each.
+
+    ``pending`` are the chunks that wait to be packed (``source``) or unpacked (``target``).
+    """
+
+    def __init__(self, world: World, kernel_s: float, wake: Callable[[], None]) -> None:
+        self.is_dead = False
+        self.pending: list[tuple[str, StagedChunk]] = []
+        self._world = world
+        self._kernel_s = kernel_s
+        self._wake = wake
+        self._ends = 0.0
+        self._launched = 0
+        self._ran = 0
+
+    def launch(self, kernel: Callable[[], None], cost: float = 1.0) -> None:
+        """Run something when all that was launched before has run."""
+        world = self._world
+        self._ends = max(self._ends, world.now) + cost * self._kernel_s * (0.5 + world.random.random())
+        self._launched += 1
+
+        def run() -> None:
+            if not self.is_dead:
+                kernel()
+                self._ran += 1
+                self._wake()
+
+        world.at(self._ends, run)
+
+    def mark(self) -> Callable[[], bool]:
+        """What says whether all that was launched so far has run."""
+        number = self._launched
+        return lambda: self._ran >= number
+
+
+class SimTicket:
+    """A pack or unpack that runs when its time comes."""
+
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+
+    @property
+    def done(self) -> bool:
+        """See ``Ticket``."""
+        return self.ticket is not None
+
+    @property
+    def digest(self) -> int | None:
+        """See ``Ticket``."""
+        if self.ticket is None:
+            raise LocalError("the digest of a kernel that has not run")
+        return self.ticket.digest
+
+    def wait(self) -> None:
+        """See ``Ticket``."""
+        raise LocalError("nobody may wait for a kernel")
+
+
+class SimPacker:
+    """A packer whose kernels run on a stream. The rest of it is the real one's.
+
+    ``takes`` is told of every slot that is unpacked.
+    """
+
+    def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None]) -> None:
+        self._packer = packer
+        self._stream = stream
+        self._takes = takes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packer, name)
+
+    def pack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
+        """See ``Packer``."""
+        return self._launch("source", staged, lambda: self._packer.pack(slot, staged, seed))
+
+    def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
+        """See ``Packer``."""
+        self._takes(slot)
+        return self._launch("target", staged, lambda: self._packer.unpack(slot, staged, seed))
+
+    def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], Ticket]) -> SimTicket:
+        ticket, what = SimTicket(), (side, staged)
+        self._stream.pending.append(what)
+
+        def run() -> None:
+            self._stream.pending.remove(what)
+            ticket.ticket = kernel()
+
+        self._stream.launch(run)
+        return ticket
+
+
+@dataclass(frozen=True)
+class SimLocal(Local):
+    """A worker's memory, with packers that take their time."""
+
+    packing: Stream | None = None
+    takes: Callable[[int], None] = lambda slot: None
+
+    def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
+        """See ``Local``."""
+        packer = super().packer(source, target, *args, **kwargs)
+        return packer if self.packing is None else SimPacker(packer, self.packing, self.takes)  # type: ignore[return-value]

@@ -1,0 +1,248 @@
+"""The memory engine on a bad day: slow, failing, cut short, or not quiet when it says that it failed.
+
+The engine is the real one, without threads and sockets. What happens to a batch is drawn when it is
+submitted, and done by the engine's own controls.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from kvconnect.engine.base import Batch, Completion
+from kvconnect.engine.memory import MemoryEngine
+from tests.simulator.world import World
+
+
+@dataclass
+class EngineFaults:
+    """How often which fault meets a batch. The rest of it are times in seconds.
+
+    ``late_s``: how long after a failure that was not quiet its bytes may still move, at most. ``resumes``:
+    how often a batch that was under way when its process was stopped goes on when that runs again, whatever
+    its time is. ``settle_s``: a library that cannot call back what it was given: a batch that is cancelled
+    ends when its bytes have moved, or is given up, not quiet, after that time; 0 for one that can.
+    """
+
+    batch_s: float = 0.002
+    stall: float = 0.0
+    stall_s: float = 5.0
+    fail: float = 0.0
+    busy: float = 0.0
+    cut: float = 0.0
+    corrupt: float = 0.0
+    settle_s: float = 0.0
+    late_s: float = 1.0
+    resumes: float = 0.0
+
+
+class EngineWatch(Protocol):
+    """Who is told what an engine is about to do with memory."""
+
+    def submitted(self, engine: SimEngine, batch: Batch) -> None:
+        """A batch can move from now on."""
+        ...
+
+    def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
+        """The bytes of a batch move now."""
+        ...
+
+
+class SimEngine(MemoryEngine):
+    """A memory engine of one simulated process.
+
+    ``may_move`` are the batches that may still read and write memory, by id, each with the time until which:
+    those in flight, and those that failed and go on. What was submitted before its target registered its
+    memory anew is refused there: ``registration`` counts that. ``armed`` is
+    called once, while the next batch is under way.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        who: str,
+        faults: EngineFaults,
+        watch: EngineWatch,
+        wake: Callable[[], None],
+        *,
+        max_copies: int,
+        max_bytes: int,
+        max_batches_per_peer: int,
+    ) -> None:
+        super().__init__(
+            listen=False,
+            clock=world.clock,
+            max_copies=max_copies,
+            max_bytes=max_bytes,
+            max_batches_per_peer=max_batches_per_peer,
+        )
+        self.who = who
+        self.faults = faults
+        self.may_move: dict[int, tuple[Batch, float]] = {}
+        self.is_closed = False
+        self.registration = 0
+        self.armed: Callable[[], None] | None = None
+        self._stuck: list[tuple[Batch, MemoryEngine | None]] = []
+        self._settling: dict[int, float] = {}
+        self._aimed_at: dict[int, tuple[MemoryEngine | None, int]] = {}
+        self._world = world
+        self._watch = watch
+        self._wake = wake
+
+    def submit(self, batch: Batch) -> None:
+        """See ``Engine``."""
+        world, faults = self._world, self.faults
+        delay_s = faults.batch_s * (0.5 + world.random.random())
+        if faults.stall and world.chance(faults.stall):
+            delay_s += faults.stall_s * world.random.random()
+        kind = world.random.random()
+        what = "moves"
+        self.delay_next(delay_s)
+        if kind < faults.fail:
+            what = "fails"
+            self.fail_next(quiet=True)
+        elif kind < faults.fail + faults.busy:
+            what = "fails and goes on"
+            if world.chance(0.5):
+                self.fail_next(quiet=False)
+            else:
+                self.cut_next(int(batch.total_bytes * world.random.random()), quiet=False)
+        elif kind < faults.fail + faults.busy + faults.cut:
+            what = "is cut short"
+            self.cut_next(int(batch.total_bytes * world.random.random()))
+        elif kind < faults.fail + faults.busy + faults.cut + faults.corrupt:
+            what = "is corrupted"
+            self.corrupt_next(world.random.randrange(1 << 16))
+        world.note(
+            self.who, "engine takes", batch.batch_id, batch.peer, len(batch.length), batch.total_bytes, what
+        )
+        super().submit(batch)
+        self.may_move[batch.batch_id] = (batch, world.now + batch.timeout_s)
+        target = self._local_target(batch.peer)
+        known = target.registration if isinstance(target, SimEngine) else 0
+        self._aimed_at[batch.batch_id] = (target, known)
+        self._watch.submitted(self, batch)
+        armed, self.armed = self.armed, None
+        if armed is not None:
+            world.after(delay_s * world.random.random(), armed)
+        world.after(delay_s, self._wake)
+
+    def renew_registration(self) -> bool:
+        """See ``Engine``. Nobody touches the memory by what was known of it before."""
+        self.registration += 1
+        self._world.note(self.who, "renews its registration")
+        return super().renew_registration()
+
+    def stop(self) -> None:
+        """The process is stopped: what is under way may go on when it runs again."""
+        for batch, _ in list(self.may_move.values()):
+            if self.faults.resumes and self._world.chance(self.faults.resumes):
+                self._stuck.append((batch, self.target_of(batch)))
+                self.may_move[batch.batch_id] = (batch, math.inf)
+
+    def go_on(self) -> None:
+        """It runs again, and its library's threads before its mover."""
+        stuck, self._stuck = self._stuck, []
+        for batch, target in stuck:
+            if batch.batch_id in self.may_move:
+                self._world.note(self.who, "goes on with", batch.batch_id)
+                self._copy_late(batch, target)
+                self.may_move[batch.batch_id] = (batch, self._world.now)
+
+    def cancel(self, batch_id: int) -> None:
+        """See ``Engine``."""
+        if not self.faults.settle_s or batch_id not in self._flights:
+            super().cancel(batch_id)
+        elif batch_id not in self._settling:
+            self._settling[batch_id] = self._world.now + self.faults.settle_s
+            self._world.after(self.faults.settle_s, self._wake)
+
+    def abandon(self, batch_id: int) -> None:
+        """Give a batch up now: it ends as a failure, and its bytes may still move."""
+        self._settling[batch_id] = self._world.now
+        super().cancel(batch_id)
+
+    def poll(self) -> list[Completion]:
+        """See ``Engine``."""
+        for batch_id, until in list(self._settling.items()):
+            if until <= self._world.now and batch_id in self._flights:
+                self.abandon(batch_id)
+        completions = []
+        for done in super().poll():
+            batch, _ = self.may_move[done.batch_id]
+            if self._settling.pop(done.batch_id, None) is not None:
+                is_abandoned = not done.ok and done.error == "cancelled"
+                error = done.error or "cancelled"
+                done = replace(done, ok=False, quiet=done.quiet and not is_abandoned, error=error)
+            if done.quiet and not done.ok and self.faults.busy and self._world.chance(0.3):
+                # Whatever ended it, a cancel and a timeout too: a library need not be able to call it back.
+                done = replace(done, quiet=False)
+            self._world.note(self.who, "engine ends", done.batch_id, done.ok, done.quiet, done.error)
+            if done.quiet:
+                del self.may_move[done.batch_id]
+            else:
+                self._go_on(batch)
+            completions.append(done)
+        return completions
+
+    def next_time(self) -> float | None:
+        """When something may end that was submitted."""
+        if not self._flights:
+            return None
+        times = [flight.start_at for flight in self._flights.values()]
+        times += [flight.posted + flight.batch.timeout_s for flight in self._flights.values()]
+        later = [time for time in times if time > self._world.now]
+        return min(later, default=None)
+
+    def die(self) -> None:
+        """The process is killed: what its kernel has taken may still arrive, nothing else."""
+        world = self._world
+        sent = [batch for batch, _ in self.may_move.values() if world.chance(0.5)]
+        targets = [(batch, self.target_of(batch)) for batch in sent]
+        self.may_move = {batch.batch_id: (batch, world.now + 1.0) for batch in sent}
+        self.is_closed = True
+        self.close()
+        self._finished.clear()
+        for batch, target in targets:
+            world.after(0.9 * world.random.random(), functools.partial(self._land, batch, target))
+
+    def _go_on(self, batch: Batch) -> None:
+        """A batch that failed without being quiet: its bytes move when nobody expects it."""
+        until = self._world.now + self.faults.late_s * self._world.random.random()
+        target = self.target_of(batch)
+        self._late.clear()
+        self.may_move[batch.batch_id] = (batch, until)
+        self._world.at(until, lambda: self._land(batch, target))
+
+    def _land(self, batch: Batch, target: MemoryEngine | None) -> None:
+        if self.may_move.pop(batch.batch_id, None) is None:
+            return
+        self._world.note(self.who, "late bytes land", batch.batch_id)
+        self._copy_late(batch, target)
+
+    def _copy_late(self, batch: Batch, target: MemoryEngine | None) -> None:
+        if isinstance(target, SimEngine) and not target.is_closed:
+            self._copy_here(batch, target)
+
+    def _copy_here(self, batch: Batch, target: MemoryEngine | None) -> str:
+        if self.is_refused(batch, target):
+            return "remote memory is not registered any more"
+        if target is not None and np.any(batch.length):
+            self._watch.moves(self, batch, target)
+        return super()._copy_here(batch, target)
+
+    def is_refused(self, batch: Batch, target: MemoryEngine | None) -> bool:
+        """Whether a batch aims at memory that its target has registered anew since."""
+        return isinstance(target, SimEngine) and self._aimed_at[batch.batch_id] != (
+            target,
+            target.registration,
+        )
+
+    def target_of(self, batch: Batch) -> MemoryEngine | None:
+        """The engine whose memory a batch was aimed at; None if there was none."""
+        return self._aimed_at[batch.batch_id][0]

@@ -1,0 +1,207 @@
+"""The memory of one simulated rank: its pages and its slots in one allocation, and plain access to both.
+
+Pages are written and read by indexing arrays, never by the code under test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvconnect.cache.region_table import CacheTensor, RegionTable
+from kvconnect.cache.shard import shard_heads
+from tests.simulator.content import Bytes, Prompt, noise, rows_of, state_of
+from tests.simulator.shapes import (
+    DTYPE,
+    HEAD_BYTES,
+    HEAD_SIZE,
+    HEADS,
+    LATENT_SIZE,
+    STATE_SIZE,
+    WINDOW_TOKENS,
+    Layer,
+    Model,
+    Shape,
+)
+
+_ALIGN_BYTES = 64
+BlockIds = Sequence[Sequence[int]]
+
+
+class RankMemory:
+    """The memory of one rank.
+
+    Args:
+        num_blocks: logical blocks, the null block included.
+        slot_bytes, num_slots: slots for each direction; none with 0.
+        scratch_bytes: what a link is calibrated with; none with 0.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        num_blocks: int,
+        rank: int,
+        world_size: int,
+        *,
+        slot_bytes: int,
+        num_slots: int,
+        scratch_bytes: int,
+    ) -> None:
+        self.model, self.shape, self.num_blocks = model, shape, num_blocks
+        self.heads = shard_heads(HEADS, rank, world_size)
+        self.config = shape.config(model, num_blocks, len(self.heads))
+        self._ratio = shape.block_tokens // shape.kernel_tokens
+        sizes = [self._layer_bytes(layer) for layer in model.layers]
+        slots = slot_bytes * num_slots
+        total = sum(sizes) + 2 * slots + scratch_bytes
+        self._buffer = torch.empty(total + _ALIGN_BYTES, dtype=torch.uint8)
+        skip = -self._buffer.data_ptr() % _ALIGN_BYTES
+        self._memory = self._buffer[skip : skip + total]
+        self.address = self._memory.data_ptr()
+        self.length_bytes = total
+        self._views: dict[str, Bytes] = {}
+        self._groups = {kind: index for index, (kind, _) in enumerate(model.kinds)}
+        tensors, place = {}, 0
+        for layer, size in zip(model.layers, sizes, strict=True):
+            tensors[layer.name] = self._tensor(layer, self._memory[place : place + size])
+            place += size
+        self.page_bytes = place
+        divided = {layer.name: self.heads for layer in model.layers if layer.kind in ("full", "window")}
+        self.table = RegionTable.build(self.config, shape.kernel_sizes(model), tensors, divided)
+        self.landing = tuple(self.address + place + slot_bytes * index for index in range(num_slots))
+        self.send = tuple(self.address + place + slots + slot_bytes * index for index in range(num_slots))
+        self.scratch_address = self.address + place + 2 * slots if scratch_bytes else 0
+        self.scratch_bytes = scratch_bytes
+        self._bytes: Bytes = self._memory.numpy()
+        self._bytes[:] = noise(rank + 7, 4096).repeat(-(-total // 4096))[:total]
+
+    def _layer_bytes(self, layer: Layer) -> int:
+        tokens = 1 if layer.kind == "state" else self.shape.block_tokens
+        row = layer.row_bytes if layer.kind in ("latent", "state") else len(self.heads) * HEAD_BYTES
+        size = self.num_blocks * tokens * row
+        return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+
+    def _tensor(self, layer: Layer, raw: torch.Tensor) -> CacheTensor:
+        values = raw.view(DTYPE)
+        if layer.kind == "state":
+            tensor, axes = (
+                values[: self.num_blocks * STATE_SIZE].view(self.num_blocks, STATE_SIZE),
+                "block content",
+            )
+            self._views[layer.name] = tensor.view(torch.uint8).numpy()
+            return CacheTensor(tensor, axes)
+        count, tokens = self.num_blocks * self._ratio, self.shape.kernel_tokens
+        if layer.kind == "latent":
+            tensor = values[: count * tokens * LATENT_SIZE].view(count, tokens, LATENT_SIZE)
+            self._views[layer.name] = tensor.view(torch.uint8).numpy()
+            return CacheTensor(tensor, "block token content")
+        width, heads = 2 * HEAD_SIZE, len(self.heads)
+        order = (count, heads, tokens, width) if self.shape.head_first else (count, tokens, heads, width)
+        tensor = values[: count * tokens * heads * width].view(order)
+        view = tensor.view(torch.uint8).numpy()
+        self._views[layer.name] = view.transpose(0, 2, 1, 3) if self.shape.head_first else view
+        axes = "block head token content" if self.shape.head_first else "block token head content"
+        return CacheTensor(tensor, axes)
+
+    def _rows(self, layer: Layer, prompt: Prompt, start: int, stop: int) -> Bytes:
+        """What this rank keeps of some tokens, in the shape of its rows."""
+        rows = rows_of(prompt, layer.number, start, stop, layer.row_bytes)
+        if layer.kind == "latent":
+            return rows
+        return rows.reshape(stop - start, HEADS, HEAD_BYTES)[:, self.heads.start : self.heads.stop]
+
+    def _places(
+        self, ids: Sequence[int], start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The kernel block of each token, and its row there. Block 0 where there is none."""
+        tokens, kernel = self.shape.block_tokens, self.shape.kernel_tokens
+        positions = np.arange(start, stop)
+        blocks = np.asarray(ids, dtype=np.int64)[positions // tokens]
+        return blocks * self._ratio + positions % tokens // kernel, positions % kernel
+
+    def compute(self, prompt: Prompt, ids: BlockIds, start: int, stop: int) -> None:
+        """Write the KV of some tokens where a request's blocks are; the null block takes what has none."""
+        places: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        for layer in self.model.layers:
+            mine = ids[self._groups[layer.kind]]
+            view = self._views[layer.name]
+            if layer.kind == "state":
+                view[mine[-1]] = state_of(prompt, layer.number, stop, layer.row_bytes)
+                continue
+            if layer.kind not in places:
+                places[layer.kind] = self._places(mine, start, stop)
+            block, row = places[layer.kind]
+            view[block, row] = self._rows(layer, prompt, start, stop)
+
+    def difference(self, prompt: Prompt, ids: BlockIds, num_tokens: int, *, later: bool = False) -> str:
+        """What of a request's first tokens is not in its blocks as it should be, or nothing.
+
+        Before a window nothing need be. ``later``: the request has gone on, so that states are others and
+        more has left the window.
+        """
+        for layer in self.model.layers:
+            mine = ids[self._groups[layer.kind]]
+            view = self._views[layer.name]
+            if layer.kind == "state":
+                if not later and not np.array_equal(
+                    view[mine[-1]], state_of(prompt, layer.number, num_tokens, layer.row_bytes)
+                ):
+                    return (
+                        f"{layer.name}: the state in block {mine[-1]} is not that after {num_tokens} tokens"
+                    )
+                continue
+            start = max(0, num_tokens - WINDOW_TOKENS + 1) if layer.kind == "window" else 0
+            block, row = self._places(mine, start, num_tokens)
+            wrong = view[block, row] != self._rows(layer, prompt, start, num_tokens)
+            if later:
+                wrong[block < self._ratio] = False
+            if wrong.any():
+                token = start + int(np.argmax(wrong.reshape(num_tokens - start, -1).any(axis=1)))
+                return f"{layer.name}: token {token} in block {mine[token // self.shape.block_tokens]}"
+        return ""
+
+    def spoil(self, ids: Sequence[int], place: int) -> None:
+        """Blocks are somebody else's now: give them content that is nobody's."""
+        blocks = np.asarray(ids, dtype=np.int64)
+        kernel_blocks = blocks
+        if self._ratio > 1:
+            kernel_blocks = (blocks[:, None] * self._ratio + np.arange(self._ratio)).ravel()
+        for layer in self.model.layers:
+            view = self._views[layer.name]
+            index = blocks if layer.kind == "state" else kernel_blocks
+            page = view.shape[1:]
+            view[index] = noise(place + layer.number, math.prod(page)).reshape(page)
+
+    def read(self, address: int, length: int) -> Bytes:
+        """A copy of some bytes."""
+        place = address - self.address
+        return self._bytes[place : place + length].copy()
+
+    def write(self, address: int, content: Bytes) -> None:
+        """Put some bytes where nobody asked for them."""
+        place = address - self.address
+        self._bytes[place : place + len(content)] = content
+
+    def blocks_at(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> set[int]:
+        """The logical blocks that some stretches of this memory touch."""
+        found: set[int] = set()
+        low, place = addresses - self.address, 0
+        for layer in self.model.layers:
+            size = self._layer_bytes(layer)
+            inside = (low < place + size) & (low + lengths > place)
+            if inside.any():
+                tokens = 1 if layer.kind == "state" else self.shape.block_tokens
+                row = layer.row_bytes if layer.kind in ("latent", "state") else len(self.heads) * HEAD_BYTES
+                page = tokens * row
+                first = (low[inside] - place) // page
+                last = (low[inside] + lengths[inside] - 1 - place) // page
+                for start, stop in zip(first.tolist(), last.tolist(), strict=True):
+                    found.update(range(start, stop + 1))
+            place += size
+        return found

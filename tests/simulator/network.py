@@ -1,0 +1,272 @@
+"""A simulated network of ZeroMQ's connections on the virtual clock, and the channel that workers use.
+
+Within a connection frames arrive in order, each once. A connection that breaks loses what was under way; it
+is made anew under another name at its far end, and what was said meanwhile is sent then. Of two connections
+nothing is in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.peer.channel import Frame, LinkLost
+from tests.simulator.channel import SimChannel
+from tests.simulator.world import World
+
+_RECONNECT_S = 0.1
+_RETRY_S = 0.5
+
+
+@dataclass
+class Weather:
+    """How a network behaves. Delays are in seconds, the rest are shares."""
+
+    delay_s: float = 0.001
+    jitter_s: float = 0.001
+    slow: float = 0.0
+    slow_s: float = 0.5
+    heartbeat_s: float = 4.0
+    repeats: float = 0.0
+
+
+@dataclass(eq=False)
+class _Way:
+    """One direction of a connection: ``frames`` are under way on it, of which ``awaited`` will arrive.
+
+    The others wait for the network. Whichever arrives next is the one that was said first.
+    """
+
+    arrives: float = 0.0
+    awaited: int = 0
+    frames: deque[bytes] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Connection:
+    """What a worker opened. ``far`` is its name at the other end, another one after each break.
+
+    ``epoch`` counts breaks: what was sent before one never arrives after it.
+    """
+
+    link: str
+    opener: SimChannel
+    port: int
+    target: SimChannel | None = None
+    far: str = ""
+    up: bool = False
+    dropped: bool = False
+    epoch: int = 0
+    waiting: deque[bytes] = field(default_factory=deque)
+    there: _Way = field(default_factory=_Way)
+    back: _Way = field(default_factory=_Way)
+    said: deque[bytes] = field(default_factory=lambda: deque(maxlen=3))
+
+
+class Network:
+    """All channels of a run, by port. Hosts are what a partition is between.
+
+    ``listeners`` overhear every frame: who says it, over which connection, and what.
+    """
+
+    def __init__(self, world: World, weather: Weather) -> None:
+        self.world = world
+        self.weather = weather
+        self.channels: dict[int, SimChannel] = {}
+        self.connections: list[Connection] = []
+        self.listeners: list[Callable[[SimChannel, str, bytes], None]] = []
+        self._by_far: dict[str, Connection] = {}
+        self._parted: set[tuple[str, str]] = set()
+        self._names = 0
+        self._next_port = 1
+
+    def channel(
+        self, host: str, wake: Callable[[], None], port: int = 0, make: Callable[..., SimChannel] = SimChannel
+    ) -> SimChannel:
+        """A channel of a process on a host, at a port of its own or at one that is free again."""
+        if not port:
+            port, self._next_port = self._next_port, self._next_port + 1
+        channel = self.channels[port] = make(self, host, port, wake)
+        return channel
+
+    def links_between(self, opener: SimChannel, target: SimChannel) -> list[str]:
+        """The names by which one end can answer whoever opened connections to it."""
+        return [
+            connection.far
+            for connection in self.connections
+            if connection.up and connection.opener is opener and connection.target is target
+        ]
+
+    def opener_of(self, far: str) -> SimChannel | None:
+        """Who opened a connection that came under this name."""
+        connection = self._by_far.get(far)
+        return None if connection is None else connection.opener
+
+    # Faults
+
+    def part(self, first: str, second: str) -> None:
+        """From now on nothing gets through between two hosts; nobody is told."""
+        self._parted.add((min(first, second), max(first, second)))
+        for connection in list(self.connections):
+            if connection.up and self._is_parted(connection):
+                self._watch(connection)
+
+    def join(self, first: str, second: str) -> None:
+        """What is sent between two hosts gets through again, and so does what waited."""
+        self._parted.discard((min(first, second), max(first, second)))
+        for connection in list(self.connections):
+            if connection.up and not self._is_parted(connection):
+                self._unstall(connection)
+
+    def silence(self, port: int) -> None:
+        """The process behind a port is stopped: it is noticed when no heartbeat comes."""
+        for connection in list(self.connections):
+            if port in (connection.port, connection.opener.port) and connection.up:
+                self._watch(connection)
+
+    def cut(self, connection: Connection) -> None:
+        """A connection breaks, and is made anew."""
+        self._break(connection, refused=False)
+
+    def kill(self, port: int) -> None:
+        """The process behind a port is gone: its peers see their connections end."""
+        channel = self.channels.pop(port, None)
+        if channel is None:
+            return
+        channel.closed = True
+        for connection in list(self.connections):
+            if connection.opener is channel:
+                self._forget(connection)
+            elif connection.port == port:
+                self._break(connection, refused=not self._is_parted(connection))
+
+    # What channels do
+
+    def open(self, link: str, opener: SimChannel, port: int) -> None:
+        """Begin to connect."""
+        connection = Connection(link, opener, port)
+        opener.opened[link] = connection
+        self.connections.append(connection)
+        self.world.after(self._delay(), lambda: self._connect(connection, connection.epoch))
+
+    def say(self, connection: Connection, data: bytes, way: _Way) -> None:
+        """Send a frame over a connection that is up."""
+        way.frames.append(data)
+        if not self._is_parted(connection):
+            self._await(connection, way)
+
+    def _await(self, connection: Connection, way: _Way) -> None:
+        way.arrives = max(way.arrives, self.world.now + self._delay())
+        way.awaited += 1
+        epoch = connection.epoch
+        self.world.at(way.arrives, lambda: self._arrive(connection, epoch, way))
+
+    def answer(self, far: str, data: bytes) -> bool:
+        """Send a frame back over a connection that came. False: it is not there any more."""
+        connection = self._by_far.get(far)
+        if connection is None or not connection.up:
+            return False
+        self.say(connection, data, connection.back)
+        return True
+
+    def close(self, connection: Connection) -> None:
+        """The opener has no use for it any more. What it said is still under way."""
+        connection.dropped = True
+        connection.opener.opened.pop(connection.link, None)
+        self.connections.remove(connection)
+        if connection.up:
+            self.world.after(1.0, lambda: self._lose(connection.far))
+
+    def _lose(self, far: str) -> None:
+        self._by_far.pop(far, None)
+
+    # What the network does
+
+    def _delay(self) -> float:
+        weather, random = self.weather, self.world.random
+        delay = weather.delay_s + weather.jitter_s * random.random()
+        if weather.slow and random.random() < weather.slow:
+            delay += weather.slow_s * random.random()
+        return delay
+
+    def _is_parted(self, connection: Connection) -> bool:
+        target = self.channels.get(connection.port)
+        if target is None or not self._parted:
+            return False
+        hosts = (connection.opener.host, target.host)
+        return (min(hosts), max(hosts)) in self._parted
+
+    def _connect(self, connection: Connection, epoch: int) -> None:
+        if connection.dropped or connection.up or connection.epoch != epoch or connection.opener.closed:
+            return
+        target = self.channels.get(connection.port)
+        if target is None:
+            connection.opener.take(LinkLost(connection.link, refused=True))
+            connection.epoch += 1
+            again = connection.epoch
+            self.world.after(_RETRY_S, lambda: self._connect(connection, again))
+            return
+        if self._is_parted(connection) or target.stopped:
+            self.world.after(_RETRY_S, lambda: self._connect(connection, epoch))
+            return
+        self._names += 1
+        connection.target = target
+        connection.far = f"in:{self._names}"
+        self._by_far[connection.far] = connection
+        connection.up = True
+        connection.there, connection.back = _Way(), _Way()
+        repeated = list(connection.said) if epoch and self.world.chance(self.weather.repeats) else []
+        while connection.waiting:
+            self.say(connection, connection.waiting.popleft(), connection.there)
+        for data in repeated:
+            self.say(connection, data, connection.there)
+
+    def _arrive(self, connection: Connection, epoch: int, way: _Way) -> None:
+        if connection.epoch != epoch:
+            return
+        way.awaited -= 1
+        if self._is_parted(connection):
+            return
+        data = way.frames.popleft()
+        if way is connection.back:
+            if not connection.dropped:
+                connection.opener.take(Frame(connection.link, data))
+            return
+        if connection.target is not None and not connection.target.closed:
+            connection.target.take(Frame(connection.far, data))
+
+    def _unstall(self, connection: Connection) -> None:
+        for way in (connection.there, connection.back):
+            for _ in range(len(way.frames) - way.awaited):
+                self._await(connection, way)
+
+    def _watch(self, connection: Connection) -> None:
+        """Nothing gets through: if that stays so, the heartbeat ends the connection."""
+        epoch = connection.epoch
+
+        def miss() -> None:
+            target = connection.target
+            stopped = connection.opener.stopped or (target is not None and target.stopped)
+            if connection.epoch == epoch and connection.up and (stopped or self._is_parted(connection)):
+                self._break(connection, refused=False)
+
+        self.world.after(self.weather.heartbeat_s * (1 + self.world.random.random()), miss)
+
+    def _break(self, connection: Connection, *, refused: bool) -> None:
+        if not connection.up:
+            return
+        connection.up = False
+        connection.epoch += 1
+        self._by_far.pop(connection.far, None)
+        if connection.dropped:
+            return
+        connection.opener.take(LinkLost(connection.link, refused))
+        again = connection.epoch
+        self.world.after(_RECONNECT_S, lambda: self._connect(connection, again))
+
+    def _forget(self, connection: Connection) -> None:
+        connection.up, connection.dropped = False, True
+        connection.epoch += 1
+        self._by_far.pop(connection.far, None)
+        self.connections.remove(connection)

@@ -1,0 +1,60 @@
+"""A request as a simulated serving stack knows it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulator.content import Prompt
+
+Done = Callable[["Request"], None]
+
+
+class Stage(enum.Enum):
+    """Where a request is. One that has ENDED may still have blocks that a peer touches."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Request:
+    """One request at one node.
+
+    ``ids`` are its blocks by group and position, ``left`` counts those that left a window. ``computed`` are
+    tokens whose KV is in its blocks once ``is_computed``. ``outcome`` is set at its end: ``done``,
+    ``failed``, ``aborted``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
+    use, and nothing may be loaded by it.
+    """
+
+    request_id: str
+    prompt: Prompt
+    max_tokens: int
+    done: Done
+    kv_transfer_params: Mapping[str, Any] | None = None
+    stage: Stage = Stage.WAITING
+    num_prompt: int = 0
+    generated: int = 0
+    computed: int = 0
+    loaded: bool = False
+    ids: list[list[int]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    outcome: str = ""
+    error: str = ""
+    is_computed: Callable[[], bool] = lambda: True
+    answer: Mapping[str, Any] | None = None
+    is_strange: bool = False
+    is_forged: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self.num_prompt + self.generated
+
+    def blocks(self) -> tuple[list[int], ...]:
+        """A copy of its blocks."""
+        return tuple(list(ids) for ids in self.ids)

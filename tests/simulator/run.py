@@ -1,0 +1,210 @@
+"""One seed from its scenario to its end, and what came of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import traceback
+from dataclasses import dataclass, field
+
+from tests.simulator.checks import Checks
+from tests.simulator.clients import Client
+from tests.simulator.draw import draw_scenario
+from tests.simulator.host import Host
+from tests.simulator.network import Network
+from tests.simulator.scenario import FAULTS_S, FaultPlan, Scenario
+from tests.simulator.stranger import Scribbler
+from tests.simulator.thieves import Thief
+from tests.simulator.twists import LEAVERS
+from tests.simulator.worker import SimWorker
+from tests.simulator.world import START_S, Violation, World
+
+_MOST_EVENTS = 40_000
+_LOOK_S = 3.0
+
+logger = logging.getLogger("kvconnect")
+
+
+@dataclass
+class Outcome:
+    """What came of a seed. ``invariant`` is empty if all hold."""
+
+    seed: int
+    invariant: str = ""
+    text: str = ""
+    scenario: dict[str, object] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class Run:
+    """A scenario on its clock."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = World(seed)
+        self.scenario: Scenario = draw_scenario(seed, self.world.random)
+        extra = self.scenario.nodes[0].extra
+        self.network = Network(self.world, self.scenario.weather)
+        # A request may wait for blocks on D, and a stranger may renew, for as long as that is possible.
+        self.checks = Checks(self.world, max(extra.load_timeout_s, extra.lease_max_s))
+        if self.scenario.has_stranger:
+            self.checks.scribbler = Scribbler(self.world, random.Random(f"{seed} scribbles"))
+        self.hosts = {
+            plan.host: Host(self.world, self.network, self.checks, plan) for plan in self.scenario.nodes
+        }
+        self.clients = [Client(self.world, self.hosts, plan) for plan in self.scenario.requests]
+        self.clients += self._thieves()
+        for fault in self.scenario.faults:
+            self.world.after(fault.start_s, functools.partial(self._begin, fault))
+        self.world.after(FAULTS_S, self._heal)
+
+    def _thieves(self) -> list[Thief]:
+        handles = self.scenario.handles
+        if handles is None:
+            return []
+        return [
+            Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
+            for number, plan in enumerate(handles.replays)
+        ]
+
+    def _begin(self, fault: FaultPlan) -> None:
+        if not fault.aim:
+            self._happen(fault)
+            return
+        for worker in self.hosts[fault.aim].node.workers:
+            worker.engine.armed = functools.partial(self._happen, fault)
+
+    def _happen(self, fault: FaultPlan) -> None:
+        host, world = self.hosts[fault.host], self.world
+        world.note("fault", fault.kind, fault.host, fault.other, fault.lasts_s)
+        match fault.kind:
+            case "cuts":
+                ways = [way for way in self.network.connections if way.up]
+                if ways:
+                    self.network.cut(world.random.choice(ways))
+            case "partitions":
+                self.network.part(fault.host, fault.other)
+                world.after(fault.lasts_s, lambda: self.network.join(fault.host, fault.other))
+            case "stops":
+                host.stop()
+                world.after(fault.lasts_s, host.go_on)
+            case "kills":
+                host.kill()
+                world.after(fault.lasts_s, host.start)
+            case "drains":
+                host.drain()
+                world.after(self.checks.drain_bound_s(host.node) + fault.lasts_s, host.kill)
+                world.after(self.checks.drain_bound_s(host.node) + fault.lasts_s + 0.1, host.start)
+            case "stalls":
+                host.node.stall(fault.lasts_s)
+
+    def _heal(self) -> None:
+        """Everything works again from now on."""
+        self.world.note("fault", "all is well")
+        self.scenario.weather.slow = 0.0
+        for plan in self.scenario.nodes:
+            faults = plan.engine_faults
+            faults.stall = faults.fail = faults.busy = faults.cut = faults.corrupt = 0.0
+
+    def run(self) -> None:
+        """Until all is over.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        world, extra = self.world, self.scenario.nodes[0].extra
+        longest = max((fault.start_s + fault.lasts_s for fault in self.scenario.faults), default=0.0)
+        lasts_s = max(FAULTS_S, longest) + 2 * (extra.lease_s + extra.load_timeout_s + extra.quarantine_s)
+        # Where P has room for one prompt only, each may have to wait for the lease of the one before.
+        lasts_s += 30.0 + len(self.clients) * extra.lease_max_s
+        while world.run(world.now + _LOOK_S, _MOST_EVENTS) and world.now < START_S + lasts_s:
+            # What is held for a client that left before D knew of it waits for its lease.
+            if not self.scenario.kinds:
+                self._check_motion()
+            if world.now > START_S + max(FAULTS_S, longest) and self._is_idle():
+                break
+        for client in self.clients:
+            if not client.is_over:
+                raise Violation("all_answered", f"client {client.name} has no answer")
+        for host in self.hosts.values():
+            self.checks.idle(host.node)
+        if world.violation is not None:
+            raise world.violation
+        if not set(self.scenario.kinds) - {LEAVERS}:
+            self._check_success()
+
+    def _is_idle(self) -> bool:
+        return all(client.is_over for client in self.clients) and all(
+            not any(host.node.connector.state().values()) and self.checks.is_quiet(host.node)
+            for host in self.hosts.values()
+        )
+
+    def _check_motion(self) -> None:
+        """Safety alone would be easy, and so would be to wait until time is over."""
+        asked = (client for client in self.clients if isinstance(client, Client) and not client.is_over)
+        self.checks.nothing_stands_still({client.name: client.asks_at for client in asked})
+
+    def _check_success(self) -> None:
+        """Where nothing goes wrong nothing fails, but for clients that left: safety alone would be easy."""
+        for client in self.clients:
+            if client.outcome == "left":
+                continue
+            if not client.is_forged and set(client.outcome.split(",")) - {"done", ""}:
+                raise Violation("success", f"client {client.name}: {client.outcome}")
+            for name, why in self.checks.failed.items():
+                if name.startswith(f"{client.name}-"):
+                    raise Violation("success", f"the load of {name} failed: {why}")
+
+    def end(self) -> None:
+        """Give back what outlives a run."""
+        if self.checks.scribbler is not None:
+            self.checks.count("stray writes", self.checks.scribbler.written)
+        for host in self.hosts.values():
+            for node in (*host.past, host.node):
+                for worker in node.workers:
+                    self._count(worker)
+                    worker.engine.close()
+                    worker.retire()
+
+    def _count(self, worker: SimWorker) -> None:
+        """Add a worker's own numbers to what is known of the run: they show what it went through."""
+        metrics = worker.metrics
+        for family in (metrics.failures, metrics.transfers, metrics.copies):
+            for labels, value in family.values().items():
+                self.checks.count(f"{family.family.name}: {', '.join(labels)}", int(value))
+        self.checks.count("streamed", int(metrics.streamed.value))
+
+
+def run_seed(seed: int) -> Outcome:
+    """Run one seed. Nothing of it depends on anything else."""
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    run = Run(seed)
+    logger.addHandler(run.checks.exceptions)
+    outcome = Outcome(seed)
+    try:
+        run.run()
+    except Violation as violation:
+        outcome.invariant, outcome.text = violation.invariant, violation.text
+    except Exception as error:
+        # What leaves a hook or a step ends a thread of the serving stack.
+        outcome.invariant = "no_exception"
+        outcome.text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    finally:
+        logger.removeHandler(run.checks.exceptions)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        run.end()
+    outcome.scenario = run.scenario.describe()
+    outcome.counts, outcome.reasons = run.checks.counts, run.checks.reasons
+    for client in run.clients:
+        for answer in client.outcome.split(",") if client.outcome else ():
+            outcome.counts[f"clients {answer}"] = outcome.counts.get(f"clients {answer}", 0) + 1
+    outcome.trace, outcome.steps = run.world.trace, run.world.steps
+    outcome.seconds = run.world.now - START_S
+    return outcome

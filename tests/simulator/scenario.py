@@ -1,0 +1,176 @@
+"""What one seed stands for: nodes, requests and faults. See ``draw`` for where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvconnect.config import ExtraConfig
+from tests.simulator.content import Prompt
+from tests.simulator.engine import EngineFaults
+from tests.simulator.network import Weather
+from tests.simulator.shapes import Model, Shape
+
+FAULTS = (
+    "cuts",
+    "partitions",
+    "slow network",
+    "stops",
+    "kills",
+    "drains",
+    "engine",
+    "aborts",
+    "stalls",
+    "repeats",
+)
+FORGERIES = ("", "expired", "of another key", "changed", "of another kind")
+"""What may have been done to a handle: nothing, or what no node may take."""
+REQUESTS_S = 8.0
+"""For how long requests come."""
+FAULTS_S = 12.0
+"""For how long things go wrong."""
+
+
+@dataclass
+class ReplayPlan:
+    """Somebody presents at a decode node what another request was given, so long after that.
+
+    ``forgery`` is one of ``FORGERIES``; empty for the parameters as they are.
+    """
+
+    number: int
+    host: str
+    after_s: float
+    forgery: str = ""
+
+
+@dataclass
+class HandlePlan:
+    """How handles are made and read; without it nothing signs them, and none expires.
+
+    ``secret`` is empty where they are not signed. ``skew_s`` is how far each host's clock is ahead.
+    ``is_listed``: the nodes are known by a list of their hosts, and not by what handles name alone.
+    """
+
+    secret: bytes
+    skew_s: dict[str, float]
+    is_listed: bool
+    replays: list[ReplayPlan] = field(default_factory=list)
+
+
+@dataclass
+class NodePlan:
+    """One host and the node that is started on it.
+
+    ``step_tokens`` bounds what a step computes, ``chunk_tokens`` what it computes of one request.
+    ``kernel_s`` is what the device takes for a token or a chunk. ``keeps_engine_id`` and ``keeps_ports``: so
+    it is after a restart. ``is_stranger``: it lies, and writes to slots that it was not granted.
+    ``longest_tokens`` is what a request has at most; 0 where no pool is small.
+    """
+
+    host: str
+    role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    model: Model
+    shape: Shape
+    world_size: int
+    num_blocks: int
+    extra: ExtraConfig
+    slot_bytes: int
+    scratch_bytes: int
+    step_tokens: int
+    chunk_tokens: int
+    step_s: float
+    kernel_s: float
+    max_copies: int
+    max_bytes: int
+    max_batches: int
+    engine_faults: EngineFaults
+    recomputes: bool
+    keeps_engine_id: bool
+    keeps_ports: bool
+    is_stranger: bool = False
+    handles: HandlePlan | None = None
+    longest_tokens: int = 0
+
+
+@dataclass
+class RequestPlan:
+    """One client's request. ``leaves_s`` is how long after its start the client goes away, if it does.
+
+    ``copies``: so many answers are wanted of one prefill. ``flow``: who is asked when; ``local`` is served
+    by the decode node alone. ``is_strange``: its KV comes from a stranger, and may be anything.
+    """
+
+    number: int
+    start_s: float
+    flow: Literal["sequential", "parallel", "local"]
+    prompt: Prompt
+    max_tokens: int
+    prefill: str
+    decode: str
+    copies: int = 1
+    leaves_s: float | None = None
+    forward_s: float = 0.01
+    is_strange: bool = False
+
+
+@dataclass
+class FaultPlan:
+    """Something that goes wrong, and for how long.
+
+    ``aim``: it waits for the next batch that this host gives to its engine, and comes while that is under
+    way.
+    """
+
+    start_s: float
+    kind: str
+    host: str
+    other: str = ""
+    lasts_s: float = 0.0
+    aim: str = ""
+
+
+@dataclass
+class Scenario:
+    """A whole run."""
+
+    seed: int
+    theme: str
+    model: Model
+    weather: Weather
+    nodes: list[NodePlan]
+    requests: list[RequestPlan]
+    faults: list[FaultPlan]
+    kinds: list[str] = field(default_factory=list)
+    handles: HandlePlan | None = None
+
+    @property
+    def has_stranger(self) -> bool:
+        """One of the nodes keeps to no rule."""
+        return any(node.is_stranger for node in self.nodes)
+
+    def describe(self) -> dict[str, Any]:
+        """What is special about it, in a few words."""
+        first_node = self.nodes[0]
+        first = first_node.extra
+        return {
+            "theme": self.theme,
+            "model": self.model.name,
+            "path": first.path,
+            "nodes": " ".join(f"{node.host}x{node.world_size}" for node in self.nodes),
+            "blocks": " ".join(
+                f"{node.shape.block_tokens}/{node.shape.kernel_tokens}" for node in self.nodes
+            ),
+            "roles": "both" if first_node.role == "kv_both" else "one each",
+            "handles": self._describe_handles(),
+            "requests": len(self.requests),
+            "faults": ", ".join(self.kinds) or "none",
+        }
+
+    def _describe_handles(self) -> str:
+        if self.handles is None:
+            return "plain"
+        replays = ", ".join(replay.forgery or "as it is" for replay in self.handles.replays)
+        return ("signed" if self.handles.secret else "dated") + (
+            f", presented again: {replays}" if replays else ""
+        )

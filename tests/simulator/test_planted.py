@@ -1,0 +1,302 @@
+"""Each checker finds what it is there for: a defect is planted in the real code, and seeds are run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from kvconnect.scheduler.early import EarlyLoads
+from kvconnect.scheduler.handles import Handles
+from kvconnect.worker.breaker import Breaker
+from kvconnect.worker.growing import Growing
+from kvconnect.worker.landing import LandingBay
+from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
+from kvconnect.worker.legs import Legs
+from kvconnect.worker.mover import Mover
+from kvconnect.worker.prefill_side import PrefillSide
+from kvconnect.worker.quarantine import Quarantine
+from kvconnect.worker.sender import Sender
+from kvconnect.worker.slots import SlotEvent, SlotPool
+from kvconnect.worker.waiting import WaitingRoom
+from tests.simulator.draw import draw_scenario
+from tests.simulator.engine import SimEngine
+from tests.simulator.run import run_seed
+
+MOST_SEEDS = 300
+
+
+def frees_while_sending(patch):
+    """P lets go of blocks as soon as somebody asks for them."""
+    move = Lease.move
+    held = (LeaseEvent.FETCH, LeaseEvent.LAST_ENDED)
+    patch.setattr(Lease, "move", lambda self, event: None if event in held else move(self, event))
+    patch.setattr(Claims, "satisfied", property(lambda self: self.consumers is not None))
+
+
+def reports_before_quiet(patch):
+    """D does not wait until nobody writes any more."""
+    over = (LegState.LANDED, LegState.FAILED, LegState.BUSY)
+    patch.setattr(Leg, "over", property(lambda self: self.state in over))
+
+
+def skips_the_quarantine(patch):
+    """P frees blocks that its library may still read."""
+    patch.setattr(Lease, "busy_until", property(lambda self: 0.0, lambda self, time: None), raising=False)
+
+
+def lends_a_slot_twice(patch):
+    """A slot stays among those that can be taken."""
+    take = SlotPool.take
+
+    def take_and_keep(self, event, *others):
+        slot = take(self, event, *others)
+        if event is SlotEvent.LEND:
+            self._free.append(slot)
+        return slot
+
+    patch.setattr(SlotPool, "take", take_and_keep)
+
+
+def ignores_the_digest(patch):
+    """What landed is served, whatever it is."""
+    init = LandingBay.__init__
+    patch.setattr(LandingBay, "__init__", lambda self, pool, check, metrics: init(self, pool, False, metrics))
+
+
+def ignores_the_generation(patch):
+    """Whatever slot a peer names, one that it was granted is taken."""
+    landed = LandingBay.landed
+
+    def take_any(self, message):
+        landing = self.find(message.transfer_id)
+        if landing is not None and landing.lent and message.generation not in landing.lent:
+            message = msgspec.structs.replace(message, generation=min(landing.lent))
+        return landed(self, message)
+
+    patch.setattr(LandingBay, "landed", take_any)
+
+
+def takes_the_slots_of_others(patch):
+    """A peer may name any slot that is lent, to whomever."""
+    landed = LandingBay.landed
+
+    def take_any(self, message):
+        landing = self.find(message.transfer_id)
+        for other in self._landings.values() if landing is not None else ():
+            if message.generation in other.lent:
+                landing.lent.setdefault(message.generation, other.lent[message.generation])
+        return landed(self, message)
+
+    patch.setattr(LandingBay, "landed", take_any)
+
+
+def believes_whoever_speaks(patch):
+    """What is said of a fetch counts, over whatever connection it is said."""
+    hear = Legs.hear
+
+    def hear_all(self, message, link, now):
+        _, leg = self.find(message.transfer_id) or (None, None)
+        hear(self, message, link if leg is None else leg.link, now)
+
+    patch.setattr(Legs, "hear", hear_all)
+
+
+def gives_a_handle_twice(patch):
+    """P sends what it holds to whoever asks."""
+
+    def claim(self, consumer, consumers):
+        self.owner, self.consumers = consumer[0], consumers
+
+    patch.setattr(Claims, "claim", claim)
+    patch.setattr(Claims, "satisfied", property(lambda self: False))
+
+
+def reads_expired_handles(patch):
+    """D does not look at when a handle expires."""
+    read = Handles.read
+    patch.setattr(
+        Handles, "read", lambda self, handle, *, even_expired=False: read(self, handle, even_expired=True)
+    )
+
+
+def reads_forged_handles(patch):
+    """D does not look at the code of a handle."""
+    patch.setattr("kvconnect.scheduler.handles.hmac.compare_digest", lambda one, other: True)
+
+
+def loses_a_report(patch):
+    """One load in three is forgotten."""
+    report, count = Mover._report_received, itertools.count()
+
+    def lose(self, request_id, error):
+        if next(count) % 3:
+            report(self, request_id, error)
+
+    patch.setattr(Mover, "_report_received", lose)
+
+
+def reports_twice(patch):
+    """A load that failed is reported once more."""
+    report = Mover._report_received
+
+    def repeat(self, request_id, error):
+        report(self, request_id, error)
+        if error:
+            report(self, request_id, error)
+
+    patch.setattr(Mover, "_report_received", repeat)
+
+
+def sends_before_it_is_computed(patch):
+    """P does not wait for the device."""
+    order = Mover.order
+    patch.setattr(Mover, "order", lambda self, orders, ready: order(self, orders, lambda: True))
+
+
+def trusts_lost_blocks(patch):
+    """A prefill that was preempted is sent from the blocks that it had."""
+
+    def add(self, order, is_computed):
+        self.marks.append((is_computed, order.computed_tokens))
+        for news in order.groups:
+            if news.first_block == len(self.blocks.get(news.group, ())):
+                self.blocks.setdefault(news.group, []).extend(news.block_ids)
+        return True
+
+    patch.setattr(Growing, "add", add)
+    patch.setattr(PrefillSide, "preempted", lambda self, order: None)
+    patch.setattr(PrefillSide, "_cut_short", lambda self, growing, reason, again: None)
+
+
+def keeps_leases_for_ever(patch):
+    """A lease that nobody asks for does not end."""
+    patch.setattr(Lease, "expires_at", property(lambda self: 1e9, lambda self, time: None), raising=False)
+
+
+def sends_without_a_bound(patch):
+    """Bytes under way are not counted."""
+    patch.setattr(
+        Sender, "_in_flight_bytes", property(lambda self: 0, lambda self, count: None), raising=False
+    )
+
+
+def never_pauses(patch):
+    """A peer that is gone is tried again at once."""
+    patch.setattr(Breaker, "may_try", lambda self, now: True)
+
+
+def raises(patch):
+    """A message is met by an error of ours."""
+    grant, count = Sender.grant, itertools.count(1)
+
+    def fail(self, key, grants):
+        if not next(count) % 5:
+            raise KeyError(key)
+        grant(self, key, grants)
+
+    patch.setattr(Sender, "grant", fail)
+
+
+def waits_too_long(patch):
+    """D keeps blocks back long after they are quiet."""
+    hasten = Quarantine.hasten
+
+    def wait_longer(self, until, *, proven):
+        hasten(self, until + 40, proven=proven)
+
+    patch.setattr(Quarantine, "hasten", wait_longer)
+
+
+def refuses_whoever_comes_early(patch):
+    """P has no patience with a fetch that comes before its request is held."""
+    patch.setattr(WaitingRoom, "admit", lambda self, early, is_held, now: "it is not held")
+
+
+def begins_early_without_a_bound(patch):
+    """D gives blocks to whatever is announced, and has none for what P holds."""
+    patch.setattr(EarlyLoads, "may_begin", lambda self, handle, num_tokens: True)
+
+
+def never_hears_what_is_settled(patch):
+    """D gives no blocks to what had to wait, whatever P says."""
+    patch.setattr(EarlyLoads, "settled", lambda self, handles: None)
+
+
+def goes_on_as_ever(patch):
+    """A node that shall end keeps its leases."""
+    patch.setattr(PrefillSide, "drain", lambda self, now: None)
+
+
+def renews_a_link_under_others(patch):
+    """An engine that gives up what is cancelled, and then everything else that is under way to that peer."""
+    submit, broken = SimEngine.submit, set()
+
+    def cancel(self, batch_id):
+        if batch_id in self._flights:
+            broken.add((self, self._flights[batch_id].batch.peer))
+            self.abandon(batch_id)
+
+    def renew_and_submit(self, batch):
+        if (self, batch.peer) in broken:
+            broken.discard((self, batch.peer))
+            for flight in list(self._flights.values()):
+                if flight.batch.peer == batch.peer:
+                    self.abandon(flight.batch.batch_id)
+        submit(self, batch)
+
+    patch.setattr(SimEngine, "cancel", cancel)
+    patch.setattr(SimEngine, "submit", renew_and_submit)
+
+
+def seeds_of(theme: str, kind: str):
+    """The first seeds in which a fault of this kind can happen."""
+    seeds = range(100_000, 200_000)
+    drawn = ((seed, draw_scenario(seed, random.Random(seed))) for seed in seeds)
+    fitting = (
+        seed
+        for seed, plan in drawn
+        if theme in ("", plan.theme) and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
+    )
+    return itertools.islice(fitting, MOST_SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("plant", "theme", "kind", "found"),
+    [
+        (frees_while_sending, "busy", "", {"nobody_reads", "reads_are_held"}),
+        (reports_before_quiet, "busy", "", {"nobody_writes", "writes_are_wanted"}),
+        (skips_the_quarantine, "busy", "", {"nobody_reads", "reads_are_held"}),
+        (lends_a_slot_twice, "streams", "", {"slots_add_up"}),
+        (ignores_the_digest, "streams", "engine", {"bytes_are_right"}),
+        (ignores_the_digest, "", "stranger", {"bytes_are_right"}),
+        (ignores_the_generation, "", "stranger", {"slot_is_granted"}),
+        (takes_the_slots_of_others, "", "stranger", {"slot_is_granted", "no_exception"}),
+        (believes_whoever_speaks, "", "stranger", {"slot_is_granted", "bytes_are_right", "nobody_writes"}),
+        (gives_a_handle_twice, "", "replays", {"opens_once"}),
+        (reads_expired_handles, "", "", {"forged_opens_nothing"}),
+        (reads_forged_handles, "", "", {"forged_opens_nothing"}),
+        (loses_a_report, "", "", {"idle", "all_answered", "nothing_stands_still"}),
+        (reports_twice, "", "kills", {"each_once"}),
+        (sends_before_it_is_computed, "", "", {"bytes_are_right"}),
+        (trusts_lost_blocks, "streams", "", {"bytes_are_right", "nobody_reads"}),
+        (keeps_leases_for_ever, "", "aborts", {"in_time", "idle"}),
+        (waits_too_long, "busy", "", {"in_time", "all_answered"}),
+        (refuses_whoever_comes_early, "", "none", {"success"}),
+        (begins_early_without_a_bound, "", "none", {"nothing_stands_still"}),
+        (never_hears_what_is_settled, "", "none", {"nothing_stands_still"}),
+        (sends_without_a_bound, "streams", "", {"within_bounds"}),
+        (never_pauses, "", "kills", {"nothing_spins"}),
+        (goes_on_as_ever, "", "drains", {"drained_in_time"}),
+        (renews_a_link_under_others, "", "leavers", {"success"}),
+        (raises, "streams", "", {"no_exception"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_bug_is_found(plant, theme, kind, found, monkeypatch):
+    plant(monkeypatch)
+    broken = ((seed, run_seed(seed)) for seed in seeds_of(theme, kind))
+    seed, outcome = next((seed, outcome) for seed, outcome in broken if outcome.invariant)
+    assert outcome.invariant in found, (seed, outcome.text)

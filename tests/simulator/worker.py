@@ -1,0 +1,255 @@
+"""One rank of a simulated node: a real mover with its memory, its engine and its channel.
+
+It steps when something arrives, when something it waits for is over, and when it asked to.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvconnect.config import ExtraConfig
+from kvconnect.engine.base import Span
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Orders, Results
+from kvconnect.pack.packer import StagedChunk
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.plan.align import TableCard
+from kvconnect.worker.mover import Mover
+from kvconnect.worker.slots import SlotPool
+from tests.simulator.channel import SimChannel
+from tests.simulator.device import SimLocal, Stream
+from tests.simulator.engine import SimEngine
+from tests.simulator.lies import Liar
+from tests.simulator.memory import RankMemory
+from tests.simulator.pace import Pace
+from tests.simulator.stranger import LyingChannel
+from tests.simulator.world import World
+
+if TYPE_CHECKING:
+    from tests.simulator.checks import Checks
+    from tests.simulator.network import Network
+    from tests.simulator.scenario import NodePlan
+
+_REGISTRY = CollectorRegistry()
+_POLL_S = 0.1
+_LEAST_SLEEP_S = 1e-3
+_LINK_BYTES_PER_S = 4e9
+
+logger = logging.getLogger(__name__)
+
+
+class SimWorker:
+    """One rank.
+
+    Args:
+        engine_id, incarnation: of the process that it is.
+        wake_node: called when results are waiting.
+
+    ``holders`` says how many requests of the node hold a block.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        checks: Checks,
+        plan: NodePlan,
+        config: ExtraConfig,
+        *,
+        engine_id: str,
+        incarnation: str,
+        rank: int,
+        port: int,
+        wake_node: Callable[[], None],
+    ) -> None:
+        self.world, self.checks, self.config = world, checks, config
+        self.engine_id, self.incarnation, self.rank = engine_id, incarnation, rank
+        self.who = f"{plan.host}.{incarnation}.{rank}"
+        self.is_dead = False
+        self.is_drained = False
+        self.holders: Callable[[int], int] = lambda block: 1
+        self._pace = Pace(world, self.step)
+        self._is_polling = True
+        self._results: list[Results] = []
+        self._stopped_at = 0.0
+        self._stopped_s = 0.0
+        self._given_up: list[StagedChunk] = []
+        self._ratio = plan.shape.block_tokens // plan.shape.kernel_tokens
+        slots = config.num_slots if config.has_slots else 0
+        self.slot_bytes = plan.slot_bytes if slots else 0
+        self.memory = RankMemory(
+            plan.model,
+            plan.shape,
+            plan.num_blocks,
+            rank,
+            plan.world_size,
+            slot_bytes=self.slot_bytes,
+            num_slots=slots,
+            scratch_bytes=plan.scratch_bytes if slots else 0,
+        )
+        self.packing = Stream(world, plan.kernel_s, self.device_moved)
+        self.engine = SimEngine(
+            world,
+            self.who,
+            plan.engine_faults,
+            checks,
+            self.wake,
+            max_copies=plan.max_copies,
+            max_bytes=plan.max_bytes,
+            max_batches_per_peer=plan.max_batches,
+        )
+        self.engine.register([Span(self.memory.address, self.memory.length_bytes)])
+        first = world.random.randrange(1, 1 << 61)
+        self.landing = SlotPool(self.memory.landing, self.slot_bytes, first)
+        self.send = SlotPool(self.memory.send, self.slot_bytes, first + (1 << 40))
+        self.is_strange = plan.is_stranger
+        make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
+        self.channel = network.channel(plan.host, self.wake, port, make)
+        self.metrics = Metrics(_REGISTRY)
+        self.meaning = CacheMeaning("simulated", plan.model.num_heads, plan.world_size)
+        self.mover = self._make_mover(wake_node)
+        checks.begin(self)
+
+    def _liar(self) -> Liar:
+        transfers = tuple(f"transfer:t{number}" for number in range(6))
+        return Liar(random.Random(f"{self.world.seed} {self.who} lies"), transfers)
+
+    def _make_mover(self, wake_node: Callable[[], None]) -> Mover:
+        rate = _LINK_BYTES_PER_S if self.slot_bytes else None
+        local = SimLocal(
+            self.memory.table,
+            torch.device("cpu"),
+            self.landing,
+            self.send,
+            pack_bytes_per_s=rate,
+            packing=self.packing,
+            takes=lambda address: self.checks.slot_is_granted(self, address),
+        )
+        return Mover(
+            self.config,
+            self.engine,
+            self.channel,
+            rank=self.rank,
+            meaning=self.meaning,
+            introduce=self._introduce,
+            local=local,
+            metrics=self.metrics,
+            wake_owner=wake_node,
+            randomness=random.Random(self.world.random.getrandbits(64)),
+        )
+
+    def _introduce(self) -> Introduction:
+        return Introduction(
+            engine_id=self.engine_id,
+            incarnation=f"{self.incarnation}.{self.rank}",
+            rank=self.rank,
+            meaning=self.meaning,
+            engine="memory",
+            engine_card=self.engine.card(),
+            table=TableCard.of(self.memory.table),
+            slot_bytes=self.slot_bytes,
+            scratch_address=self.memory.scratch_address,
+            scratch_bytes=self.memory.scratch_bytes,
+        )
+
+    @property
+    def stopped_s(self) -> float:
+        """How long its process has been stopped so far."""
+        now_s = self.world.now - self._stopped_at if self.channel.stopped else 0.0
+        return self._stopped_s + now_s
+
+    def packing_touches(self, blocks: frozenset[int], side: str) -> bool:
+        """Whether a kernel that was launched and has not run packs from these blocks, or unpacks to them."""
+        return any(
+            blocks & self._touched(staged)
+            for kind, staged in self.packing.pending
+            if kind == side and not any(staged is given_up for given_up in self._given_up)
+        )
+
+    def give_up(self, blocks: frozenset[int]) -> None:
+        """A prefill lost these blocks: whatever is being packed from them alone is thrown away."""
+        packing = [staged for kind, staged in self.packing.pending if kind == "source"]
+        self._given_up = [staged for staged in self._given_up if staged in packing]
+        self._given_up += [staged for staged in packing if self._touched(staged) <= blocks]
+
+    def _touched(self, staged: StagedChunk) -> set[int]:
+        """The logical blocks of a chunk, without the null block."""
+        touched = {int(block) for batch in staged.batches for block in batch.blocks // self._ratio}
+        return touched - {0}
+
+    def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
+        """Give the mover one step's orders, and remember what it must report."""
+        if not self.is_dead:
+            self.checks.ordered(self, orders)
+            self.mover.order(orders, ready)
+
+    def take_results(self) -> list[Results]:
+        """What the mover reported since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    def wake(self) -> None:
+        """Step soon, if the process can."""
+        self._pace.at(self.world.now)
+
+    def device_moved(self) -> None:
+        """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
+        if self._is_polling or len(self.mover.prefill.growing):
+            self.wake()
+
+    def step(self) -> None:
+        """One step of the mover."""
+        sleep_s = self.mover.step(self.world.now)
+        self._is_polling = sleep_s < _LEAST_SLEEP_S
+        results = self.mover.take_results()
+        if results:
+            self.world.note(self.who, "reports", results.sent, results.received, tuple(results.failed))
+            self.checks.reported(self, results)
+            self._results.append(results)
+        self.checks.stepped(self)
+        times = [self.world.now + (_POLL_S if self._is_polling else sleep_s)]
+        ends = self.engine.next_time()
+        if ends is not None:
+            times.append(ends)
+        self._pace.at(min(times))
+
+    def drain(self) -> None:
+        """Begin no lease any more."""
+
+        def over() -> None:
+            self.is_drained = True
+
+        self.mover.drain(over)
+
+    def stop(self) -> None:
+        """The process is stopped where it is."""
+        self.channel.stopped, self._stopped_at = True, self.world.now
+        self._pace.halt()
+        self.engine.stop()
+
+    def go_on(self) -> None:
+        """It runs again."""
+        self._stopped_s = self.stopped_s
+        self._pace.halted = self.is_dead
+        self.engine.go_on()
+        self.channel.go_on()
+        self.wake()
+
+    def kill(self) -> None:
+        """The process is gone."""
+        self.is_dead = True
+        self._pace.halt()
+        self.packing.is_dead = True
+        self.engine.die()
+        self.channel.close()
+
+    def retire(self) -> None:
+        """Leave the registry that all runs share."""
+        self.metrics.retire()
