@@ -65,7 +65,7 @@ LINK = {
     "packed_chunk_s": Family("link_packed_chunk_seconds", "gauge", "A chunk on the link calibrated last"),
     "packed_bytes_per_s": Family("link_packed_bytes_per_second", "gauge", "Its bytes, chunk by chunk"),
 }
-"""What is believed of a link, by its name in ``LinkCost.as_metrics``."""
+"""What a calibration measured, by its name in ``LinkCost.as_metrics``."""
 OFFLOAD_ROWS = Family(
     "offload_rows",
     "counter",

@@ -1,8 +1,6 @@
-"""What a transfer will take on either path, and which of the two is taken.
+"""What a transfer takes on either path, by the rates that a calibration measured, and which path is cheaper.
 
-Pure: the caller measures; nothing here knows a clock, an engine or a tensor. Calibration says what to
-expect first, every transfer that was really made corrects it, and what is known of a path that is not
-taken fades with every transfer, until it is worth a try.
+Pure: the caller measures; nothing here knows a clock, an engine or a tensor.
 """
 
 from __future__ import annotations
@@ -10,28 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
-
-from kvconnect.errors import LocalError
-from kvconnect.plan.learned_time import ASSUMED, CALIBRATED, LearnedTime, Vector, fit_factors
+from numpy.typing import NDArray
 
 Path = Literal["direct", "packed"]
-PATHS: tuple[Path, ...] = get_args(Path)
 
 PACKED_FROM_COPIES = 128
 """Where nothing was measured, so many copies are packed: about what a round trip and two launches cost."""
 
-TRY_EVERY = 16
-"""Transfers from one try of the path that looks worse to the next, at least."""
-
-TRY_SHARE = 0.01
-"""Tries may lose so much of all seconds, and one average transfer, as far as predictions tell."""
-
 _LEAST_S, _MOST_S = 1e-9, 1e6
 _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e4, 1e14
 _MOST_COUNT = 2**62
+# Of a fit, as standard deviations of logarithms: a probe's noise, and how far a rate may be from its default.
+_NOISE, _UNKNOWN = 0.1, 4.0
+_FIT_ROUNDS = 60
+_MOST_LOG = 40.0
 
 
 class Sample(NamedTuple):
@@ -53,12 +46,11 @@ class EngineRates:
 
 @dataclass(frozen=True)
 class Choice:
-    """The path to take, and the seconds that either would take. ``is_try``: the other one looks cheaper."""
+    """The path to take, and the seconds that either would take."""
 
     path: Path
     direct_s: float
     packed_s: float
-    is_try: bool = False
 
 
 DEFAULT_RATES = EngineRates(seconds_per_batch=100e-6, seconds_per_copy=3e-6, bytes_per_s=10e9)
@@ -80,7 +72,7 @@ def fit(samples: Sequence[Sample]) -> EngineRates:
     if not shapes:
         return DEFAULT_RATES
     terms = np.array([_direct_terms(DEFAULT_RATES, *shape) for shape in shapes])
-    batch, copy, byte = fit_factors(terms, np.array([float(np.median(times)) for times in shapes.values()]))
+    batch, copy, byte = _fit_factors(terms, np.log([float(np.median(times)) for times in shapes.values()]))
     return _bounded(
         EngineRates(
             DEFAULT_RATES.seconds_per_batch * batch,
@@ -88,6 +80,27 @@ def fit(samples: Sequence[Sample]) -> EngineRates:
             DEFAULT_RATES.bytes_per_s / byte,
         )
     )
+
+
+def _fit_factors(terms: NDArray[np.float64], measured: NDArray[np.float64]) -> list[float]:
+    """The factors of each probe's terms that explain the logarithms of its seconds best.
+
+    In logarithms, since rates are positive and known to a factor at best.
+    """
+    logs = np.zeros(terms.shape[1])
+    for _ in range(_FIT_ROUNDS):
+        # A Gauss-Newton step to the likeliest factors, with little weight on probes that are far off.
+        parts = terms * np.exp(logs)
+        predicted = parts.sum(axis=1)
+        shares = parts / predicted[:, None]
+        surprise = measured - np.log(predicted)
+        weight = 1 / np.maximum(1.0, np.abs(surprise) / (2 * _NOISE)) / _NOISE**2
+        curvature = (shares * weight[:, None]).T @ shares + np.eye(len(logs)) / _UNKNOWN**2
+        slope = shares.T @ (weight * surprise) - logs / _UNKNOWN**2
+        step = np.linalg.solve(curvature, slope)
+        logs = np.clip(logs + np.clip(step, -1.0, 1.0), -_MOST_LOG, _MOST_LOG)
+    factors: list[float] = np.exp(logs).tolist()
+    return factors
 
 
 def _is_size(value: float | None) -> bool:
@@ -110,16 +123,14 @@ def _bounded(rates: EngineRates) -> EngineRates:
     )
 
 
-def _direct_terms(rates: EngineRates, copies: int, total_bytes: int) -> Vector:
+def _direct_terms(rates: EngineRates, copies: int, total_bytes: int) -> tuple[float, float, float]:
     """Seconds of a batch, of its copies, of its bytes."""
     copies, total_bytes = (min(max(count, 0), _MOST_COUNT) for count in (copies, total_bytes))
-    return np.array(
-        [rates.seconds_per_batch, copies * rates.seconds_per_copy, total_bytes / rates.bytes_per_s]
-    )
+    return rates.seconds_per_batch, copies * rates.seconds_per_copy, total_bytes / rates.bytes_per_s
 
 
 class LinkCost:
-    """The cost of both paths to one peer. Owned by one thread.
+    """The cost of both paths to one peer. Never changes.
 
     Args:
         rates: of the engine on this link; None where it was not probed.
@@ -137,103 +148,53 @@ class LinkCost:
         round_trip_s: float | None = None,
         overlaps: bool = True,
     ) -> None:
-        self._probed = rates is not None
+        self._is_calibrated = rates is not None
         self._rates = _bounded(rates or DEFAULT_RATES)
-        pack_bytes_per_s, unpack_bytes_per_s, round_trip_s = (
-            value if _is_size(value) else None
-            for value in (pack_bytes_per_s, unpack_bytes_per_s, round_trip_s)
-        )
         pack, unpack = (
-            _speed(speed or DEFAULT_PACK_BYTES_PER_S) for speed in (pack_bytes_per_s, unpack_bytes_per_s)
+            _speed((speed if _is_size(speed) else None) or DEFAULT_PACK_BYTES_PER_S)
+            for speed in (pack_bytes_per_s, unpack_bytes_per_s)
         )
-        self._unpack_s = 1 / unpack
         # Seconds per byte of the stages of a chunk.
         wire = self._rates.bytes_per_s
-        self._stages = (1 / pack, 1 / wire, 1 / unpack) if overlaps else (1 / pack + 1 / wire, 1 / unpack)
-        message_s = _within(round_trip_s or DEFAULT_ROUND_TRIP_S, _LEAST_S, _MOST_S) / 2
+        stages = (1 / pack, 1 / wire, 1 / unpack) if overlaps else (1 / pack + 1 / wire, 1 / unpack)
+        self._slowest_s = max(stages)
+        self._others_s = sum(stages) - self._slowest_s
+        known_s = round_trip_s if _is_size(round_trip_s) else None
+        message_s = _within(known_s or DEFAULT_ROUND_TRIP_S, _LEAST_S, _MOST_S) / 2
         self._chunk_s = self._rates.seconds_per_batch + self._rates.seconds_per_copy + message_s
-        engine = CALIBRATED if rates else ASSUMED
-        chunk = CALIBRATED if rates and round_trip_s else ASSUMED
-        stages = CALIBRATED if rates and pack_bytes_per_s and unpack_bytes_per_s else ASSUMED
-        self._direct = LearnedTime((engine, engine, engine))
-        self._packed = LearnedTime((chunk, stages, stages))
-        self._chosen = 0
-        self._chosen_s = 0.0
-        self._tries = 0
-        self._tried_at = 0
-        self._tried_s = 0.0
 
     def predict_direct(self, copies: int, total_bytes: int) -> float:
         """Seconds of one batch of copies from page to page."""
-        return self._direct.predict(_direct_terms(self._rates, copies, total_bytes))[0]
+        return sum(_direct_terms(self._rates, copies, total_bytes))
 
     def predict_packed(self, total_bytes: int, chunks: int) -> float:
-        """Seconds of equal chunks, each packed, moved and unpacked while its neighbours are."""
-        return self._packed.predict(self._packed_terms(total_bytes, chunks))[0]
+        """Seconds of equal chunks, each packed, moved and unpacked while its neighbours are.
+
+        The first chunk goes through all stages; the others follow at the pace of the slowest.
+        """
+        chunks, total_bytes = max(chunks, 1), min(max(total_bytes, 0), _MOST_COUNT)
+        return chunks * self._chunk_s + total_bytes * self._slowest_s + total_bytes / chunks * self._others_s
 
     def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Choice:
-        """The path for a transfer that is made next: the cheaper one, and rarely the other for a try.
+        """The cheaper path for a transfer.
 
         ``copies`` and ``direct_bytes`` are what the direct path would move, ``chunks`` and ``packed_bytes``
         the packed one.
         """
-        direct_s, direct_hoped_s = self._direct.predict(_direct_terms(self._rates, copies, direct_bytes))
-        packed_s, packed_hoped_s = self._packed.predict(self._packed_terms(packed_bytes, chunks))
-        if self._probed or (self._direct.observed and self._packed.observed):
-            pack = packed_s < direct_s
-        else:
-            pack = copies >= PACKED_FROM_COPIES
-        best_s, other_s = (packed_s, direct_s) if pack else (direct_s, packed_s)
-        self._chosen += 1
-        is_try = self._is_worth_a_try(best_s, other_s, direct_hoped_s if pack else packed_hoped_s)
-        path: Path = "packed" if pack is not is_try else "direct"
-        if is_try:
-            self._tries += 1
-            self._tried_at = self._chosen
-            self._tried_s += max(0.0, other_s - best_s)
-        self._chosen_s += other_s if is_try else best_s
-        return Choice(path, direct_s, packed_s, is_try)
-
-    def observe(self, path: str, copies: int, total_bytes: int, chunks: int, seconds: float) -> None:
-        """Learn from a transfer that was made on this path, whether it was chosen or ordered.
-
-        ``copies`` matter on the direct path, ``chunks`` on the packed one. Seconds that are no time, such as
-        those of a clock that did not move, teach nothing.
-
-        Raises:
-            LocalError: there is no such path.
-        """
-        if path not in PATHS:
-            raise LocalError(f"path is {path!r}; accepted: {', '.join(PATHS)}")
-        if not _is_size(seconds):
-            return
-        seconds = _within(seconds, _LEAST_S, _MOST_S)
-        self._direct.age()
-        self._packed.age()
-        if path == "direct":
-            self._direct.correct(_direct_terms(self._rates, copies, total_bytes), seconds)
-        else:
-            self._packed.correct(self._packed_terms(total_bytes, chunks), seconds)
-
-    def last_unpack_s(self, total_bytes: int, chunks: int) -> float:
-        """Seconds in which the receiver unpacks the last chunk, which no clock of the sender sees."""
-        return total_bytes / max(chunks, 1) * self._unpack_s
+        direct_s = self.predict_direct(copies, direct_bytes)
+        packed_s = self.predict_packed(packed_bytes, chunks)
+        pack = packed_s < direct_s if self._is_calibrated else copies >= PACKED_FROM_COPIES
+        return Choice("packed" if pack else "direct", direct_s, packed_s)
 
     def as_metrics(self) -> dict[str, float]:
-        """What is believed of the link now, and how often each path was observed."""
-        batch, copy, byte = self._direct.factors
-        chunk, stream, ends = self._packed.factors
-        slowest = max(self._stages)
+        """The rates of the link."""
         return {
-            "direct_batch_s": self._rates.seconds_per_batch * batch,
-            "direct_copy_s": self._rates.seconds_per_copy * copy,
-            "direct_bytes_per_s": self._rates.bytes_per_s / byte,
-            "packed_chunk_s": self._chunk_s * chunk,
-            "packed_bytes_per_s": 1 / (slowest * stream),
-            "packed_ends_bytes_per_s": 1 / ((sum(self._stages) - slowest) * ends),
-            "direct_transfers": self._direct.observed,
-            "packed_transfers": self._packed.observed,
-            "tries": self._tries,
+            "direct_batch_s": self._rates.seconds_per_batch,
+            "direct_copy_s": self._rates.seconds_per_copy,
+            "direct_bytes_per_s": self._rates.bytes_per_s,
+            "packed_chunk_s": self._chunk_s,
+            "packed_bytes_per_s": 1 / self._slowest_s,
+            "packed_ends_bytes_per_s": 1 / self._others_s,
         }
 
     def describe(self) -> str:
@@ -241,27 +202,8 @@ class LinkCost:
         known = self.as_metrics()
         return (
             f"direct {known['direct_batch_s'] * 1e6:.3g} us + {known['direct_copy_s'] * 1e6:.3g} us a copy "
-            f"+ bytes at {known['direct_bytes_per_s'] / 1e9:.3g} GB/s "
-            f"({known['direct_transfers']} observed); "
+            f"+ bytes at {known['direct_bytes_per_s'] / 1e9:.3g} GB/s; "
             f"packed {known['packed_chunk_s'] * 1e6:.3g} us a chunk "
             f"+ bytes at {known['packed_bytes_per_s'] / 1e9:.3g} GB/s "
-            f"+ one chunk at {known['packed_ends_bytes_per_s'] / 1e9:.3g} GB/s "
-            f"({known['packed_transfers']} observed); {known['tries']} tries"
+            f"+ one chunk at {known['packed_ends_bytes_per_s'] / 1e9:.3g} GB/s"
         )
-
-    def _packed_terms(self, total_bytes: int, chunks: int) -> Vector:
-        """Seconds that grow with the number of chunks, with all bytes, and with the bytes of one chunk.
-
-        The first chunk goes through all stages; the others follow at the pace of the slowest.
-        """
-        chunks, total_bytes = max(chunks, 1), min(max(total_bytes, 0), _MOST_COUNT)
-        slowest = max(self._stages)
-        others = sum(self._stages) - slowest
-        return np.array([chunks * self._chunk_s, total_bytes * slowest, total_bytes / chunks * others])
-
-    def _is_worth_a_try(self, best_s: float, other_s: float, hoped_s: float) -> bool:
-        """It may well be better, the last try was some time ago, and tries have not cost too much."""
-        if self._chosen - self._tried_at < TRY_EVERY:
-            return False
-        allowed_s = self._chosen_s * (TRY_SHARE + 1 / self._chosen)
-        return hoped_s < best_s and self._tried_s + max(0.0, other_s - best_s) <= allowed_s

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from kvconnect.errors import PeerError
 from kvconnect.orders import ABORTED, Hold, Load
-from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.moves import next_state
 from kvconnect.worker.quarantine import Quarantine
 
@@ -339,10 +338,9 @@ class Sending:
     """P's record of one fetch under way. ``in_flight`` are the bytes of its batches, by their id.
 
     ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
-    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``service_s`` is how
-    long it had the link to itself, as far as can be said. ``cost`` is set where the path was chosen, and
-    learns from it. ``told_due``: how many chunks the peer knows that slots are of use for; None: all.
-    ``unsettled`` are the generations of landing slots that a batch which was not quiet may still write.
+    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``told_due``: how many
+    chunks the peer knows that slots are of use for; None: all. ``unsettled`` are the generations of landing
+    slots that a batch which was not quiet may still write.
     """
 
     key: TransferKey
@@ -363,8 +361,6 @@ class Sending:
     again: bool = False
     cancelled: bool = False
     quiet: bool = True
-    service_s: float = 0.0
-    cost: LinkCost | None = None
     told_due: int | None = None
     unsettled: list[int] = field(default_factory=list)
     state: SendState = SendState.MOVING

@@ -1,4 +1,4 @@
-"""By which path P serves a fetch where both are open, and what is measured to know.
+"""By which path P serves a fetch where both are open: the link is calibrated once, before its first fetch.
 
 Owned by the mover thread.
 """
@@ -69,12 +69,12 @@ class PathChoice:
             gauge.set(believed[what])
         return True
 
-    def prefers_packed(self, sending: Sending, lease: Lease, fetch: Fetch, way: Way) -> bool:
+    def prefers_packed(self, lease: Lease, fetch: Fetch, way: Way) -> bool:
         """Whether a request is cheaper by slots than page by page, where both are open."""
         if way.direct is None or way.packer is None:
             return way.direct is None
-        way.cost = sending.cost = way.cost or LinkCost()
+        cost = way.cost or LinkCost()
         direct = plan_size(way.direct, lease.order.groups, fetch.groups, fetch.num_tokens)
         packed_bytes = sum(way.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
-        choice = way.cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks))
+        choice = cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks))
         return choice.path == "packed"

@@ -362,9 +362,7 @@ class PrefillSide:
             spared = self.sender.begin_packed(sending, packer, chunks, fetch.grants)
         elif isinstance(source, Growing):
             raise LayoutError("a prefill under way is sent over the packed path only")
-        elif packer is not None and (
-            link is None or self._choice.prefers_packed(sending, source, fetch, way)
-        ):
+        elif packer is not None and (link is None or self._choice.prefers_packed(source, fetch, way)):
             staged = packer.stage(source.order.groups, fetch.chunks, fetch.num_tokens)
             spared = self.sender.begin_packed(sending, packer, StagedChunks(staged), fetch.grants)
             sending.told_due = 0 if waiting.has_waited else None

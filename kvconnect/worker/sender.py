@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
@@ -17,7 +16,6 @@ from kvconnect.errors import PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
-from kvconnect.plan.time_shares import TimeShares
 from kvconnect.plan.transfer import Plan
 from kvconnect.worker.ledger import SendEvent, Sending, TransferKey
 from kvconnect.worker.outbox import Arrived, Outbox, PageOutbox, SlotOutbox
@@ -51,7 +49,6 @@ class Sender:
         self._arrived = arrived
         self._outboxes: dict[TransferKey, Outbox] = {}
         self._of_peer: dict[str, list[TransferKey]] = {}
-        self._shares: defaultdict[str, TimeShares] = defaultdict(TimeShares)
         self._batches: dict[int, TransferKey] = {}
         self._batch_ids = itertools.count(1)
         self._in_flight_bytes = 0
@@ -159,21 +156,17 @@ class Sender:
             sending = self.sendings[key]
             if error := outbox.advance(stopping=bool(sending.error)):
                 sending.stop(error)
-        for peer, keys in self._of_peer.items():
+        for keys in self._of_peer.values():
             self._feed(keys, now)
-            using = [key for key in keys if self.sendings[key].in_flight or self._outboxes[key].busy]
-            self._shares[peer].change(using, now)
         over = [sending for key, sending in self.sendings.items() if self._is_over(key)]
         for sending in over:
             sending.move(SendEvent.END)
-            sending.service_s = self._shares[sending.peer].take(sending.key)
             del self.sendings[sending.key]
             del self._outboxes[sending.key]
             keys = self._of_peer[sending.peer]
             keys.remove(sending.key)
             if not keys:
                 del self._of_peer[sending.peer]
-                del self._shares[sending.peer]
         self._metrics.slots_send.set(self._pool.taken)
         return over
 

@@ -6,7 +6,6 @@ import logging
 
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_WEIGHTS
-from kvconnect.plan.cost import Path
 from kvconnect.worker.ledger import Lease, Loading, Sending
 
 logger = logging.getLogger(__name__)
@@ -21,12 +20,6 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
     if ok and sending.streamed:
         metrics.streamed.inc()
-    if ok and sending.cost is not None:
-        path: Path = "packed" if sending.path == "packed" else "direct"
-        seconds = sending.service_s
-        if path == "packed":
-            seconds += sending.cost.last_unpack_s(sending.total_bytes, sending.copies)
-        sending.cost.observe(path, sending.copies, sending.total_bytes, sending.copies, seconds)
     if not ok and not sending.cancelled:
         metrics.failures.labels("preempted" if sending.again else "send").inc()
         claims = sending.claims
