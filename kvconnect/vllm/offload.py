@@ -20,7 +20,7 @@ import msgspec
 from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig, TransferConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.scheduler.reach import Reach, reach_groups
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements, hit_groups
 from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
@@ -115,8 +115,8 @@ def offload_config(kv_cache_config: Any) -> KVCacheConfig:
 def least_rows(config: OffloadConfig, kv_cache_config: Any) -> dict[int, int]:
     """By group the rows without which there is never a hit: a worker refuses less memory when it starts."""
     groups, align = offload_config(kv_cache_config).groups, align_tokens(kv_cache_config)
-    reach = Reach(reach_groups(groups, kept_groups(kv_cache_config), align), align)
-    return reach.least_rows(config.min_tokens)
+    kept = hit_groups(groups, kept_groups(kv_cache_config), align)
+    return HitRequirements(kept, align).least_rows(config.min_tokens)
 
 
 def offload_cache(cache: VllmCache, kv_cache_config: Any) -> VllmCache:

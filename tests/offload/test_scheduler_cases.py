@@ -41,7 +41,7 @@ def test_asking_again_looks_nothing_up():
     prefill(stack, "first", range(64))
     request = stack.add("again", range(64))
     assert stack.half.matched_tokens(request, 0) == (56, True)
-    stack.half.index = stack.half._hits._index = None
+    stack.half.index = stack.half._lookup._index = None
     for _ in range(3):
         assert stack.half.matched_tokens(request, 0) == (56, True)
 
@@ -216,7 +216,7 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
     stack = stack_of(tiers=("disk",), lag=0.0)
     if stage in ("gathered", "ordered"):
         request = stack.add("first", range(64))
-        while not len(stack.half._outgoing):
+        while not len(stack.half._stores):
             stack._schedule()
             stack._tell()
             stack._execute()

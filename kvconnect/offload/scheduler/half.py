@@ -1,8 +1,8 @@
 """The scheduler half of the offload: it owns the index of host memory, and decides what is in it.
 
-It alone says which content is in which row, what is stored, what is restored, and what makes room; worker
+It alone decides which content is in which row, what is stored, what is restored, and what makes room; worker
 ranks carry that out and report. In the terms of vLLM's contract, for one thread; no I/O, no wait, no clock of
-its own. Hooks raise nothing over what a client or a worker says.
+its own. Hooks raise nothing over what a client or a worker sends.
 """
 
 from __future__ import annotations
@@ -16,28 +16,23 @@ from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
-from kvconnect.offload.scheduler.hits import Hits
+from kvconnect.offload.scheduler.failures import FailureCounts
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements, hit_groups
 from kvconnect.offload.scheduler.jobs import Jobs
-from kvconnect.offload.scheduler.outgoing import Hashes, Outgoing
-from kvconnect.offload.scheduler.reach import Reach, reach_groups
-from kvconnect.offload.scheduler.reasons import Reasons
+from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.reports import Reports
+from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
-from kvconnect.offload.scheduler.tracked import NEVER, Tracked
+from kvconnect.offload.scheduler.stores import Hashes, Stores
 from kvconnect.offload.tiers import sought_tier_names
-from kvconnect.orders import (
-    OffloadOrders,
-    RequestView,
-    Results,
-    TierChange,
-)
+from kvconnect.orders import OffloadOrders, RequestView, Results, TierChange
 
 BlockIdsByGroup = Sequence[Sequence[int]]
 HOST = "host"
-"""What host memory is called where hits are told by where they came from."""
+"""What host memory is called where hits are reported by where they came from."""
 
 JOB_TIMEOUT_S = 60.0
-"""How long a job of the workers may take before nobody waits for it any more."""
+"""How long a job of the workers may take before no request waits for it any more."""
 
 _MOST_FAILURES = 3
 """Restores that may fail one after the other before none is promised for ``_PAUSE_S``."""
@@ -45,6 +40,8 @@ _MOST_FAILURES = 3
 _PAUSE_S = 30.0
 
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
+
+_NOTHING = OffloadOrders()
 
 
 class OffloadScheduler:
@@ -63,8 +60,8 @@ class OffloadScheduler:
         num_ranks: worker ranks; each of them reports each job.
         lower_tiers: the tiers below host memory, nearest first.
         clock: any clock that does not go back, in seconds.
-        lag_tokens: tokens that the stack may have begun to compute beyond what ``computed`` is told.
-        job_timeout_s: how long a job of the workers may take before nobody waits for it any more.
+        lag_tokens: tokens that the stack may have begun to compute beyond what it gave to ``computed``.
+        job_timeout_s: how long a job of the workers may take before no request waits for it any more.
 
     Raises:
         ConfigError: block sizes are not aligned, or the memory does not suffice for a single hit.
@@ -85,42 +82,41 @@ class OffloadScheduler:
         lag_tokens: int = 0,
         job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
-        self._config = config
-        self._clock = clock
-        self.reach = Reach(reach_groups(groups, row_bytes, align_tokens, draft_groups), align_tokens)
-        self.plan = plan_for(config, groups, row_bytes, self.reach.least_rows(config.min_tokens))
+        self._config, self._clock, self._hashes = config, clock, hashes
+        kept = hit_groups(groups, row_bytes, align_tokens, draft_groups)
+        self.requirements = requirements = HitRequirements(kept, align_tokens)
+        self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
         self.index = TierIndex(self.plan, config.policy)
         self.lower = LowerIndex(num_ranks)
         self._jobs = Jobs(num_ranks, job_timeout_s)
-        self._reasons = Reasons()
-        self._hits = Hits(
-            self.reach,
+        self._failures = FailureCounts()
+        self._lookup = PrefixLookup(
+            requirements,
             self.index,
             self.lower,
             self._jobs,
             hashes,
-            self._reasons,
+            self._failures,
             tiers=lower_tiers,
             sought=sought_tier_names(config),
             min_tokens=config.min_tokens,
             wait_s=config.wait_s,
         )
-        self._outgoing = Outgoing(
-            self.reach,
+        self._stores = Stores(
+            requirements,
             self.index,
             self._jobs,
             hashes,
-            self._reasons,
-            most_tokens=self.reach.most_tokens(self.plan.limits),
+            self._failures,
+            most_tokens=requirements.most_tokens(self.plan.limits),
             lag_tokens=lag_tokens,
             decoded=config.decoded,
             keep=bool(lower_tiers),
         )
-        self._restores = Restores(self.reach, self.index, hashes, self._reasons)
-        self._reports = Reports(self.index, self.lower, self._jobs, self._hits, self._reasons)
-        self._hashes = hashes
-        self._state_groups = {group.group: group for group in self.reach.groups if group.is_state}
-        self._requests: dict[str, Tracked] = {}
+        self._restores = Restores(requirements, self.index, hashes, self._failures)
+        self._reports = Reports(self.index, self.lower, self._jobs, self._lookup, self._failures)
+        self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
+        self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
@@ -137,15 +133,15 @@ class OffloadScheduler:
         if most is None:
             most = NEVER
         elif not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            self._reasons.count("offload_parameters_refused")
+            self._failures.count("offload_parameters_refused")
             most = NEVER
-        self._requests[request.request_id] = Tracked(request, reads, writes, most)
-        self._outgoing.due[request.request_id] = 0
+        self._requests[request.request_id] = OffloadRequest(request, reads, writes, most)
+        self._stores.due[request.request_id] = 0
 
     @property
     def due(self) -> Mapping[str, int]:
         """By request the token count from which ``computed`` is of interest without new blocks. A view."""
-        return self._outgoing.due
+        return self._stores.due
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``num_computed_tokens`` that can be restored, and whether that is asynchronous.
@@ -153,31 +149,27 @@ class OffloadScheduler:
         None: ask again, more of it is on its way to host memory. Asked on every attempt to admit the
         request; what was promised stays there until the request is admitted, or ends.
         """
-        self._outgoing.settle()
-        tracked = self._tracked(request)
-        tracked.arrive(self.reach, self._config.checkpoint_tokens)
+        record = self._record(request)
         now = self._clock()
         if (
-            not tracked.reads
-            or tracked.restore_failed
+            not record.reads
+            or record.restore_failed
             or request.request_id in self._restores
             or now < self._resumes_at
         ):
             return 0, False
-        count = self._hits.ask(tracked, num_computed_tokens, now)
+        count = self._lookup.find(record, num_computed_tokens, now)
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
         """What was promised to a request is not wanted: it gets its blocks from elsewhere."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            self._outgoing.settle()
-            self._hits.release(tracked)
+        if (record := self._requests.get(request_id)) is not None:
+            self._lookup.release(record)
 
     def offers(self, request_id: str) -> bool:
         """Whether a request was promised something that it has not taken yet."""
-        tracked = self._requests.get(request_id)
-        return tracked is not None and tracked.offer is not None and tracked.offer.length > 0
+        record = self._requests.get(request_id)
+        return record is not None and record.offer is not None and record.offer.length > 0
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -187,16 +179,15 @@ class OffloadScheduler:
         ``num_external_tokens`` may be less than was promised, and is 0 whenever nothing is restored. Of a
         state group only the last block counts: it is the one that the state is restored to.
         """
-        self._outgoing.settle()
-        tracked = self._tracked(request)
-        tracked.arrive(self.reach, self._config.checkpoint_tokens)
-        tracked.is_admitted = True
-        tracked.lose_blocks()
-        tracked.lay_out(self.reach, self._config.checkpoint_tokens)
-        self._outgoing.due[request.request_id] = 0
+        self._stores.settle(request.request_id)
+        record = self._record(request)
+        record.is_admitted = True
+        record.lose_blocks()
+        record.lay_out(self.requirements, self._config.checkpoint_tokens)
+        self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
-            self._restores.begin(tracked, tracked.offer, block_ids, num_external_tokens)
-        self._hits.release(tracked)
+            self._restores.begin(record, record.offer, block_ids, num_external_tokens)
+        self._lookup.release(record)
 
     def computed(
         self, request_id: str, num_computed_tokens: int, new_block_ids: BlockIdsByGroup | None
@@ -205,25 +196,24 @@ class OffloadScheduler:
 
         ``new_block_ids`` are, by group and position, the blocks that it got since this was last called; after
         an admission all of them, however they were filled; None for no new ones. May be left out for a step
-        that brings no block while the count is less than ``due`` says.
+        that brings no block while the count is less than ``due`` has.
         """
-        tracked = self._requests.get(request_id)
-        if tracked is None:
+        record = self._requests.get(request_id)
+        if record is None:
             return
-        self._outgoing.settle(request_id)
+        self._stores.settle(request_id)
         if new_block_ids is not None:
-            tracked.add_blocks(self.reach.groups, new_block_ids)
-        tracked.before_tokens, tracked.told_tokens = tracked.told_tokens, num_computed_tokens
-        if num_computed_tokens >= self._outgoing.due[request_id]:
-            self._outgoing.note(tracked, tracked.valid_tokens())
+            record.add_blocks(self.requirements.groups, new_block_ids)
+        record.computed_before, record.computed_tokens = record.computed_tokens, num_computed_tokens
+        if num_computed_tokens >= self._stores.due[request_id]:
+            self._stores.note(record, record.valid_tokens())
 
     def checkpoints(self, request: RequestView) -> tuple[int, ...]:
         """Token counts of a request, in order, at which a chunk should end, for states to be kept there."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None or not tracked.writes or not self._state_groups:
+        record = self._requests.get(request.request_id)
+        if record is None or not record.writes or not self._state_groups:
             return ()
-        tracked.arrive(self.reach, self._config.checkpoint_tokens)
-        return tracked.checkpoints(self.reach)
+        return self._record(request).checkpoints(self.requirements)
 
     def state_at(
         self, request_id: str, group: int, num_tokens: int, block_id: int, *, chosen: bool = False
@@ -233,52 +223,54 @@ class OffloadScheduler:
         Called before ``computed`` of the same step, or ``request_finished``. ``chosen``: the stack keeps
         states at counts of its own choice, and this is one.
         """
-        tracked = self._requests.get(request_id)
+        record = self._requests.get(request_id)
         kept = self._state_groups.get(group)
-        if tracked is not None and kept is not None:
-            self._outgoing.gather_state(tracked, kept, num_tokens, block_id, chosen=chosen)
+        if record is not None and kept is not None:
+            self._stores.collect_state(record, kept, num_tokens, block_id, chosen=chosen)
 
     def preempted(self, request_id: str) -> None:
-        """A request lost its blocks, and begins anew. What was told before may still be read."""
-        self._outgoing.settle()
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            tracked.lose_blocks()
-            tracked.known_tokens = tracked.view.num_tokens
-            self._outgoing.due[request_id] = 0
+        """A request lost its blocks, and begins anew. Those of earlier steps may still be read."""
+        record = self._requests.get(request_id)
+        if record is not None:
+            self._stores.settle(request_id)
+            record.lose_blocks()
+            record.known_tokens = record.view.num_tokens
+            self._stores.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> None:
         """A request ended, however; ``block_ids`` are about to be freed. They may be read until the next
         orders are carried out."""
-        self._outgoing.settle()
-        tracked = self._requests.pop(request.request_id, None)
-        if tracked is None:
+        self._stores.settle(request.request_id)
+        record = self._requests.pop(request.request_id, None)
+        if record is None:
             return
-        del self._outgoing.due[request.request_id]
-        self._hits.release(tracked)
+        del self._stores.due[request.request_id]
+        self._lookup.release(record)
         if request.request_id in self._restores:
             return
-        tracked.block_ids = {
-            group.group: list(block_ids[group.group]) for group in self.reach.groups if not group.is_state
+        record.block_ids = {
+            group.group: list(block_ids[group.group])
+            for group in self.requirements.groups
+            if not group.is_state
         }
-        self._outgoing.gather_last(tracked, tracked.final_tokens())
-        for group in self.reach.whole:
+        self._stores.collect_last(record, record.final_tokens())
+        for group in self.requirements.whole:
             # So that of a prompt the end makes room first: without its beginning it would be of no use.
-            end = tracked.next_position.get(group.group, 0)
+            end = record.next_position.get(group.group, 0)
             if end:
                 hashes = self._hashes(request, group.block_tokens)
                 self.index.refresh(group.group, group.names(hashes, 0, end))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         """These blocks are overwritten before the next orders are carried out: nothing of them is stored."""
-        self._outgoing.overwritten(block_ids)
+        self._stores.overwritten(block_ids)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """Of so many tokens that a request takes, how many came from which tier."""
-        tracked = self._requests.get(request_id)
+        record = self._requests.get(request_id)
         found: dict[str, int] = {}
         left = num_external_tokens
-        for tier, count in (tracked.sources if tracked is not None else {}).items():
+        for tier, count in (record.sources if record is not None else {}).items():
             if taken := min(count, left):
                 found[tier] = taken
                 left -= taken
@@ -290,10 +282,9 @@ class OffloadScheduler:
 
     def build_orders(self) -> OffloadOrders:
         """The orders since the last call."""
-        self._outgoing.settle()
         self._reports.check_deadlines(self._clock())
-        fetches, seeks = self._hits.take()
-        stores = self._outgoing.take()
+        fetches, seeks = self._lookup.take()
+        stores = self._stores.take()
         restores = self._restores.take()
         if not (fetches or seeks or stores or restores or self._clear):
             return _NOTHING
@@ -302,7 +293,6 @@ class OffloadScheduler:
 
     def update_results(self, results: Results) -> None:
         """What workers report."""
-        self._outgoing.settle()
         for report in results.offload:
             self._reports.settle(report)
         for request_id in results.received:
@@ -313,14 +303,14 @@ class OffloadScheduler:
                     self._restore_failed(request_id)
 
     def _restore_failed(self, request_id: str) -> None:
-        """What was to be restored has been dropped: nobody is promised it any more, and this one nothing."""
-        self._reasons.count("offload_restore_failed")
-        for tracked in self._requests.values():
-            self._hits.withdraw(tracked)
+        """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
+        self._failures.count("offload_restore_failed")
+        for record in self._requests.values():
+            self._lookup.withdraw(record)
         if request_id in self._requests:
             self._requests[request_id].restore_failed = True
         if self._failed_in_a_row >= _MOST_FAILURES:
-            self._reasons.count("offload_restores_paused")
+            self._failures.count("offload_restores_paused")
             self._resumes_at = self._clock() + _PAUSE_S
 
     def clear(self) -> None:
@@ -329,29 +319,27 @@ class OffloadScheduler:
         Rows that are under way to a request arrive there.
         """
         self._clear = True
-        self._outgoing.settle()
-        for tracked in self._requests.values():
-            self._hits.release(tracked)
-            if tracked.is_admitted:
-                tracked.writes = False
-        self._outgoing.clear()
-        self._jobs.spoil()
+        self._stores.clear()
+        for record in self._requests.values():
+            self._lookup.release(record)
+            if record.is_admitted:
+                record.writes = False
+        self._jobs.invalidate()
         self.index.clear()
         self.lower.clear()
 
     def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have."""
-        self._outgoing.settle()
         return self.index.take_events(), self._reports.take_changes()
 
     def take_failures(self) -> tuple[str, ...]:
         """What went wrong since the last call, by reason, to be counted."""
-        return self._reasons.take()
+        return self._failures.take()
 
     @property
     def pending(self) -> bool:
-        """Whether workers are to report something yet that somebody may wait for."""
-        return bool(len(self._restores) or self._jobs.num_awaited or len(self._outgoing) or self._clear)
+        """Whether workers are to report something yet that a request may wait for."""
+        return bool(len(self._restores) or self._jobs.num_awaited or len(self._stores) or self._clear)
 
     def state(self) -> dict[str, int]:
         """Counts of what is under way. All zero when idle."""
@@ -359,26 +347,22 @@ class OffloadScheduler:
             "offload_requests": len(self._requests),
             "offload_jobs": len(self._jobs),
             "offload_restoring": len(self._restores),
-            "offload_outgoing": len(self._outgoing),
-            "offload_awaited": len(self._hits),
+            "offload_outgoing": len(self._stores),
+            "offload_awaited": len(self._lookup),
         }
 
     def usage(self) -> dict[str, Any]:
-        """What is there to see that stays when idle."""
+        """What there is to see that stays when idle."""
         return {
             "host": {str(group): asdict(counts) for group, counts in self.index.counts().items()},
             "lower": self.lower.counts(),
-            "totals": dict(self._reasons.totals),
+            "totals": dict(self._failures.totals),
         }
 
-    # Helpers
-
-    def _tracked(self, request: RequestView) -> Tracked:
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
+    def _record(self, request: RequestView) -> OffloadRequest:
+        """The record of a request that is looked at, made where there is none."""
+        if request.request_id not in self._requests:
             self.new_request(request)
-            tracked = self._requests[request.request_id]
-        return tracked
-
-
-_NOTHING = OffloadOrders()
+        record = self._requests[request.request_id]
+        record.arrive(self.requirements, self._config.checkpoint_tokens)
+        return record

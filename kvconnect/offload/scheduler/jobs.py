@@ -1,7 +1,7 @@
-"""The jobs that worker ranks were ordered, and which ranks have not answered yet.
+"""The jobs that worker ranks were ordered, and which ranks have not reported them yet.
 
 A job is over when every rank has reported it, in any order; what failed on one rank failed. One that is not
-over in time is overdue: nobody waits for it any more, and its rows stay out of use until it is over.
+over in time is overdue: no request waits for it any more, and its rows stay out of use until it is over.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class JobKind(enum.Enum):
 class Job:
     """One job.
 
-    ``waiting`` and ``keeping`` are bits of the ranks that have not reported it done, and kept. ``told`` are
-    what ranks have named, and how many of them did. ``pinned`` are its contents that must stay until it was
-    kept, ``committed`` whether those that are right count as there. ``stale``: everything was cleared since
-    it was ordered.
+    ``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept. ``named``
+    are the contents that ranks have reported, and how many of them did. ``pinned`` are those that must stay
+    until the job was kept, ``committed`` whether those that are right count as there. ``stale``: everything
+    was cleared since it was ordered.
     """
 
     number: int
@@ -37,10 +37,10 @@ class Job:
     group: int
     hashes: Sequence[bytes]
     tier: str
-    waiting: int
-    keeping: int
+    unreported: int
+    unkept: int
     deadline: float
-    told: dict[bytes, int] = field(default_factory=dict)
+    named: dict[bytes, int] = field(default_factory=dict)
     pinned: Sequence[bytes] = ()
     committed: bool = False
     stale: bool = False
@@ -56,15 +56,14 @@ class Jobs:
     """
 
     def __init__(self, num_ranks: int, timeout_s: float) -> None:
-        self.num_ranks = num_ranks
-        self._timeout_s = timeout_s
-        self._all = (1 << num_ranks) - 1
+        self.num_ranks, self._timeout_s = num_ranks, timeout_s
+        self._all_ranks = (1 << num_ranks) - 1
         self._jobs: dict[int, Job] = {}
         self._by_deadline: deque[Job] = deque()
         self._serial = 0
         self._now = self._ticked_at = 0.0
         self.num_awaited = 0
-        """Jobs that somebody may wait for: not done, and not overdue."""
+        """Jobs that a request may wait for: not done, and not overdue."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -80,58 +79,52 @@ class Jobs:
         while self._by_deadline and self._by_deadline[0].deadline <= self._now:
             job = self._by_deadline.popleft()
             if job.number in self._jobs:
-                self.num_awaited -= bool(job.waiting)
+                self.num_awaited -= bool(job.unreported)
                 job.overdue = True
                 found.append(job)
         return found
 
     def open(
-        self,
-        kind: JobKind,
-        group: int,
-        hashes: Sequence[bytes],
-        *,
-        tier: str = "",
-        keep: bool = False,
+        self, kind: JobKind, group: int, hashes: Sequence[bytes], *, tier: str = "", keep: bool = False
     ) -> Job:
         """A job is ordered of all ranks."""
         self._serial += 1
-        keeping = self._all if keep else 0
+        unkept = self._all_ranks if keep else 0
         deadline = self._now + self._timeout_s
-        job = Job(self._serial, kind, group, hashes, tier, self._all, keeping, deadline)
+        job = Job(self._serial, kind, group, hashes, tier, self._all_ranks, unkept, deadline)
         self._jobs[job.number] = job
         self._by_deadline.append(job)
         self.num_awaited += 1
         return job
 
-    def report(self, number: int, rank: int, kind: JobKind, told: Iterable[bytes]) -> Job | None:
-        """A rank has done a job. The job, if it was the last one; what it says twice is not heard."""
+    def report(self, number: int, rank: int, kind: JobKind, named: Iterable[bytes]) -> Job | None:
+        """A rank has done a job; a second report is ignored. The job, after its last rank."""
         job = self._jobs.get(number)
         bit = 1 << rank
-        if job is None or job.kind is not kind or not job.waiting & bit:
+        if job is None or job.kind is not kind or not job.unreported & bit:
             return None
-        job.waiting &= ~bit
-        for content in told:
-            job.told[content] = job.told.get(content, 0) + 1
-        if job.waiting:
+        job.unreported &= ~bit
+        for content in named:
+            job.named[content] = job.named.get(content, 0) + 1
+        if job.unreported:
             return None
         self.num_awaited -= not job.overdue
         return job
 
     def report_kept(self, number: int, rank: int) -> Job | None:
-        """A rank does not read a job's rows any more. The job, if it was the last one."""
+        """A rank does not read a job's rows any more. The job, after its last rank."""
         job = self._jobs.get(number)
         bit = 1 << rank
-        if job is None or not job.keeping & bit:
+        if job is None or not job.unkept & bit:
             return None
-        job.keeping &= ~bit
-        return None if job.keeping else job
+        job.unkept &= ~bit
+        return None if job.unkept else job
 
     def close(self, job: Job) -> None:
         """A job is over."""
         del self._jobs[job.number]
 
-    def spoil(self) -> None:
-        """Whatever is under way is of no use any more."""
+    def invalidate(self) -> None:
+        """Everything was cleared: what is under way arrives for nothing."""
         for job in self._jobs.values():
             job.stale = True

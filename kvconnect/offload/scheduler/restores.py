@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import TierIndex
-from kvconnect.offload.scheduler.outgoing import Hashes
-from kvconnect.offload.scheduler.reach import Reach, ReachGroup
-from kvconnect.offload.scheduler.reasons import Reasons
-from kvconnect.offload.scheduler.tracked import Offer, Pins, Tracked
+from kvconnect.offload.scheduler.failures import FailureCounts
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
+from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins
+from kvconnect.offload.scheduler.stores import Hashes
 from kvconnect.orders import Restore, RowCopies
-
-_Wanted = tuple[int, list[bytes], RowCopies]
-"""A group, the names of what is restored to it, and the copies."""
 
 
 class _Impossible(Exception):
@@ -24,11 +21,11 @@ class _Impossible(Exception):
 class Restores:
     """Restores by the request that waits for them."""
 
-    def __init__(self, reach: Reach, index: TierIndex, hashes: Hashes, reasons: Reasons) -> None:
-        self._reach = reach
-        self._index = index
-        self._hashes = hashes
-        self._reasons = reasons
+    def __init__(
+        self, requirements: HitRequirements, index: TierIndex, hashes: Hashes, failures: FailureCounts
+    ) -> None:
+        self._requirements, self._index = requirements, index
+        self._hashes, self._failures = hashes, failures
         self._pins: dict[str, Pins] = {}
         self._orders: list[Restore] = []
 
@@ -39,28 +36,38 @@ class Restores:
         return request_id in self._pins
 
     def begin(
-        self, tracked: Tracked, offer: Offer | None, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self,
+        request: OffloadRequest,
+        offer: Offer | None,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
     ) -> None:
         """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
-        request_id = tracked.request_id
+        request_id = request.request_id
         pins = self._pins[request_id] = {}
         try:
-            wanted = self._wanted(tracked, offer, block_ids, num_tokens)
+            if offer is None or num_tokens > offer.length:
+                raise _Impossible(f"{num_tokens} tokens are not what was promised")
+            start, end = offer.start_tokens, offer.start_tokens + num_tokens
+            wanted = [
+                (group.group, *found)
+                for group in self._requirements.groups
+                if (found := self._copies(request, group, block_ids[group.group], start, end)) is not None
+            ]
         except _Impossible as error:
-            self._reasons.count("offload_refused")
+            self._failures.count("offload_refused")
             self._orders.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
-        for group, names, _ in wanted:
-            self._index.touch(group, names)
-        assert offer is not None
+        for index, names, _ in wanted:
+            self._index.touch(index, names)
         if num_tokens == offer.length:
             # They stay pinned as they are.
             pins.update(offer.pins)
             offer.pins = {}
         else:
-            for group, names, _ in wanted:
-                self._index.pin(group, names)
-                pins[group] = names
+            for index, names, _ in wanted:
+                self._index.pin(index, names)
+                pins[index] = names
         self._orders.append(Restore(request_id, tuple(copies for _, _, copies in wanted)))
 
     def end(self, request_id: str, *, failed: bool) -> bool:
@@ -79,37 +86,29 @@ class Restores:
         orders, self._orders = tuple(self._orders), []
         return orders
 
-    def _wanted(
-        self, tracked: Tracked, offer: Offer | None, block_ids: Sequence[Sequence[int]], num_tokens: int
-    ) -> list[_Wanted]:
-        if offer is None or num_tokens > offer.length:
-            raise _Impossible(f"{num_tokens} tokens are not what was promised")
-        end = offer.start_tokens + num_tokens
-        found = []
-        for group in self._reach.groups:
-            if group.is_state and end % group.block_tokens:
-                raise _Impossible(f"no state is kept after {end} tokens")
-            first = max(group.first_needed(end), offer.start_tokens // group.block_tokens)
-            last = div_ceil(end, group.block_tokens)
-            names = group.names(self._hashes(tracked.view, group.block_tokens), first, last)
-            ids = block_ids[group.group]
-            ids = ids[-1:] if group.is_state else ids[first:last]
-            if len(ids) != len(names) or len(names) != last - first:
-                raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {last - first}")
-            if group.window is None and 0 in ids:
-                raise _Impossible(f"cache group {group.group} has no block for some of {end} tokens")
-            if 0 in ids:
-                # A window may be kept for fewer tokens than it is wide.
-                names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
-                ids = [block_id for block_id in ids if block_id]
-            if ids:
-                copies = RowCopies(group.group, tuple(ids), self._rows(group, names, end))
-                found.append((group.group, list(names), copies))
-        return found
-
-    def _rows(self, group: ReachGroup, names: Sequence[bytes], end: int) -> tuple[int, ...]:
+    def _copies(
+        self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
+    ) -> tuple[list[bytes], RowCopies] | None:
+        """The names and copies that bring a group from ``start`` to ``end`` tokens; None for none."""
+        if group.is_state and end % group.block_tokens:
+            raise _Impossible(f"no state is kept after {end} tokens")
+        first = max(group.first_needed(end), start // group.block_tokens)
+        last = div_ceil(end, group.block_tokens)
+        names = list(group.names(self._hashes(request.view, group.block_tokens), first, last))
+        ids = ids[-1:] if group.is_state else ids[first:last]
+        if len(ids) != len(names) or len(names) != last - first:
+            raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {last - first}")
+        if group.window is None and 0 in ids:
+            raise _Impossible(f"cache group {group.group} has no block for some of {end} tokens")
+        if 0 in ids:
+            # A window may be kept for fewer tokens than it is wide.
+            names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
+            ids = [block_id for block_id in ids if block_id]
+        if not ids:
+            return None
         try:
-            return tuple(self._index.rows_of(group.group, names))
+            rows = tuple(self._index.rows_of(group.group, names))
         except LocalError as error:
             reason = f"what cache group {group.group} needs after {end} tokens is not here"
             raise _Impossible(reason) from error
+        return names, RowCopies(group.group, tuple(ids), rows)

@@ -21,7 +21,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class ReachGroup:
+class HitGroup:
     """What a hit needs of one cache group.
 
     ``window`` in tokens, None for a group that sees the whole sequence. What a draft layer keeps of a token
@@ -57,20 +57,20 @@ class ReachGroup:
         return hashes[first + self.is_draft : max(0, end + self.is_draft)]
 
 
-def reach_groups(
+def hit_groups(
     groups: Sequence[KVCacheGroup], kept: Iterable[int], align_tokens: int, draft_groups: Iterable[int] = ()
-) -> tuple[ReachGroup, ...]:
+) -> tuple[HitGroup, ...]:
     """The groups of a cache that are kept. A state is known by the hash at its token count."""
     drafts = frozenset(draft_groups)
     made = []
     for index in sorted(kept):
         spec = groups[index]
         block_tokens = align_tokens if spec.is_state else spec.block_size
-        made.append(ReachGroup(index, block_tokens, spec.sliding_window, spec.is_state, index in drafts))
+        made.append(HitGroup(index, block_tokens, spec.sliding_window, spec.is_state, index in drafts))
     return tuple(made)
 
 
-class Reach:
+class HitRequirements:
     """What hits need, and what is kept for them.
 
     Args:
@@ -81,7 +81,7 @@ class Reach:
         ConfigError: a group's blocks do not fit in ``align_tokens``, or there is no group.
     """
 
-    def __init__(self, groups: Sequence[ReachGroup], align_tokens: int) -> None:
+    def __init__(self, groups: Sequence[HitGroup], align_tokens: int) -> None:
         if not groups or align_tokens < 1:
             raise ConfigError(
                 f"offload needs cache groups and an alignment; it has {len(groups)} groups, "
@@ -144,7 +144,7 @@ class Reach:
             found[group.group] = tuple(ranges)
         return found
 
-    def lasts(self, group: ReachGroup, position: int) -> bool:
+    def lasts(self, group: HitGroup, position: int) -> bool:
         """Whether a block is still needed at the first boundary after it."""
         boundary = div_ceil((position + 1) * group.block_tokens, self.align_tokens) * self.align_tokens
         return group.first_needed(boundary) <= position
@@ -177,8 +177,8 @@ class Reach:
         self,
         start_tokens: int,
         max_tokens: int,
-        run: Callable[[ReachGroup, int, int], int],
-        known: Callable[[ReachGroup, int, int], Sequence[bool]],
+        run: Callable[[HitGroup, int, int], int],
+        known: Callable[[HitGroup, int, int], Sequence[bool]],
     ) -> tuple[int, int]:
         """The longest hit, and how long it could be if all windows and states were known.
 
@@ -219,7 +219,7 @@ class Reach:
         most = [limits[group.group] * group.block_tokens for group in self.whole]
         return min(most) // self.align_tokens * self.align_tokens if most else 1 << 62
 
-    def _boundaries_of(self, group: ReachGroup, shortest: int) -> tuple[int, ...]:
+    def _boundaries_of(self, group: HitGroup, shortest: int) -> tuple[int, ...]:
         """Boundaries at which a group needs the most that it ever must."""
         if group.window is None:
             return (shortest,)

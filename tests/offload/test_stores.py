@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.half import OffloadScheduler
-from kvconnect.offload.scheduler.outgoing import MOST_AT_ONCE
+from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.orders import OffloadReport, Results
 
 BLOCK_TOKENS = 4
@@ -66,7 +66,7 @@ class Node:
                 ids = list(range(100 * at + first + 1, 100 * at + end + 1))
                 self.half.computed(request.request_id, end * BLOCK_TOKENS, (ids,) * self.num_groups)
                 if not self.together:
-                    self.half._outgoing.settle()
+                    self.half._stores.settle()
             stores = self.half.build_orders().stores
             self.failures.update(self.half.take_failures())
             seen.append(

@@ -10,15 +10,16 @@ from collections.abc import Iterable, Sequence
 
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.scheduler.failures import FailureCounts
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.jobs import Job, JobKind, Jobs
-from kvconnect.offload.scheduler.outgoing import Hashes
-from kvconnect.offload.scheduler.reach import Reach, ReachGroup
-from kvconnect.offload.scheduler.reasons import Reasons
-from kvconnect.offload.scheduler.tracked import Content, Offer, Pins, Search, Tracked
+from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins, Search
+from kvconnect.offload.scheduler.stores import Hashes
+from kvconnect.offload.tier import Content
 from kvconnect.orders import Fetch, Seek
 
-_LOOK_AGAIN_S = 0.05
-"""How long no answer stays no answer, while other requests store what might help."""
+_NEGATIVE_TTL_S = 0.05
+"""How long a lookup without a hit is not repeated, while other requests store what might help."""
 
 _STRIDE = 8
 """How many more names are looked at each time that all were known: most prompts are new."""
@@ -26,10 +27,10 @@ _STRIDE = 8
 _MOST_ROUNDS = 16
 
 _REST_WAITS = 10
-"""For how many times ``wait_s`` a tier is left alone that did not answer within one, unless it does."""
+"""For how many times ``wait_s`` a tier that did not answer within one is not asked, unless it does."""
 
 
-class Hits:
+class PrefixLookup:
     """Looks for hits, and has them brought to host memory.
 
     Args:
@@ -41,28 +42,22 @@ class Hits:
 
     def __init__(
         self,
-        reach: Reach,
+        requirements: HitRequirements,
         index: TierIndex,
         lower: LowerIndex,
         jobs: Jobs,
         hashes: Hashes,
-        reasons: Reasons,
+        failures: FailureCounts,
         *,
         tiers: Sequence[str],
         sought: Sequence[str],
         min_tokens: int,
         wait_s: float,
     ) -> None:
-        self._reach = reach
-        self._index = index
-        self._lower = lower
-        self._jobs = jobs
-        self._hashes = hashes
-        self._reasons = reasons
-        self._indexed = tuple(tier for tier in tiers if tier not in sought)
-        self._sought = tuple(sought)
-        self._min_tokens = max(1, min_tokens)
-        self._wait_s = wait_s
+        self._requirements, self._index, self._lower = requirements, index, lower
+        self._jobs, self._hashes, self._failures = jobs, hashes, failures
+        self._tiers, self._sought = tuple(tiers), tuple(sought)
+        self._min_tokens, self._wait_s = max(1, min_tokens), wait_s
         self._waiters: dict[Content, list[Search]] = {}
         self._seekers: dict[int, Search] = {}
         self._stuck: set[Content] = set()
@@ -75,65 +70,68 @@ class Hits:
     def __len__(self) -> int:
         return len(self._waiters) + len(self._seekers)
 
-    def ask(self, tracked: Tracked, start_tokens: int, now: float) -> int | None:
+    # What the requests ask
+
+    def find(self, request: OffloadRequest, start_tokens: int, now: float) -> int | None:
         """Tokens beyond ``start_tokens`` that can be restored; None: ask again."""
-        num_tokens = tracked.view.num_tokens
-        offer = tracked.offer
+        num_tokens = request.view.num_tokens
+        offer = request.offer
         if (
             offer is not None
             and offer.start_tokens == start_tokens
             and offer.num_tokens == num_tokens
-            and (offer.length or offer.version == self.version or now < offer.looked_at + _LOOK_AGAIN_S)
+            and (offer.length or offer.version == self.version or now < offer.looked_at + _NEGATIVE_TTL_S)
         ):
             return offer.length
-        search = tracked.search
+        search = request.search
         if search is None:
-            search = tracked.search = Search(now + self._wait_s)
+            search = request.search = Search(now + self._wait_s)
         if search.is_waiting:
             if now < search.deadline:
                 return None
-            self._reasons.count("offload_wait_timeout")
+            self._failures.count("offload_wait_timeout")
             for tier in {*search.waits_for.values(), *search.asked.values()}:
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(search.waits_for)
             self._abandon(search)
-        self.withdraw(tracked)
-        boundary = self._search(tracked, search, start_tokens, now)
+        self.withdraw(request)
+        boundary = self._search(request, search, start_tokens, now)
         if boundary is None:
             return None
         if boundary - start_tokens < self._min_tokens:
             boundary = start_tokens
         offer = Offer(start_tokens, num_tokens, boundary, looked_at=now, version=self.version)
         if offer.length:
-            for group, names in self._needed(tracked, start_tokens, boundary):
+            for group, names in self._needed(request, start_tokens, boundary):
                 self._index.pin(group.group, names)
                 offer.pins[group.group] = list(names)
-            tracked.sources = self._sources(offer, search)
+            request.sources = self._sources(offer, search)
         self._unpin(search.pins)
-        tracked.offer = offer
+        request.offer = offer
         return offer.length
 
-    def withdraw(self, tracked: Tracked) -> None:
+    def withdraw(self, request: OffloadRequest) -> None:
         """What was promised to a request is not wanted any more."""
-        if tracked.offer is not None:
-            self._unpin(tracked.offer.pins)
-            tracked.offer = None
+        if request.offer is not None:
+            self._unpin(request.offer.pins)
+            request.offer = None
 
-    def release(self, tracked: Tracked) -> None:
+    def release(self, request: OffloadRequest) -> None:
         """A request is not looking for a hit any more."""
-        self.withdraw(tracked)
-        if tracked.search is not None:
-            self._abandon(tracked.search)
-            self._unpin(tracked.search.pins)
-            tracked.search = None
+        self.withdraw(request)
+        if request.search is not None:
+            self._abandon(request.search)
+            self._unpin(request.search.pins)
+            request.search = None
 
     def take(self) -> tuple[tuple[Fetch, ...], tuple[Seek, ...]]:
         """The orders since the last call."""
-        if not (self._fetches or self._seeks):
-            return (), ()
         orders = tuple(self._fetches), tuple(self._seeks)
-        self._fetches, self._seeks = [], []
+        self._fetches.clear()
+        self._seeks.clear()
         return orders
+
+    # What becomes of the jobs
 
     def arrived(self, group: int, names: Iterable[bytes], tier: str = "") -> None:
         """Contents are in host memory now, brought from ``tier`` if by one."""
@@ -152,37 +150,30 @@ class Hits:
     def lost(self, group: int, names: Iterable[bytes]) -> None:
         """Contents that were under way to host memory do not arrive."""
         for name in names if self._waiters or self._stuck else ():
-            content = (group, name)
-            self._stuck.discard(content)
-            self._give_up(content)
+            self._stuck.discard((group, name))
+            self._give_up((group, name))
 
     def overdue(self, job: Job) -> None:
-        """Nobody waits for a job any more."""
+        """No request waits for a job any more."""
         if job.kind is JobKind.SEEK:
             self.answered(job)
             return
-        if job.waiting:
+        if job.unreported:
             for name in job.hashes:
                 self._stuck.add((job.group, name))
                 self._give_up((job.group, name))
 
     def answered(self, job: Job) -> None:
-        """Tiers have said, as far as they have, which contents they have; what all ranks have counts."""
-        if not job.waiting:
+        """A tier was asked what it has. What all ranks have counts; from an overdue job, nothing."""
+        if not job.unreported:
             self._resting.pop(job.tier, None)
         search = self._seekers.pop(job.number, None)
         if search is None:
             return
         search.asked.pop(job.number, None)
-        if not job.waiting and not job.stale:
-            found = {(job.group, name) for name, ranks in job.told.items() if ranks == self._jobs.num_ranks}
+        if not job.unreported and not job.stale:
+            found = {(job.group, name) for name, ranks in job.named.items() if ranks == self._jobs.num_ranks}
             search.found.setdefault(job.tier, set()).update(found)
-
-    def _is_awake(self, tier: str, now: float) -> bool:
-        """Whether a tier is not left alone for having kept somebody waiting."""
-        if self._resting.get(tier, now) <= now:
-            self._resting.pop(tier, None)
-        return tier not in self._resting
 
     def _give_up(self, content: Content) -> None:
         for search in self._waiters.pop(content, ()):
@@ -207,51 +198,53 @@ class Hits:
             self._index.unpin(group, names)
         pins.clear()
 
-    def _search(self, tracked: Tracked, search: Search, start_tokens: int, now: float) -> int | None:
+    # The search
+
+    def _search(self, request: OffloadRequest, search: Search, start_tokens: int, now: float) -> int | None:
         """How long a hit is here; None if more is being brought, where that makes a longer one."""
-        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
-        here, _ = self._longest(tracked, start_tokens, None)
+        limit = self._requirements.last_boundary(request.view.num_tokens - 1)
+        here, _ = self._longest(request, start_tokens, None)
         if here >= limit or search.is_settled or now >= search.deadline:
             search.is_settled = True
             return here
-        for tier in self._indexed:
-            self._is_awake(tier, now)
+        for tier in [tier for tier, until in self._resting.items() if until <= now]:
+            del self._resting[tier]
         if not search.was_asked:
             search.was_asked = True
-            if self._seek(tracked, search, start_tokens, now):
+            if self._seek(request, search, start_tokens):
                 return None
         for _ in range(_MOST_ROUNDS):
-            best, junction = self._longest(tracked, start_tokens, search)
+            best, junction = self._longest(request, start_tokens, search)
             if junction > max(best, start_tokens):
                 # Others share this much: keep what the next of them needs to begin there.
-                tracked.junction = junction
+                request.junction = junction
             at_least = here if here - start_tokens >= self._min_tokens else start_tokens
             if best - at_least < self._min_tokens:
                 break
-            self._bring(tracked, search, start_tokens, best)
+            self._bring(request, search, start_tokens, best)
             if search.is_waiting:
                 return None
             # Rows were short. What is here now may be less than it was.
-            here, _ = self._longest(tracked, start_tokens, None)
+            here, _ = self._longest(request, start_tokens, None)
         search.is_settled = True
         return here
 
-    def _longest(self, tracked: Tracked, start_tokens: int, search: Search | None) -> tuple[int, int]:
+    def _longest(self, request: OffloadRequest, start_tokens: int, search: Search | None) -> tuple[int, int]:
         """The longest hit, and how long it could be if all windows and states were there.
 
         With ``search`` what is under way, and what lower tiers have, counts as there.
         """
-        return self._reach.hit(
-            start_tokens,
-            tracked.view.num_tokens - 1,
-            lambda group, first, end: self._run(group.group, self._names(tracked, group, first, end), search),
-            lambda group, first, end: self._known(
-                group.group, self._names(tracked, group, first, end), search
-            ),
-        )
 
-    def _names(self, tracked: Tracked, group: ReachGroup, first: int, end: int) -> Sequence[bytes]:
-        return group.names(self._hashes(tracked.view, group.block_tokens), first, end)
+        def run(group: HitGroup, first: int, end: int) -> int:
+            return self._run(group.group, self._names(request, group, first, end), search)
+
+        def known(group: HitGroup, first: int, end: int) -> list[bool]:
+            return self._known(group.group, self._names(request, group, first, end), search)
+
+        return self._requirements.hit(start_tokens, request.view.num_tokens - 1, run, known)
+
+    def _names(self, request: OffloadRequest, group: HitGroup, first: int, end: int) -> Sequence[bytes]:
+        return group.names(self._hashes(request.view, group.block_tokens), first, end)
 
     def _run(self, group: int, names: Sequence[bytes], search: Search | None) -> int:
         """How many of the names, from the first on, are known."""
@@ -268,49 +261,45 @@ class Hits:
         known = [state is ContentState.READY for state in states]
         if search is None or all(known):
             return known
-        known = [
-            is_known or (state is ContentState.PENDING and (group, name) not in self._stuck)
-            for is_known, state, name in zip(known, states, names, strict=True)
-        ]
         absent = [at for at, state in enumerate(states) if state is ContentState.ABSENT]
-        for at, tier in zip(absent, self._tiers_of(group, [names[at] for at in absent], search), strict=True):
-            known[at] = bool(tier)
-        return [
-            is_known and (state is ContentState.READY or (group, name) not in search.lost)
-            for is_known, state, name in zip(known, states, names, strict=True)
-        ]
+        tiers = self._tiers_of(group, [names[at] for at in absent], search)
+        for at, tier in zip(absent, tiers, strict=True):
+            known[at] = bool(tier) and (group, names[at]) not in search.lost
+        for at, state in enumerate(states):
+            if state is ContentState.PENDING:
+                content = (group, names[at])
+                known[at] = content not in self._stuck and content not in search.lost
+        return known
 
     def _tiers_of(self, group: int, names: Sequence[bytes], search: Search) -> list[str]:
         """The nearest tier that has each; empty where none has."""
         found = [""] * len(names)
-        for tier in self._indexed:
-            if tier in self._resting:
-                continue
-            for at, has in enumerate(self._lower.has(tier, group, names)):
-                if has and not found[at]:
-                    found[at] = tier
-        for tier in self._sought:
-            told = search.found.get(tier)
-            for at, name in enumerate(names) if told else ():
-                if not found[at] and told and (group, name) in told:
+        for tier in self._tiers if names else ():
+            if tier in self._sought:
+                answered = search.found.get(tier, ())
+                has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
+            else:
+                has = self._lower.has(tier, group, names) if tier not in self._resting else ()
+            for at, is_there in enumerate(has):
+                if is_there and not found[at]:
                     found[at] = tier
         return found
 
     def _needed(
-        self, tracked: Tracked, start_tokens: int, boundary: int
-    ) -> list[tuple[ReachGroup, Sequence[bytes]]]:
+        self, request: OffloadRequest, start_tokens: int, boundary: int
+    ) -> list[tuple[HitGroup, Sequence[bytes]]]:
         """The contents that a hit needs, by group, beyond those that are at hand."""
-        needed = self._reach.needed(boundary, start_tokens)
+        needed = self._requirements.needed(boundary, start_tokens)
         return [
-            (group, self._names(tracked, group, needed[group.group].start, needed[group.group].stop))
-            for group in self._reach.groups
+            (group, self._names(request, group, needed[group.group].start, needed[group.group].stop))
+            for group in self._requirements.groups
         ]
 
-    def _bring(self, tracked: Tracked, search: Search, start_tokens: int, boundary: int) -> None:
+    def _bring(self, request: OffloadRequest, search: Search, start_tokens: int, boundary: int) -> None:
         """Order what a hit needs and is not here, and wait for what is under way."""
         self._unpin(search.pins)
         missing: dict[tuple[int, str], list[bytes]] = {}
-        for group, names in self._needed(tracked, start_tokens, boundary):
+        for group, names in self._needed(request, start_tokens, boundary):
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
             for name, state in zip(names, self._index.states(group.group, names), strict=True):
                 by_state[state].append(name)
@@ -324,7 +313,7 @@ class Hits:
         for (index, tier), names in missing.items():
             taken, rows = self._index.reserve(index, names)
             if len(taken) < len(names):
-                self._reasons.count("offload_rows_short")
+                self._failures.count("offload_rows_short")
                 search.lost.update((index, name) for name in set(names) - set(taken))
             if taken:
                 job = self._jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
@@ -336,13 +325,13 @@ class Hits:
             search.waits_for[group, name] = tier
             self._waiters.setdefault((group, name), []).append(search)
 
-    def _seek(self, tracked: Tracked, search: Search, start_tokens: int, now: float) -> bool:
+    def _seek(self, request: OffloadRequest, search: Search, start_tokens: int) -> bool:
         """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
-        limit = self._reach.last_boundary(tracked.view.num_tokens - 1)
-        for tier in self._sought:
-            for group in self._reach.groups if self._is_awake(tier, now) else ():
-                first = start_tokens // group.block_tokens
-                names = self._names(tracked, group, first, limit // group.block_tokens)
+        limit = self._requirements.last_boundary(request.view.num_tokens - 1)
+        for tier in [tier for tier in self._sought if tier not in self._resting]:
+            for group in self._requirements.groups:
+                first, end = start_tokens // group.block_tokens, limit // group.block_tokens
+                names = self._names(request, group, first, end)
                 known = self._known(group.group, names, search)
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
@@ -354,7 +343,7 @@ class Hits:
 
     def _sources(self, offer: Offer, search: Search) -> dict[str, int]:
         """How many of the offered tokens came from which tier, as the first group has them."""
-        group = (self._reach.whole or self._reach.partial)[0]
+        group = (self._requirements.whole or self._requirements.partial)[0]
         found: dict[str, int] = {}
         for tier, contents in search.brought.items():
             count = sum((group.group, name) in contents for name in offer.pins[group.group])

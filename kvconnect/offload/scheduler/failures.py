@@ -16,23 +16,23 @@ TEXTS = {
     "offload_restore_failed": "blocks could not be restored: the request is computed, or fails by the policy",
     "offload_restores_paused": "several restores failed one after the other, so none is promised for a while",
     "offload_store_failed": "blocks could not be stored",
-    "offload_fetch_missed": "a lower tier did not have what it had told of",
+    "offload_fetch_missed": "a lower tier did not have what it had reported",
     "offload_overdue": "workers have not reported a job in time; its rows are out of use until they do",
     "offload_unknown_rank": "a report came from a rank that does not exist",
 }
 """By reason what it means, for the log."""
 
 
-class Reasons:
-    """Counts reasons. The scheduler half has no metrics of its own: somebody takes them to some."""
+class FailureCounts:
+    """Failures by reason. The scheduler half has no metrics: a worker counts what ``take`` returns."""
 
     def __init__(self) -> None:
-        self._news: list[str] = []
+        self._untaken: list[str] = []
         self.totals: Counter[str] = Counter()
 
     def count(self, reason: str) -> None:
         """Something went wrong once more."""
-        self._news.append(reason)
+        self._untaken.append(reason)
         self.totals[reason] += 1
         if self.totals[reason] == 1:
             logger.warning(
@@ -41,7 +41,5 @@ class Reasons:
 
     def take(self) -> tuple[str, ...]:
         """What went wrong since the last call."""
-        if not self._news:
-            return ()
-        news, self._news = tuple(self._news), []
-        return news
+        taken, self._untaken = tuple(self._untaken), []
+        return taken

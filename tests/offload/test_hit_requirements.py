@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 
 
 class Oracle:
-    """An endless cache of token lists. Shares nothing with ``Reach`` but the description of its groups."""
+    """An endless cache of token lists. Shares nothing with the code but the description of groups."""
 
     def __init__(self, groups, align, checkpoint):
         self.groups, self.align, self.checkpoint = groups, align, checkpoint
@@ -88,16 +88,16 @@ def mixes(draw):
         is_draft = draw(st.booleans()) and draw(st.booleans())
         size = align if kind == "state" else draw(st.sampled_from(sizes))
         window = draw(st.integers(1, 3 * align)) if kind == "window" else None
-        groups.append(ReachGroup(index, size, window, kind == "state", is_draft))
+        groups.append(HitGroup(index, size, window, kind == "state", is_draft))
     return tuple(groups), align
 
 
-def keep(reach, checkpoint, tokens):
-    """What ``Reach`` keeps of a prompt: group, position, and the tokens that its name covers."""
+def keep(requirements, checkpoint, tokens):
+    """What ``HitRequirements`` keeps of a prompt: group, position, and the tokens that its name covers."""
     kept = set()
-    spans = reach.kept(reach.boundaries(len(tokens), checkpoint))
-    whole = reach.last_boundary(len(tokens))
-    for group in reach.groups:
+    spans = requirements.kept(requirements.boundaries(len(tokens), checkpoint))
+    whole = requirements.last_boundary(len(tokens))
+    for group in requirements.groups:
         ranges = [range(whole // group.block_tokens)] if group.is_whole else spans[group.group]
         hashes = [
             tuple(tokens[: end * group.block_tokens])
@@ -110,8 +110,8 @@ def keep(reach, checkpoint, tokens):
     return kept
 
 
-def has_of(reach, kept, tokens):
-    by_group = {group.group: group for group in reach.groups}
+def has_of(requirements, kept, tokens):
+    by_group = {group.group: group for group in requirements.groups}
 
     def has(index, position):
         group = by_group[index]
@@ -124,7 +124,7 @@ def has_of(reach, kept, tokens):
     return has
 
 
-def hit(reach, max_tokens, has, start=0):
+def hit(requirements, max_tokens, has, start=0):
     """The longest hit, where ``has`` says of a group and a position whether its block is known."""
 
     def known(group, first, end):
@@ -133,14 +133,14 @@ def hit(reach, max_tokens, has, start=0):
     def run(group, first, end):
         return [*known(group, first, end), False].index(False)
 
-    return reach.hit(start, max_tokens, run, known)[0]
+    return requirements.hit(start, max_tokens, run, known)[0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(mixes(), st.integers(0, 30), st.data())
 def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, data):
     groups, align = mix
-    reach, oracle = Reach(groups, align), Oracle(groups, align, checkpoint)
+    requirements, oracle = HitRequirements(groups, align), Oracle(groups, align, checkpoint)
     kept = set()
     prompts = []
     for _ in range(data.draw(st.integers(1, 3))):
@@ -148,50 +148,53 @@ def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, da
         fresh = data.draw(st.integers(0, 4 * align))
         prompt = (prompts[-1][:shared] if prompts else []) + [100 * len(prompts) + n for n in range(fresh)]
         prompts.append(prompt)
-        kept |= keep(reach, checkpoint, prompt)
+        kept |= keep(requirements, checkpoint, prompt)
         oracle.keep(prompt)
         assert kept == oracle.kept
     for prompt in [*prompts, prompts[-1] + [7] * (align + 3)]:
         for start in range(0, len(prompt), align):
-            assert hit(reach, len(prompt) - 1, has_of(reach, kept, prompt), start) == oracle.hit(
-                prompt, start
-            )
+            assert hit(
+                requirements, len(prompt) - 1, has_of(requirements, kept, prompt), start
+            ) == oracle.hit(prompt, start)
 
 
 @pytest.mark.parametrize("is_draft", [False, True])
 @pytest.mark.parametrize("checkpoint", [0, 16])
 def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length(is_draft, checkpoint):
     groups = (
-        ReachGroup(0, 4, is_draft=is_draft),
-        ReachGroup(1, 2, window=5),
-        ReachGroup(2, 4, window=7, is_draft=is_draft),
-        ReachGroup(3, 8, is_state=True),
+        HitGroup(0, 4, is_draft=is_draft),
+        HitGroup(1, 2, window=5),
+        HitGroup(2, 4, window=7, is_draft=is_draft),
+        HitGroup(3, 8, is_state=True),
     )
-    reach = Reach(groups, 8)
+    requirements = HitRequirements(groups, 8)
     for length in range(70):
         tokens = list(range(length))
         longer = [*tokens, -1]
-        kept = keep(reach, checkpoint, tokens)
+        kept = keep(requirements, checkpoint, tokens)
         useful = set()
         for prompt in (tokens, longer):
-            has = has_of(reach, kept, prompt)
+            has = has_of(requirements, kept, prompt)
             # Prompts that share less of it, too: each ends where another one of them begins to differ.
             for cut in range(len(prompt) + 1):
-                boundary = hit(reach, cut - 1, has) if cut else 0
-                useful |= {(g, at) for g, span in reach.needed(boundary).items() for at in span}
+                boundary = hit(requirements, cut - 1, has) if cut else 0
+                useful |= {(g, at) for g, span in requirements.needed(boundary).items() for at in span}
         assert {(group, position) for group, position, _ in kept} <= useful
         # The same prompt gets all but what its last token, and the draft's next block, leave out.
         ahead = 4 if is_draft else 0
-        assert hit(reach, length - 1, has_of(reach, kept, tokens)) == max(0, length - 1 - ahead) // 8 * 8
+        assert (
+            hit(requirements, length - 1, has_of(requirements, kept, tokens))
+            == max(0, length - 1 - ahead) // 8 * 8
+        )
 
 
 @given(mixes(), st.integers(0, 4), st.integers(0, 4))
 def test_what_is_at_hand_is_not_needed(mix, boundary, start):
     groups, align = mix
-    reach, oracle = Reach(groups, align), Oracle(groups, align, 0)
+    requirements, oracle = HitRequirements(groups, align), Oracle(groups, align, 0)
     boundary, start = boundary * align, start * align
     for group in groups:
-        assert list(reach.needed(boundary, start)[group.group]) == [
+        assert list(requirements.needed(boundary, start)[group.group]) == [
             position
             for position in range(start // group.block_tokens, boundary // group.block_tokens)
             if oracle.reads(group, position, boundary)
@@ -199,26 +202,26 @@ def test_what_is_at_hand_is_not_needed(mix, boundary, start):
 
 
 def test_a_window_of_one_token_needs_no_block():
-    reach = Reach((ReachGroup(0, 4, window=1),), 4)
-    assert reach.needed(8) == {0: range(2, 2)}
-    assert hit(reach, 9, lambda group, position: False) == 8
+    requirements = HitRequirements((HitGroup(0, 4, window=1),), 4)
+    assert requirements.needed(8) == {0: range(2, 2)}
+    assert hit(requirements, 9, lambda group, position: False) == 8
 
 
 @pytest.mark.parametrize("window", range(1, 40))
 def test_the_least_rows_are_what_the_longest_tail_needs(window):
-    group = ReachGroup(0, 4, window=window)
-    reach = Reach((group,), 8)
-    assert reach.least_rows()[0] == max(1, *(len(reach.needed(b)[0]) for b in range(8, 800, 8)))
+    group = HitGroup(0, 4, window=window)
+    requirements = HitRequirements((group,), 8)
+    assert requirements.least_rows()[0] == max(1, *(len(requirements.needed(b)[0]) for b in range(8, 800, 8)))
 
 
 def test_a_hit_of_fewer_tokens_than_are_ever_restored_is_not_the_shortest():
-    reach = Reach((ReachGroup(0, 4), ReachGroup(1, 8, is_state=True)), 8)
-    assert reach.least_rows() == {0: 2, 1: 1}
-    assert reach.least_rows(min_tokens=17) == {0: 6, 1: 1}
+    requirements = HitRequirements((HitGroup(0, 4), HitGroup(1, 8, is_state=True)), 8)
+    assert requirements.least_rows() == {0: 2, 1: 1}
+    assert requirements.least_rows(min_tokens=17) == {0: 6, 1: 1}
 
 
 def test_block_sizes_that_do_not_divide_the_alignment_are_named():
     with pytest.raises(ConfigError, match="blocks of 16 tokens.* aligned to 24.*Mamba.*prefix caching"):
-        Reach((ReachGroup(0, 16),), 24)
+        HitRequirements((HitGroup(0, 16),), 24)
     with pytest.raises(ConfigError, match="0 groups"):
-        Reach((), 16)
+        HitRequirements((), 16)

@@ -1,8 +1,4 @@
-"""What the scheduler half of the offload remembers of one request.
-
-Records and pure bookkeeping: which positions are to be kept and were seen to, and what is promised to the
-request. ``Tracked`` is changed by its owner alone.
-"""
+"""What the scheduler half of the offload remembers of one request. Records, changed by their owner alone."""
 
 from __future__ import annotations
 
@@ -10,14 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.offload.scheduler.reach import Reach, ReachGroup
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
+from kvconnect.offload.tier import Content
 from kvconnect.orders import RequestView
 
 NEVER = 1 << 62
 """A token count that no request reaches."""
-
-Content = tuple[int, bytes]
-"""A cache group and the name of a block in it."""
 
 Pins = dict[int, list[bytes]]
 """Names by group, each pinned once."""
@@ -47,9 +41,9 @@ class Offer:
 class Search:
     """What a request waits for before it is promised anything: contents that are under way to host memory.
 
-    ``waits_for`` says which tier brings a content, empty for what another request stores. ``asked`` are jobs
-    that ask tiers, with the tier; ``found`` what these said, by tier. ``lost`` could not be brought, and
-    is not tried again. ``brought`` is how many tokens of contents came from which tier.
+    ``waits_for`` has the tier that brings a content, empty for what another request stores. ``asked`` are
+    jobs that ask tiers, with the tier; ``found`` their answers, by tier. ``lost`` could not be brought, and
+    is not tried again. ``brought`` are the contents that came from each tier.
     """
 
     deadline: float
@@ -69,15 +63,15 @@ class Search:
 
 
 @dataclass(eq=False)
-class Tracked:
+class OffloadRequest:
     """One request, from its arrival to its end.
 
     ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
-    ``told_tokens`` those that the device was given since; ``before_tokens`` the same a step earlier.
+    ``computed_tokens`` those that the device was given since, ``computed_before`` the same a step earlier.
     ``boundaries`` are where windows and states are kept of the known tokens. ``block_ids`` are by group and
-    position, ``next_position`` by group the first one that was not seen to. ``trail`` is, by group, what was
-    kept while decoding, and is superseded as the answer grows. ``is_admitted``: it had blocks at some
-    time. ``sources`` are, of the last promise, tokens that lower tiers brought.
+    position, ``next_position`` by group the first one that was not considered for a store. ``trail`` is, by
+    group, what was kept while decoding, and is superseded as the answer grows. ``is_admitted``: it had blocks
+    at some time. ``sources`` are, of the last promise, tokens that lower tiers brought.
     """
 
     view: RequestView
@@ -86,8 +80,8 @@ class Tracked:
     most_tokens: int = NEVER
     prompt_tokens: int = 0
     known_tokens: int = 0
-    told_tokens: int = 0
-    before_tokens: int = 0
+    computed_tokens: int = 0
+    computed_before: int = 0
     boundaries: tuple[int, ...] = ()
     junction: int = 0
     kept: dict[int, tuple[range, ...]] = field(default_factory=dict)
@@ -102,38 +96,38 @@ class Tracked:
 
     @property
     def request_id(self) -> str:
-        """Whose record this is."""
+        """The serving stack's name of the request."""
         return self.view.request_id
 
-    def arrive(self, reach: Reach, checkpoint_tokens: int) -> None:
+    def arrive(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
         """The request is looked at for the first time: its prompt is what it will be."""
         if not self.prompt_tokens:
             self.prompt_tokens = self.view.num_tokens
-            self.lay_out(reach, checkpoint_tokens)
+            self.lay_out(requirements, checkpoint_tokens)
 
-    def lay_out(self, reach: Reach, checkpoint_tokens: int) -> None:
+    def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
         """Work out what is to be kept of the tokens that it has now."""
         self.known_tokens = self.view.num_tokens
-        found = set(reach.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
+        found = set(requirements.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
         if 0 < self.junction < self.known_tokens:
             found.add(self.junction)
         self.boundaries = tuple(sorted(found))
-        self.kept = reach.kept(self.boundaries) if self.writes else {}
+        self.kept = requirements.kept(self.boundaries) if self.writes else {}
 
-    def checkpoints(self, reach: Reach) -> tuple[int, ...]:
+    def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
         """Where its state is of use: its boundaries, and those that an answer can make one."""
-        align, last = reach.align_tokens, reach.last_boundary(self.known_tokens)
+        align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
         if self.boundaries and self.boundaries[-1] < last:
             return self.boundaries
         return (*self.boundaries, *range(last + align, self.known_tokens + 1, align))
 
     def lose_blocks(self) -> None:
-        """Its blocks are gone, or others: everything is told anew."""
+        """Its blocks are gone, or others."""
         self.block_ids = {}
         self.next_position = {}
-        self.told_tokens = self.before_tokens = 0
+        self.computed_tokens = self.computed_before = 0
 
-    def add_blocks(self, groups: Sequence[ReachGroup], new_block_ids: Sequence[Sequence[int]]) -> None:
+    def add_blocks(self, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]]) -> None:
         """It got these blocks."""
         for group in groups:
             if not group.is_state and (ids := new_block_ids[group.group]):
@@ -144,7 +138,7 @@ class Tracked:
 
         What was sampled counts once the token after it is known: drafts may have been in its place.
         """
-        return min(self.told_tokens, max(self.known_tokens, self.view.num_tokens - 1))
+        return min(self.computed_tokens, max(self.known_tokens, self.view.num_tokens - 1))
 
     def final_tokens(self) -> int:
         """The same when it has ended. The last token has no KV yet."""
@@ -153,21 +147,23 @@ class Tracked:
             return self.view.num_tokens - 1
         return self.valid_tokens()
 
-    def first_held(self, group: ReachGroup, lag_tokens: int) -> int:
-        """The first position of a window whose block was still the request's in the step told last.
+    def first_held(self, group: HitGroup, lag_tokens: int) -> int:
+        """The first position of a window whose block was still the request's in the last ``computed`` step.
 
-        While decoding not every step is told; a step is of one token at least.
+        While decoding not every step is reported; a step is of one token at least.
         """
-        is_prefill = self.before_tokens < self.known_tokens
-        before = self.before_tokens if is_prefill else self.told_tokens - 1 + lag_tokens
+        is_prefill = self.computed_before < self.known_tokens
+        before = self.computed_before if is_prefill else self.computed_tokens - 1 + lag_tokens
         return group.first_needed(max(0, before))
 
-    def wants(self, reach: Reach, group: ReachGroup, first: int, end: int, *, decoded: bool) -> list[int]:
+    def worth_keeping(
+        self, requirements: HitRequirements, group: HitGroup, first: int, end: int, *, decoded: bool
+    ) -> list[int]:
         """Positions of a group with a window that are to be kept, among ``first`` to ``end - 1``."""
         found: list[int] = []
         for span in self.kept.get(group.group, ()):
             found.extend(range(max(first, span.start), min(end, span.stop)))
         if decoded:
             begin = max(first, (self.boundaries[-1] if self.boundaries else 0) // group.block_tokens)
-            found.extend(p for p in range(begin, end) if reach.lasts(group, p))
+            found.extend(p for p in range(begin, end) if requirements.lasts(group, p))
         return found

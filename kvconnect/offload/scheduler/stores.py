@@ -1,0 +1,293 @@
+"""Which blocks of running requests go to host memory: what a later hit can use, once, as soon as it is final.
+
+Nothing waits: where rows are short, blocks are passed over and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.scheduler.failures import FailureCounts
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
+from kvconnect.offload.scheduler.jobs import JobKind, Jobs
+from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
+from kvconnect.orders import RequestView, RowCopies, Store
+
+MOST_AT_ONCE = 1024
+"""Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
+
+Hashes = Callable[[RequestView, int], Sequence[bytes]]
+"""The hashes of a request's full blocks of so many tokens, each of everything up to the block's end."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Blocks of one group that are stored with the next orders."""
+
+    names: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Positions of a request in one group, from ``first`` on, of no use without the contents ``before``."""
+
+    request: OffloadRequest
+    first: int
+    before: list[bytes]
+    names: Sequence[bytes]
+    block_ids: list[int]
+
+
+class Stores:
+    """Blocks that are to be stored with the next orders.
+
+    Args:
+        most_tokens: contents beyond this many tokens can be part of no hit, for want of rows.
+        lag_tokens: tokens that the stack may have begun to compute beyond what it reports.
+        decoded: keep blocks that were filled while decoding too.
+        keep: write what is stored to lower tiers too.
+    """
+
+    def __init__(
+        self,
+        requirements: HitRequirements,
+        index: TierIndex,
+        jobs: Jobs,
+        hashes: Hashes,
+        failures: FailureCounts,
+        *,
+        most_tokens: int,
+        lag_tokens: int,
+        decoded: bool,
+        keep: bool,
+    ) -> None:
+        self._requirements, self._index, self._jobs = requirements, index, jobs
+        self._hashes, self._failures = hashes, failures
+        self._most_tokens, self._lag_tokens = most_tokens, lag_tokens
+        self._decoded, self._keep = decoded, keep
+        self._windows = tuple(group for group in requirements.partial if not group.is_state)
+        self._batches: dict[int, _Batch] = {}
+        self._noted: dict[str, tuple[OffloadRequest, int]] = {}
+        self.due: dict[str, int] = {}
+        """By request the token count at which there is more to take, for those that are in here."""
+
+    def __len__(self) -> int:
+        return len(self._noted) + sum(len(batch.names) for batch in self._batches.values())
+
+    def note(self, request: OffloadRequest, valid_tokens: int) -> None:
+        """Take what has become final of a request, together with that of others: see ``settle``."""
+        self._noted[request.request_id] = (request, valid_tokens)
+
+    def settle(self, request_id: str | None = None) -> None:
+        """Take rows for the requests that were noted, if one of them is this one.
+
+        Needed before the record of that request changes. Done for all of them together, since the index is
+        much faster with many contents at once.
+        """
+        if self._noted and (request_id is None or request_id in self._noted):
+            noted, self._noted = list(self._noted.values()), {}
+            # Where rows are short a request gets them in all groups, rather than all requests in one.
+            at_once = len(noted) if len(self._requirements.groups) == 1 else 1
+            for first in range(0, len(noted), at_once):
+                self._collect(noted[first : first + at_once], is_last=False)
+
+    def collect_last(self, request: OffloadRequest, valid_tokens: int) -> None:
+        """Take what has become final of a request that has ended: its blocks are those that it holds now."""
+        self._collect([(request, valid_tokens)], is_last=True)
+
+    def collect_state(
+        self,
+        request: OffloadRequest,
+        group: HitGroup,
+        num_tokens: int,
+        block_id: int,
+        *,
+        chosen: bool,
+    ) -> None:
+        """A block holds the state after so many tokens until the next step.
+
+        ``chosen``: the stack keeps states at boundaries of its own choice, and this is one.
+        """
+        align = self._requirements.align_tokens
+        if num_tokens % align or not block_id or not 0 < num_tokens == self._limited(request, num_tokens):
+            return
+        self.settle(request.request_id)
+        if chosen and num_tokens not in request.boundaries and num_tokens <= request.known_tokens:
+            request.boundaries = tuple(sorted({*request.boundaries, num_tokens}))
+            request.kept = self._requirements.kept(request.boundaries)
+        is_decoded = num_tokens > (request.boundaries[-1] if request.boundaries else 0)
+        if not is_decoded and num_tokens not in request.boundaries:
+            return
+        position = num_tokens // align - 1
+        names = group.names(self._hashes(request.view, align), position, position + 1)
+        if names and self._reserve(group, names, [block_id]) and is_decoded:
+            request.trail.setdefault(group.group, deque()).append((position, names[0]))
+
+    def overwritten(self, block_ids: Collection[int]) -> None:
+        """These blocks are overwritten before the next orders are carried out."""
+        self.settle()
+        gone = frozenset(block_ids)
+        for group, batch in self._batches.items():
+            if gone.isdisjoint(batch.block_ids):
+                continue
+            kept = self._batches[group] = _Batch()
+            for name, block_id, row in zip(batch.names, batch.block_ids, batch.rows, strict=True):
+                if block_id in gone:
+                    self._index.drop(group, [name])
+                    self._failures.count("offload_overwritten")
+                else:
+                    kept.names.append(name)
+                    kept.block_ids.append(block_id)
+                    kept.rows.append(row)
+
+    def take(self) -> tuple[Store, ...]:
+        """The orders."""
+        self.settle()
+        batches, self._batches = self._batches, {}
+        stores = []
+        for group, batch in batches.items():
+            if batch.names:
+                names = tuple(batch.names)
+                job = self._jobs.open(JobKind.STORE, group, names, keep=self._keep)
+                copies = RowCopies(group, tuple(batch.block_ids), tuple(batch.rows))
+                stores.append(Store(job.number, copies, names, self._keep))
+        return tuple(stores)
+
+    def clear(self) -> None:
+        """Forget what was taken since the last orders."""
+        self.settle()
+        for group, batch in self._batches.items():
+            self._index.drop(group, batch.names)
+        self._batches = {}
+
+    def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
+        """Of so many tokens those that may be kept."""
+        if not request.writes:
+            return 0
+        most = min(request.most_tokens, self._most_tokens)
+        return min(num_tokens, most if self._decoded else min(most, request.prompt_tokens))
+
+    def _collect(self, noted: Iterable[tuple[OffloadRequest, int]], *, is_last: bool) -> None:
+        valid = [(request, self._limited(request, tokens)) for request, tokens in noted]
+        behind: set[str] = set()
+        for group in self._requirements.whole:
+            parts = []
+            for request, tokens in valid:
+                end = self._requirements.last_boundary(tokens) // group.block_tokens
+                first = request.next_position.get(group.group, 0)
+                if end > first + MOST_AT_ONCE and not is_last:
+                    end = first + MOST_AT_ONCE
+                    behind.add(request.request_id)
+                if first < end:
+                    parts.append(self._part(request, group, first, end))
+            if parts:
+                self._collect_whole(group, parts)
+        for request, tokens in valid:
+            due = self._collect_partial(request, tokens, is_last)
+            if request.request_id in self.due:
+                self.due[request.request_id] = 0 if request.request_id in behind else due
+
+    def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
+        """Take what groups with windows have. The token count at which there is more to take of any group."""
+        boundary = self._requirements.last_boundary(valid)
+        due = boundary + self._requirements.align_tokens + self._requirements.ahead_tokens
+        for group in self._windows:
+            self._collect_window(request, group, group.num_named(valid), is_last)
+            due = min(due, (group.num_named(valid) + 1 + group.is_draft) * group.block_tokens)
+        if any(request.trail.values()):
+            self._supersede(request, boundary)
+        if request.computed_tokens < request.known_tokens:
+            return 0
+        return NEVER if due > self._limited(request, NEVER) else due
+
+    def _part(self, request: OffloadRequest, group: HitGroup, first: int, end: int) -> _Part:
+        hashes = self._hashes(request.view, group.block_tokens)
+        names = group.names(hashes, first, end)
+        block_ids = request.block_ids.get(group.group, [])[first : first + len(names)]
+        if 0 in block_ids:
+            del block_ids[block_ids.index(0) :]
+        before = [*group.names(hashes, 0, 1), *group.names(hashes, first - 1, first)] if first else []
+        return _Part(request, first, before, names[: len(block_ids)], block_ids)
+
+    def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
+        """Take of each request the positions of its part; what comes after a missing one is of no use."""
+        every = [name for part in parts for name in (*part.before, *part.names)]
+        states = self._index.states(group.group, every)
+        wanted: list[_Part] = []
+        num_absent = at = 0
+        for part in parts:
+            first, at = at + len(part.before), at + len(part.before) + len(part.names)
+            absent = states[first:at].count(ContentState.ABSENT)
+            if ContentState.ABSENT in states[first - len(part.before) : first]:
+                # What it began with has made room for others; then what follows is of no use.
+                self._failures.count("offload_rows_short")
+                part.request.next_position[group.group] = part.first
+                continue
+            part.request.next_position[group.group] = part.first + len(part.names)
+            if absent:
+                num_absent += absent
+                wanted.append(part)
+        if not wanted:
+            return
+        names = [name for part in wanted for name in part.names]
+        taken = self._reserve(group, names, [block_id for part in wanted for block_id in part.block_ids])
+        for part in wanted if taken < num_absent else ():
+            states = self._index.states(group.group, part.names)
+            if ContentState.ABSENT in states:
+                self._failures.count("offload_rows_short")
+                part.request.next_position[group.group] = part.first + states.index(ContentState.ABSENT)
+
+    def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
+        # Of a draft's window no wider than a block nothing is kept: blocks leave it before they have a name.
+        first = request.next_position.get(group.group, 0)
+        block_ids = request.block_ids.get(group.group, [])
+        hashes = self._hashes(request.view, group.block_tokens) if first < end else ()
+        end = min(end, len(block_ids), len(hashes) - group.is_draft)
+        if first >= end:
+            return
+        request.next_position[group.group] = end
+        held = 0 if is_last else request.first_held(group, self._lag_tokens)
+        wanted = request.worth_keeping(self._requirements, group, first, end, decoded=self._decoded)
+        there = [at for at in wanted if at >= held and block_ids[at]]
+        if not there:
+            return
+        names = [hashes[at + group.is_draft] for at in there]
+        states = self._index.states(group.group, names)
+        absent = [at for at, state in zip(there, states, strict=True) if state is ContentState.ABSENT]
+        taken = self._reserve(group, names, [block_ids[at] for at in there])
+        if taken < len(absent):
+            self._failures.count("offload_rows_short")
+        begin = request.boundaries[-1] if request.boundaries else 0
+        for at in absent[:taken]:
+            if at * group.block_tokens >= begin:
+                trail = request.trail.setdefault(group.group, deque())
+                trail.append((at, hashes[at + group.is_draft]))
+
+    def _reserve(self, group: HitGroup, names: Sequence[bytes], block_ids: Sequence[int]) -> int:
+        """Take rows for those that have none. How many got one: the first of those that are absent."""
+        taken, rows = self._index.reserve(group.group, names)
+        if taken:
+            if len(taken) < len(names):
+                by_name = dict(zip(names, block_ids, strict=True))
+                block_ids = [by_name[name] for name in taken]
+            batch = self._batches.setdefault(group.group, _Batch())
+            batch.names += taken
+            batch.block_ids += block_ids
+            batch.rows += rows
+        return len(taken)
+
+    def _supersede(self, request: OffloadRequest, boundary: int) -> None:
+        """Forget what was kept of an answer for boundaries that are well behind its end."""
+        for group in self._requirements.partial:
+            trail = request.trail.get(group.group)
+            first = group.first_needed(max(0, boundary - self._requirements.align_tokens))
+            old = []
+            while trail and trail[0][0] < first:
+                old.append(trail.popleft()[1])
+            if old:
+                self._index.drop_unused(group.group, old)
