@@ -190,7 +190,7 @@ def test_a_closed_worker_reports_what_was_open_and_nothing_twice():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ended_leaves_nobody_waiting(rig):
     rig.worker._loop.step = lambda now: (_ for _ in ()).throw(SystemExit)
-    rig.worker._loop._news.set()
+    rig.worker._loop._wake.set()
     rig.worker._loop._thread.join(5)
     rig.order(
         stores=(Store(1, copies(0, [(1, 0)]), hashes(1), keep=True),),

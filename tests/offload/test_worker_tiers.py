@@ -308,7 +308,7 @@ def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
     disk._wake()
     assert woken.wait(10)
     rig.order(clear=True)
-    rig.worker._loop._news.set()
+    rig.worker._loop._wake.set()
     end = time.monotonic() + 10
     while rig.worker._jobs._changes:
         assert time.monotonic() < end

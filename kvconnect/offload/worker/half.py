@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,16 +22,15 @@ from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.copier import Copier, Ticket, make_arena, make_copier
+from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, worker_facts
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.tiers import lower_tier_names, make_lower_tiers
-from kvconnect.offload.worker.held_rows import HeldRows
+from kvconnect.offload.worker.jobs import Job, Jobs, Report
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.offload.worker.open_jobs import JobKind, OpenJobs
-from kvconnect.offload.worker.snapshots import Copies, StoreJob
+from kvconnect.offload.worker.snapshots import Copies
 from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.orders import OffloadOrders, Results, RowCopies, Store
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
@@ -85,8 +84,7 @@ class OffloadWorker:
         }
         self._make_tiers = tiers or self._configured_tiers
         self._metrics = OffloadMetrics(registry)
-        self._jobs = OpenJobs(rank)
-        self._held = HeldRows()
+        self._jobs = Jobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
         self._is_closed = False
@@ -210,24 +208,16 @@ class OffloadWorker:
         )
 
     def _begin(self, copier: Copier, tiers: Sequence[LowerTier]) -> None:
-        lower = LowerTiers(tiers, self._arena, self._jobs, self._held, self._metrics)
-        copies = Copies(copier, self._arena, self._jobs, self._held, lower, self._metrics)
-        self._copier = copier
-        self._loop = TierLoop(
-            copies,
-            lower,
-            self._jobs,
-            self._held,
-            self._metrics,
-            device=self._device,
-            release=self._release,
-        )
-        self._loop.begin()
+        lower = LowerTiers(tiers, self._arena, self._jobs, self._metrics)
+        copies = Copies(copier, self._arena, self._jobs, lower, self._metrics)
 
-    def _release(self) -> None:
-        assert self._copier is not None
-        self._copier.close()
-        self._arena.close()
+        def release() -> None:
+            copier.close()
+            self._arena.close()
+
+        self._copier = copier
+        self._loop = TierLoop(copies, lower, self._jobs, self._metrics, device=self._device, release=release)
+        self._loop.begin()
 
     # The thread that gives the device its steps
 
@@ -246,13 +236,12 @@ class OffloadWorker:
             loop.clear()
         if not orders.stores:
             return
-        jobs = [self._store_job(store, now) for store in orders.stores]
-        ticket = self._snapshot(copier, jobs)
+        jobs = [self._open_store(store) for store in orders.stores]
+        ticket = copier.snapshot([job.copies for job in jobs])
+        begun = [(ticket, jobs)]
         if ticket.done and ticket.error is not None and len(jobs) > 1:
             # One order that cannot be carried out must not fail the others.
-            begun = [(self._snapshot(copier, [job]), [job]) for job in jobs]
-        else:
-            begun = [(ticket, jobs)]
+            begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
 
         def take(_: float) -> None:
             for ticket, jobs in begun:
@@ -268,33 +257,32 @@ class OffloadWorker:
         """
         if not (orders.restores or orders.fetches or orders.seeks):
             return
-        (copier, loop), now = self._registered(), time.monotonic()
+        (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
         after = copier.mark() if orders.restores else None
-        restores = [
-            (self._jobs.open(JobKind.RESTORE, order.request_id, (), now), order) for order in orders.restores
-        ]
-        fetches = [
-            (self._jobs.open(JobKind.FETCH, order.job, order.hashes, now), order) for order in orders.fetches
-        ]
-        seeks = [
-            (self._jobs.open(JobKind.SEEK, order.job, order.hashes, now), order) for order in orders.seeks
-        ]
+        work: list[tuple[Job, Callable[[float], None]]] = []
+        # What a request waits for to find more comes before the copies, which keep the thread busy.
+        for fetch in orders.fetches:
+            job = opened(fetch.job, fetch.hashes, Report.FETCHED)
+            work.append((job, partial(loop.lower.fetch, job, fetch)))
+        for seek in orders.seeks:
+            job = opened(seek.job, seek.hashes, Report.FOUND)
+            work.append((job, partial(loop.lower.seek, job, seek)))
+        for restore in orders.restores:
+            job = opened(restore.request_id, (), Report.RECEIVED)
+            if restore.refusal:
+                self._jobs.fail(job, restore.refusal)
+            else:
+                work.append((job, partial(loop.copies.restore, job, restore, after, now)))
 
         def take(later: float) -> None:
             self._metrics.wait_seconds.labels("turn").inc(later - now)
-            # What a request waits for to find more comes before the copies, which keep this thread.
-            for number, fetch in fetches:
-                with self._counted(number, "an order to fetch"):
-                    loop.lower.fetch(number, fetch, later)
-            for number, seek in seeks:
-                with self._counted(number, "an order to seek"):
-                    loop.lower.seek(number, seek, later)
-            for number, restore in restores:
-                with self._counted(number, "an order to restore"):
-                    if restore.refusal:
-                        self._jobs.fail(number, restore.refusal)
-                    else:
-                        loop.copies.restore(number, restore, after, now)
+            for job, begin in work:
+                try:
+                    begin(later)
+                except Exception as error:
+                    self._metrics.failures.labels("internal").inc()
+                    logger.exception("an order could not be carried out")
+                    self._jobs.fail(job, f"it could not be carried out: {error}")
 
         loop.order(take)
 
@@ -307,7 +295,7 @@ class OffloadWorker:
             for reason in reasons:
                 self._metrics.failures.labels(reason).inc()
 
-        # Until it runs, nobody else writes the numbers.
+        # Only the thread writes the numbers, once it runs.
         if self._loop is not None:
             self._loop.order(count)
         else:
@@ -316,7 +304,7 @@ class OffloadWorker:
     def results(self) -> Results:
         """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""
         if self._loop is not None and not self._loop.is_alive:
-            # Nobody else would.
+            # The thread would, were it alive.
             self._jobs.fail_all("the thread of the tiers has ended")
         return self._jobs.take()
 
@@ -331,7 +319,7 @@ class OffloadWorker:
     def state(self) -> dict[str, int]:
         """Counts of what is under way, for people and tests. All zero when idle."""
         counts = self._jobs.counts()
-        counts["held_rows"] = len(self._held)
+        counts["held_rows"] = len(self._jobs.held)
         counts["copies"] = len(self._loop.copies) if self._loop is not None else 0
         counts["errands"] = len(self._loop.lower) if self._loop is not None else 0
         return counts
@@ -365,33 +353,15 @@ class OffloadWorker:
             raise LocalError("orders came before register_kv_caches was called")
         return self._copier, self._loop
 
-    def _store_job(self, store: Store, now: float) -> StoreJob:
-        number = self._jobs.open(JobKind.STORE, store.job, store.hashes, now)
-        keep = self._jobs.open(JobKind.KEEP, store.job, store.hashes, now) if store.keep else None
-        copies, hashes = store.copies, store.hashes
-        refused: tuple[bytes, ...] = ()
-        if len(self._held):
-            index = self._arena.plan.class_of.get(copies.group, -1)
-            free = [at for at, row in enumerate(copies.rows) if (index, row) not in self._held]
-            kept = {hashes[at] for at in free}
-            refused = tuple(hash_ for hash_ in hashes if hash_ not in kept)
-            hashes = tuple(hashes[at] for at in free)
-            copies = RowCopies(
-                copies.group,
-                tuple(copies.block_ids[at] for at in free),
-                tuple(copies.rows[at] for at in free),
-            )
-        return StoreJob(number, keep, copies, hashes, refused)
-
-    def _snapshot(self, copier: Copier, jobs: Sequence[StoreJob]) -> Ticket:
-        return copier.snapshot([job.copies for job in jobs])
-
-    @contextmanager
-    def _counted(self, number: int, what: str) -> Iterator[None]:
-        """End a job as failed if there is an error of ours, or of who ordered it, over it."""
-        try:
-            yield
-        except Exception as error:
-            self._metrics.failures.labels("internal").inc()
-            logger.error("the thread of the tiers met an error of its own over %s", what, exc_info=error)
-            self._jobs.fail(number, f"{what} could not be carried out: {error}")
+    def _open_store(self, store: Store) -> Job:
+        owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
+        job = self._jobs.open(store.job, store.hashes, *owed)
+        job.copies, job.copied = store.copies, store.hashes
+        if len(self._jobs.held):
+            group, block_ids, rows = store.copies.group, store.copies.block_ids, store.copies.rows
+            index = self._arena.plan.class_of.get(group, -1)
+            free = [at for at, row in enumerate(rows) if (index, row) not in self._jobs.held]
+            job.copied = tuple(store.hashes[at] for at in free)
+            job.refused = tuple(set(store.hashes) - set(job.copied))
+            job.copies = RowCopies(group, tuple(block_ids[at] for at in free), tuple(rows[at] for at in free))
+        return job

@@ -1,55 +1,44 @@
 """The tiers below host memory, as one rank uses them: each job goes there and comes back, or is given up.
 
 A tier answers in its own time. What it does not answer in time is reported failed, and its rows stay held
-until it does: a tier that reads or writes late can then harm nobody.
+until it does: a tier that reads or writes late can then harm no other job.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from kvconnect.errors import LocalError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
-from kvconnect.offload.worker.held_rows import HeldRows, Place
-from kvconnect.offload.worker.open_jobs import OpenJobs
-from kvconnect.orders import Fetch, RowCopies, Seek, TierChange
+from kvconnect.offload.worker.jobs import HostRow, Job, Jobs, Report
+from kvconnect.orders import Fetch, Seek, TierChange
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 20.0
 
-
-@dataclass
-class _Keep:
-    """A job whose rows are written to every tier. ``refused`` counts how many do not have a hash."""
-
-    number: int
-    left: int
-    lost: tuple[bytes, ...]
-    refused: Counter[bytes] = field(default_factory=Counter)
+_Key = tuple[str, str, int]
+"""A call of a tier: the tier's name, the verb, and the number of the job."""
 
 
-@dataclass
-class _Errand:
-    """What one tier was asked to do. ``number`` is the open job it is for."""
+@dataclass(eq=False)
+class _Call:
+    """What one tier was asked to do for a job, with these contents and rows."""
 
-    number: int
+    job: Job
     group: int
-    hashes: tuple[bytes, ...]
-    places: tuple[Place, ...]
-    row_bytes: int
+    hashes: Sequence[bytes]
+    rows: Sequence[HostRow]
     began_s: float
     deadline_s: float
-    keep: _Keep | None = None
-    missing: tuple[bytes, ...] = ()
     given_up: bool = False
 
 
@@ -59,35 +48,32 @@ class LowerTiers:
     Args:
         tiers: in the order in which they are written.
         arena: the rows.
-        jobs: where what ended is reported.
-        held: where rows are put that a tier did not let go of in time.
+        jobs: where what ended is reported, and rows are held that a tier did not let go of in time.
         metrics: what was moved, and what went wrong.
         write_timeout_s: how long a tier may take to write the rows of a job.
-        read_timeout_s: how long it may take to read them, or to say whether it has them.
+        read_timeout_s: how long it may take to read them, or to answer whether it has them.
     """
 
     def __init__(
         self,
         tiers: Sequence[LowerTier],
         arena: RowArena,
-        jobs: OpenJobs,
-        held: HeldRows,
+        jobs: Jobs,
         metrics: OffloadMetrics,
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
-        self._arena, self._jobs, self._held, self._metrics = arena, jobs, held, metrics
+        self._arena, self._jobs, self._metrics = arena, jobs, metrics
         self._write_timeout_s, self._read_timeout_s = write_timeout_s, read_timeout_s
-        self._numbers = itertools.count(1)
-        self._errands: dict[tuple[str, str, int], _Errand] = {}
+        self._calls: dict[_Key, _Call] = {}
         self._next_deadline_s: float | None = None
-        self._troubled: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
-        """Errands that were not answered, those given up included."""
-        return len(self._errands)
+        """Calls that were not answered, those given up included."""
+        return len(self._calls)
 
     @property
     def tiers(self) -> tuple[LowerTier, ...]:
@@ -99,69 +85,53 @@ class LowerTiers:
         """When ``advance`` has something to do though no tier has news."""
         return self._next_deadline_s
 
-    def keep(
-        self,
-        number: int,
-        copies: RowCopies,
-        hashes: Sequence[bytes],
-        now: float,
-        *,
-        lost: Sequence[bytes] = (),
-    ) -> None:
-        """Write rows to all tiers; the job ends once none of them reads the rows any more.
-
-        ``hashes`` name what is in the rows of ``copies``. Those in ``lost`` are not kept in any case.
-        """
-        if not self._tiers or not hashes:
-            self._jobs.end(number, (*hashes, *lost))
+    def keep(self, job: Job, now: float) -> None:
+        """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
+        if not self._tiers or not job.copied:
+            self._jobs.end(job, Report.KEPT, job.hashes)
             return
-        keep = _Keep(number, len(self._tiers), lost=tuple(lost))
-        memory = self._rows(copies.group, hashes, copies.rows)
+        group, numbers = job.copies.group, job.copies.rows
+        job.num_writing = len(self._tiers)
+        memory, rows = self._memory(group, job.copied, numbers), self._rows(group, numbers)
         for tier in self.tiers:
-            errand = self._errand(number, copies.group, hashes, copies.rows, now, self._write_timeout_s)
-            errand.keep = keep
-            self._send(tier, "write", errand, functools.partial(_write, tier, memory))
+            call = _Call(job, group, job.copied, rows, now, now + self._write_timeout_s)
+            self._begin((tier.name, "write", job.number), call, partial(tier.write, job.number, memory))
 
-    def fetch(self, number: int, order: Fetch, now: float) -> None:
+    def fetch(self, job: Job, order: Fetch, now: float) -> None:
         """Read contents into rows; the job ends once the tier does not write them any more."""
-        tier = self._tiers.get(order.tier)
+        tier = self._tier(job, order.tier)
         if tier is None:
-            self._unknown(order.tier)
-            self._jobs.fail(number, "there is no such tier")
             return
-        # A row in somebody's hands must not get bytes of which nobody could say whose they are.
-        places = self._places(order.group, order.rows)
-        free = [index for index, place in enumerate(places) if place not in self._held]
-        hashes = [order.hashes[index] for index in free]
-        rows = [order.rows[index] for index in free]
-        errand = self._errand(number, order.group, hashes, rows, now, self._read_timeout_s)
-        errand.missing = tuple(set(order.hashes) - set(hashes))
+        # What is read into a row that another job may still write would be neither's bytes.
+        every = zip(order.hashes, self._rows(order.group, order.rows), strict=True)
+        free = [(hash_, row) for hash_, row in every if row not in self._jobs.held]
+        hashes, rows = [hash_ for hash_, _ in free], [row for _, row in free]
+        job.refused = tuple(set(order.hashes) - set(hashes))
         if not hashes:
-            self._jobs.end(number, errand.missing)
+            self._jobs.end(job, Report.FETCHED, job.refused)
             return
-        memory = self._rows(order.group, hashes, rows)
-        self._send(tier, "read", errand, lambda job: tier.read(job, memory))
+        memory = self._memory(order.group, hashes, [number for _, number in rows])
+        call = _Call(job, order.group, hashes, rows, now, now + self._read_timeout_s)
+        self._begin((order.tier, "read", job.number), call, partial(tier.read, job.number, memory))
 
-    def seek(self, number: int, order: Seek, now: float) -> None:
+    def seek(self, job: Job, order: Seek, now: float) -> None:
         """Ask a tier what it has; the job ends with its answer."""
-        tier = self._tiers.get(order.tier)
+        tier = self._tier(job, order.tier)
         if tier is None:
-            self._unknown(order.tier)
-            self._jobs.fail(number, "there is no such tier")
             return
-        errand = self._errand(number, order.group, order.hashes, (), now, self._read_timeout_s)
+        call = _Call(job, order.group, order.hashes, (), now, now + self._read_timeout_s)
         contents = [(order.group, hash_) for hash_ in order.hashes]
-        self._send(tier, "seek", errand, lambda job: tier.seek(job, contents))
+        self._begin((order.tier, "seek", job.number), call, partial(tier.seek, job.number, contents))
 
     def clear(self, now: float) -> None:
         """Have all tiers forget everything that they were given before."""
         for tier in self.tiers:
-            self._ask(tier, "clear", tier.clear)
-            # What was added before is gone, and whoever ordered this knows.
-            self._take(tier, self._poll(tier), now, tell_changes=False)
+            self._safely(tier, "clear", tier.clear)
+            # What was added before is gone, as the scheduler half knows.
+            self._take(tier, self._poll(tier), now, with_changes=False)
 
     def advance(self, now: float) -> bool:
-        """Take what the tiers have to tell, and give up what is late. Whether there was anything."""
+        """Take what the tiers report, and give up what is late. Whether there was anything."""
         progress = False
         for tier in self.tiers:
             news = self._poll(tier)
@@ -177,156 +147,134 @@ class LowerTiers:
         """Use these from now on, in place of those that were closed."""
         self._tiers = {tier.name: tier for tier in tiers}
 
-    def close(self, now: float, *, tell_changes: bool = True) -> None:
+    def close(self, now: float, *, with_changes: bool = True) -> None:
         """Close all tiers. Whatever they did not do fails."""
         for tier in self.tiers:
-            quiet: list[bool] = []
-            self._ask(tier, "close", functools.partial(_close, tier, quiet))
-            self._take(tier, self._poll(tier), now, tell_changes=tell_changes)
-            for key in [key for key in self._errands if key[0] == tier.name]:
+            is_quiescent = self._safely(tier, "close", tier.close) is True
+            self._take(tier, self._poll(tier), now, with_changes=with_changes)
+            for key in [key for key in self._calls if key[0] == tier.name]:
                 self._give_up(key, "closed")
-                errand = self._errands.pop(key)
-                if quiet == [True]:
-                    self._held.release(errand.places)
+                call = self._calls.pop(key)
+                if is_quiescent:
+                    self._jobs.held.release(call.rows)
         self._next_deadline_s = None
 
-    def _take(self, tier: LowerTier, news: TierNews, now: float, *, tell_changes: bool = True) -> None:
+    def _begin(self, key: _Key, call: _Call, begin: Callable[[], None]) -> None:
+        name, verb, _ = key
+        self._calls[key] = call
+        next_s = self._next_deadline_s
+        self._next_deadline_s = call.deadline_s if next_s is None else min(next_s, call.deadline_s)
+        try:
+            begin()
+        except LocalError as error:
+            # It did not begin.
+            self._log(name, verb, "an order to %s was refused: %s", verb, error)
+            self._give_up(key, "refused")
+            self._jobs.held.release(self._calls.pop(key).rows)
+        except Exception:
+            # It may have begun: the rows are held until it answers or is closed.
+            self._log(name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._give_up(key, "refused")
+
+    def _take(self, tier: LowerTier, news: TierNews, now: float, *, with_changes: bool = True) -> None:
         for reason, times in news.failures.items():
             self._metrics.failures.labels(reason).inc(times)
         for verb, answers in (("write", news.written), ("read", news.read), ("seek", news.found)):
-            for job, contents in answers.items():
-                self._answered((tier.name, verb, job), contents, now)
-        if tell_changes and (news.added or news.removed):
-            self._jobs.tell(_changes(tier.name, news))
+            for number, contents in answers.items():
+                self._answered((tier.name, verb, number), contents, now)
+        if with_changes and (news.added or news.removed):
+            self._jobs.change(_changes(tier.name, news))
 
-    def _answered(self, key: tuple[str, str, int], contents: Iterable[Content], now: float) -> None:
-        errand = self._errands.pop(key, None)
-        if errand is None:
-            self._trouble(key[0], "answer", "an answer to job %d that was not asked", key[2])
+    def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
+        name, verb, number = key
+        call = self._calls.pop(key, None)
+        if call is None:
+            self._log(name, "answer", "an answer to job %d that was not asked", number)
             return
-        if errand.given_up:
-            self._held.release(errand.places)
+        if call.given_up:
+            self._jobs.held.release(call.rows)
             return
-        name, verb, _ = key
-        told = {hash_ for group, hash_ in contents if group == errand.group}
-        named = [hash_ for hash_ in errand.hashes if hash_ in told]
+        named_by_tier = {hash_ for group, hash_ in contents if group == call.group}
+        named = [hash_ for hash_ in call.hashes if hash_ in named_by_tier]
         if verb == "seek":
-            self._jobs.end(errand.number, named)
+            self._jobs.end(call.job, Report.FOUND, named)
             return
-        moved = len(errand.hashes) - len(named)
+        row_bytes = self._arena.plan.row_class(call.group).row_bytes
+        num_moved = len(call.hashes) - len(named)
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
-        self._metrics.moved(good, name, moved, moved * errand.row_bytes, now - errand.began_s)
-        self._metrics.moved(bad, name, len(named), len(named) * errand.row_bytes)
-        if errand.keep is None:
-            self._jobs.end(errand.number, (*named, *errand.missing))
+        self._metrics.moved(good, name, num_moved, num_moved * row_bytes, now - call.began_s)
+        self._metrics.moved(bad, name, len(named), len(named) * row_bytes)
+        if verb == "write":
+            self._kept(call.job, named)
         else:
-            self._kept(errand.keep, named)
+            self._jobs.end(call.job, Report.FETCHED, (*named, *call.job.refused))
 
-    def _kept(self, keep: _Keep, refused: Iterable[bytes]) -> None:
-        keep.left -= 1
-        keep.refused.update(refused)
-        if not keep.left:
-            nowhere = [hash_ for hash_, times in keep.refused.items() if times >= len(self._tiers)]
-            self._jobs.end(keep.number, (*nowhere, *keep.lost))
+    def _kept(self, job: Job, unkept: Iterable[bytes]) -> None:
+        """One of the tiers that a job's rows are written to has ended."""
+        job.num_writing -= 1
+        job.unkept.update(unkept)
+        if not job.num_writing:
+            nowhere = [hash_ for hash_, times in job.unkept.items() if times >= len(self._tiers)]
+            self._jobs.end(job, Report.KEPT, (*nowhere, *job.refused))
 
     def _give_up_late(self, now: float) -> None:
-        waiting = [key for key, errand in self._errands.items() if not errand.given_up]
-        for key in waiting:
-            if now >= self._errands[key].deadline_s:
-                self._trouble(key[0], key[1], "no answer in time to an order to %s", key[1])
+        for key in [key for key, call in self._calls.items() if not call.given_up]:
+            if now >= self._calls[key].deadline_s:
+                self._log(key[0], key[1], "no answer in time to an order to %s", key[1])
                 self._give_up(key, "timeout")
         self._next_deadline_s = min(
-            (errand.deadline_s for errand in self._errands.values() if not errand.given_up), default=None
+            (call.deadline_s for call in self._calls.values() if not call.given_up), default=None
         )
 
-    def _give_up(self, key: tuple[str, str, int], why: str) -> None:
-        """End an errand as failed. Its rows are held before anybody can hear of it."""
-        errand = self._errands[key]
-        if errand.given_up:
+    def _give_up(self, key: _Key, why: str) -> None:
+        """End a call as failed. Its rows are held before that is reported."""
+        call = self._calls[key]
+        if call.given_up:
             return
-        errand.given_up = True
-        self._held.hold(errand.places)
+        call.given_up = True
+        self._jobs.held.hold(call.rows)
         self._metrics.failures.labels(f"{key[0]}_{key[1]}_{why}").inc()
-        if errand.keep is None:
-            self._jobs.fail(errand.number, why)
+        if key[1] == "write":
+            self._kept(call.job, call.hashes)
         else:
-            self._kept(errand.keep, errand.hashes)
-
-    def _errand(
-        self,
-        number: int,
-        group: int,
-        hashes: Sequence[bytes],
-        rows: Sequence[int],
-        now: float,
-        timeout_s: float,
-    ) -> _Errand:
-        row_bytes = self._arena.plan.row_class(group).row_bytes
-        places = self._places(group, rows)
-        return _Errand(number, group, tuple(hashes), places, row_bytes, now, now + timeout_s)
-
-    def _send(self, tier: LowerTier, verb: str, errand: _Errand, begin: Callable[[int], None]) -> None:
-        job = next(self._numbers)
-        key = (tier.name, verb, job)
-        self._errands[key] = errand
-        deadline_s = self._next_deadline_s
-        self._next_deadline_s = min(
-            errand.deadline_s, errand.deadline_s if deadline_s is None else deadline_s
-        )
-        try:
-            begin(job)
-        except LocalError as error:
-            # It did not begin.
-            self._trouble(tier.name, verb, "an order to %s was refused: %s", verb, error)
-            self._give_up(key, "refused")
-            self._held.release(self._errands.pop(key).places)
-        except Exception:
-            # Nobody knows how far it got: the rows are held until it answers or is closed.
-            self._trouble(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
-            self._give_up(key, "refused")
+            self._jobs.fail(call.job, why)
 
     def _poll(self, tier: LowerTier) -> TierNews:
-        news: list[TierNews] = []
-        self._ask(tier, "poll", lambda: news.append(tier.poll()))
-        return news[0] if news else TierNews()
+        return self._safely(tier, "poll", tier.poll) or TierNews()
 
-    def _ask(self, tier: LowerTier, verb: str, call: Callable[[], None]) -> bool:
-        """Call a tier. False: it raised, which is its bug, logged once and counted."""
+    def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
+        """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""
         try:
-            call()
+            return call()
         except Exception:
-            self._trouble(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
             self._metrics.failures.labels(f"{tier.name}_internal").inc()
-            return False
-        return True
+            return None
 
-    def _unknown(self, name: str) -> None:
-        self._trouble(name, "unknown", "orders for it, but there is no such tier")
-        self._metrics.failures.labels("offload_unknown_tier").inc()
+    def _tier(self, job: Job, name: str) -> LowerTier | None:
+        """The tier that a job is for; the job fails where there is none."""
+        tier = self._tiers.get(name)
+        if tier is None:
+            self._log(name, "unknown", "orders for it, but there is no such tier")
+            self._metrics.failures.labels("offload_unknown_tier").inc()
+            self._jobs.fail(job, "there is no such tier")
+        return tier
 
-    def _trouble(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
-        """Say once of each tier and kind what went wrong there; the count says how often."""
-        if (name, kind) not in self._troubled:
-            self._troubled.add((name, kind))
+    def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
+        """Log once of each tier and kind what went wrong there; the count tells how often."""
+        if (name, kind) not in self._logged:
+            self._logged.add((name, kind))
             logger.error("lower tier %s: " + text, name, *about, exc_info=exc_info)
 
-    def _places(self, group: int, rows: Sequence[int]) -> tuple[Place, ...]:
+    def _rows(self, group: int, numbers: Sequence[int]) -> list[HostRow]:
         index = self._arena.plan.class_of[group]
-        return tuple((index, row) for row in rows)
+        return [(index, number) for number in numbers]
 
-    def _rows(self, group: int, hashes: Sequence[bytes], rows: Sequence[int]) -> list[TierRow]:
+    def _memory(self, group: int, hashes: Sequence[bytes], rows: Sequence[int]) -> list[TierRow]:
         return [
             TierRow(group, hash_, self._arena.row(group, row))
             for hash_, row in zip(hashes, rows, strict=True)
         ]
-
-
-def _write(tier: LowerTier, memory: Sequence[TierRow], job: int) -> None:
-    tier.write(job, memory)
-
-
-def _close(tier: LowerTier, quiet: list[bool]) -> None:
-    quiet.append(tier.close())
 
 
 def _changes(name: str, news: TierNews) -> list[TierChange]:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, Ticket
-from kvconnect.offload.worker.held_rows import HeldRows, Place
+from kvconnect.offload.worker.jobs import HostRow, Job, Jobs, Report
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.offload.worker.open_jobs import OpenJobs
-from kvconnect.orders import Restore, RowCopies
+from kvconnect.orders import Restore
 
 logger = logging.getLogger(__name__)
 
@@ -22,25 +21,10 @@ CPU = "cpu"
 """What metrics call host memory."""
 
 
-@dataclass(frozen=True)
-class StoreJob:
-    """A job whose blocks are copied to rows.
-
-    ``hashes`` are those of ``copies``; ``refused`` are the order's others, whose rows somebody still holds.
-    ``keep_number`` is the open job of writing the rows to lower tiers too, or None.
-    """
-
-    number: int
-    keep_number: int | None
-    copies: RowCopies
-    hashes: tuple[bytes, ...]
-    refused: tuple[bytes, ...]
-
-
 @dataclass
 class _Snapshot:
     ticket: Ticket
-    jobs: Sequence[StoreJob]
+    jobs: Sequence[Job]
     began_s: float
     given_up: bool = False
 
@@ -48,7 +32,7 @@ class _Snapshot:
 @dataclass
 class _Restoring:
     ticket: Ticket
-    number: int
+    job: Job
     num_rows: int
     length_bytes: int
     began_s: float
@@ -62,41 +46,38 @@ class Copies:
         self,
         copier: Copier,
         arena: RowArena,
-        jobs: OpenJobs,
-        held: HeldRows,
+        jobs: Jobs,
         lower: LowerTiers,
         metrics: OffloadMetrics,
         *,
         timeout_s: float = COPY_TIMEOUT_S,
     ) -> None:
-        self._copier, self._arena, self._jobs, self._held = copier, arena, jobs, held
+        self._copier, self._arena, self._jobs = copier, arena, jobs
         self._lower, self._metrics, self._timeout_s = lower, metrics, timeout_s
         self._snapshots: deque[_Snapshot] = deque()
         self._restores: list[_Restoring] = []
-        self._dropped: set[int] = set()
         self._said: set[str] = set()
 
     def __len__(self) -> int:
         """Copies under way."""
         return len(self._snapshots) + len(self._restores)
 
-    def begun(self, ticket: Ticket, jobs: Sequence[StoreJob], began_s: float) -> None:
+    def begun(self, ticket: Ticket, jobs: Sequence[Job], began_s: float) -> None:
         """The blocks of these jobs are being copied to their rows."""
         self._snapshots.append(_Snapshot(ticket, jobs, began_s))
 
-    def restore(self, number: int, order: Restore, after: object, now: float) -> None:
+    def restore(self, job: Job, order: Restore, after: object, ordered_s: float, _: float) -> None:
         """Copy rows to the blocks of a request."""
         num_rows = sum(len(copies.rows) for copies in order.copies)
         length_bytes = sum(len(copies.rows) * self._row_bytes(copies.group) for copies in order.copies)
         ticket = self._copier.restore(order.copies, after)
-        self._restores.append(_Restoring(ticket, number, num_rows, length_bytes, now))
+        self._restores.append(_Restoring(ticket, job, num_rows, length_bytes, ordered_s))
 
     def clear(self) -> None:
         """What is being copied is not written to lower tiers any more."""
         for snapshot in self._snapshots:
             for job in snapshot.jobs:
-                if job.keep_number is not None:
-                    self._dropped.add(job.keep_number)
+                job.is_void = True
 
     def advance(self, now: float) -> bool:
         """End what is done. Whether anything was."""
@@ -125,7 +106,7 @@ class Copies:
         ticket = snapshot.ticket
         self._metrics.wait_seconds.labels("staging").inc(ticket.waited_s)
         if snapshot.given_up:
-            self._held.release(self._places(snapshot))
+            self._jobs.held.release(self._places(snapshot))
             return
         for job in snapshot.jobs:
             if ticket.error is not None:
@@ -134,43 +115,37 @@ class Copies:
             try:
                 self._end(job, now - snapshot.began_s, now)
             except Exception as error:
-                # What was said of the job before this stands.
+                # What the job has reported before this stands.
                 self._fail(job, f"an error of our own: {error}", "internal")
 
-    def _end(self, job: StoreJob, took_s: float, now: float) -> None:
+    def _end(self, job: Job, took_s: float, now: float) -> None:
         num_rows = len(job.copies.rows)
         self._metrics.moved("stored", CPU, num_rows, num_rows * self._row_bytes(job.copies.group), took_s)
-        self._jobs.end(job.number, job.refused)
-        if job.keep_number is None:
-            return
-        if job.keep_number in self._dropped:
-            self._dropped.discard(job.keep_number)
-            self._jobs.fail(job.keep_number, "cleared")
-            return
-        self._lower.keep(job.keep_number, job.copies, job.hashes, now, lost=job.refused)
+        self._jobs.end(job, Report.STORED, job.refused)
+        if job.is_void:
+            self._jobs.fail(job, "cleared")
+        elif job.owed:
+            self._lower.keep(job, now)
 
     def _restored(self, restoring: _Restoring, now: float) -> None:
         error = restoring.ticket.error
         if error is not None:
             self._count("offload_restore", error)
-            self._jobs.fail(restoring.number, error)
+            self._jobs.fail(restoring.job, error)
             return
         took_s = now - restoring.began_s
         self._metrics.moved("restored", CPU, restoring.num_rows, restoring.length_bytes, took_s)
-        self._jobs.end(restoring.number)
+        self._jobs.end(restoring.job, Report.RECEIVED)
 
     def _give_up(self, snapshot: _Snapshot) -> None:
         snapshot.given_up = True
-        self._held.hold(self._places(snapshot))
+        self._jobs.held.hold(self._places(snapshot))
         for job in snapshot.jobs:
             self._fail(job, "the device did not finish the copy in time", "offload_store_late")
 
-    def _fail(self, job: StoreJob, error: str, reason: str) -> None:
+    def _fail(self, job: Job, error: str, reason: str) -> None:
         self._count(reason, error)
-        self._jobs.fail(job.number, error)
-        if job.keep_number is not None:
-            self._dropped.discard(job.keep_number)
-            self._jobs.fail(job.keep_number, error)
+        self._jobs.fail(job, error)
 
     def _count(self, reason: str, error: str) -> None:
         self._metrics.failures.labels(reason).inc()
@@ -180,7 +155,7 @@ class Copies:
                 "%s: a copy of blocks failed, which is a miss, counted from now on: %s", reason, error
             )
 
-    def _places(self, snapshot: _Snapshot) -> list[Place]:
+    def _places(self, snapshot: _Snapshot) -> list[HostRow]:
         class_of = self._arena.plan.class_of
         return [(class_of[job.copies.group], row) for job in snapshot.jobs for row in job.copies.rows]
 

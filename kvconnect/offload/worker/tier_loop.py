@@ -13,9 +13,8 @@ import torch
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.worker.held_rows import HeldRows
+from kvconnect.offload.worker.jobs import Jobs
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.offload.worker.open_jobs import OpenJobs
 from kvconnect.offload.worker.snapshots import Copies
 from kvconnect.pack.packer_torch import use_one_thread
 
@@ -37,7 +36,6 @@ class TierLoop:
         copies: between device and rows.
         lower: the tiers below.
         jobs: what is open.
-        held: rows that are in doubt.
         metrics: only this thread writes them, once it runs.
         device: where the pages are.
         release: called last, on the thread: lets go of memory that nobody uses then.
@@ -47,26 +45,25 @@ class TierLoop:
         self,
         copies: Copies,
         lower: LowerTiers,
-        jobs: OpenJobs,
-        held: HeldRows,
+        jobs: Jobs,
         metrics: OffloadMetrics,
         *,
         device: torch.device,
         release: Callable[[], None],
     ) -> None:
         self.copies, self.lower = copies, lower
-        self._jobs, self._held, self._metrics = jobs, held, metrics
+        self._jobs, self._metrics = jobs, metrics
         self._device, self._release = device, release
         self._commands: deque[Command] = deque()
-        self._news = threading.Event()
+        self._wake = threading.Event()
         self._stopping = threading.Event()
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-offload", daemon=True)
-        self._hear(lower.tiers)
+        self._listen()
 
-    def _hear(self, tiers: Sequence[LowerTier]) -> None:
-        for tier in tiers:
-            tier.on_news(self._news.set)
+    def _listen(self) -> None:
+        for tier in self.lower.tiers:
+            tier.on_news(self._wake.set)
 
     # For any thread
 
@@ -82,18 +79,24 @@ class TierLoop:
     def order(self, command: Command) -> None:
         """Run something on the thread, soon."""
         self._commands.append(command)
-        self._news.set()
+        self._wake.set()
 
     def clear(self) -> None:
         """Have everything forgotten that was kept, or ordered to be kept, before."""
-        self.order(self._clear)
+
+        def clear(now: float) -> None:
+            self.copies.clear()
+            self.lower.clear(now)
+            self._jobs.forget_changes()
+
+        self.order(clear)
 
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
 
         def replace(now: float) -> None:
             self.copies.clear()
-            self.lower.close(now, tell_changes=False)
+            self.lower.close(now, with_changes=False)
             self._jobs.forget_changes()
             self.lower.replace(())
             try:
@@ -101,14 +104,14 @@ class TierLoop:
             except ConfigError as error:
                 self._metrics.failures.labels("offload_tiers_lost").inc()
                 logger.error("lower tiers cannot be used any more: %s", error)
-            self._hear(self.lower.tiers)
+            self._listen()
 
         self.order(replace)
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all that it drives; whether it ended in time."""
         self._stopping.set()
-        self._news.set()
+        self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -121,7 +124,7 @@ class TierLoop:
         progress |= self.copies.advance(now)
         progress |= self.lower.advance(now)
         if progress:
-            self._show()
+            self._export()
             self._naps = 0
             return 0.0
         if len(self.copies):
@@ -144,8 +147,8 @@ class TierLoop:
                 self._metrics.failures.labels("internal").inc()
                 logger.exception("the thread of the tiers met an error of its own")
                 sleep_s = 0.1
-            if sleep_s > 0 and self._news.wait(sleep_s):
-                self._news.clear()
+            if sleep_s > 0 and self._wake.wait(sleep_s):
+                self._wake.clear()
         self._end()
 
     def _carry_out(self, now: float) -> bool:
@@ -159,15 +162,10 @@ class TierLoop:
                 logger.exception("the thread of the tiers met an error of its own over an order")
         return progress
 
-    def _clear(self, now: float) -> None:
-        self.copies.clear()
-        self.lower.clear(now)
-        self._jobs.forget_changes()
-
-    def _show(self) -> None:
+    def _export(self) -> None:
         for kind, count in self._jobs.counts().items():
             self._metrics.open[kind].set(count)
-        self._metrics.held_rows.set(len(self._held))
+        self._metrics.held_rows.set(len(self._jobs.held))
 
     def _end(self) -> None:
         """The last of the thread: copies end, tiers are closed, and what is open then fails."""
@@ -179,5 +177,5 @@ class TierLoop:
         self.lower.advance(time.monotonic())
         self.lower.close(time.monotonic())
         self._jobs.fail_all("the worker was closed")
-        self._show()
+        self._export()
         self._release()
