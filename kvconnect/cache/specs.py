@@ -8,12 +8,14 @@ says something else.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from kvconnect.cache.retention import Chunked, Full, Retention, State, Window
 from kvconnect.errors import LayoutError
 
 
@@ -77,6 +79,11 @@ class FullAttentionSpec:
         """Bytes of a page, padding included."""
         return _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
 
+    @property
+    def retention(self) -> Retention:
+        """Which tokens the layer sees."""
+        return Full()
+
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
@@ -87,6 +94,27 @@ class SlidingWindowSpec(FullAttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         _positive(type(self).__name__, sliding_window=self.sliding_window)
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens the layer sees."""
+        return Window(self.sliding_window)
+
+
+@dataclass(frozen=True)
+class ChunkedLocalSpec(FullAttentionSpec):
+    """Keys and values of the current chunk of ``chunk_tokens``; a chunk's blocks are freed at its end."""
+
+    chunk_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(type(self).__name__, chunk_tokens=self.chunk_tokens)
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens the layer sees."""
+        return Chunked(self.chunk_tokens)
 
 
 @dataclass(frozen=True)
@@ -124,6 +152,11 @@ class MLASpec:
     def page_size_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return _padded("MLASpec", self.content_bytes, self.page_size_padded)
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens the layer sees."""
+        return Full() if self.sliding_window is None else Window(self.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -165,6 +198,11 @@ class StateSpec:
     def page_size_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return _padded("StateSpec", self.content_bytes, self.page_size_padded)
+
+    @property
+    def retention(self) -> Retention:
+        """Which tokens the layer sees."""
+        return State()
 
 
 @dataclass(frozen=True)
@@ -210,6 +248,16 @@ class KVCacheGroup:
                 f"a group's layers {sorted(self.layer_names)} are not those of its UniformTypeSpec "
                 f"{sorted(self.spec.specs)}"
             )
+        if len(rules := {spec.retention for _, spec in self.layer_specs()}) > 1:
+            raise LayoutError(
+                f"a group's layers {sorted(self.layer_names)} share blocks and see different tokens: "
+                f"{', '.join(sorted(rule.text for rule in rules))}"
+            )
+
+    @functools.cached_property
+    def retention(self) -> Retention:
+        """Which tokens the group's layers see."""
+        return next((spec.retention for _, spec in self.layer_specs()), Full())
 
     @property
     def block_size(self) -> int:

@@ -18,6 +18,7 @@ from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
+    ChunkedLocalSpec,
     EncoderOnlySpec,
     FullAttentionSpec,
     GroupSpec,
@@ -154,6 +155,8 @@ def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
             kind = StateSpec(block_size, ((1,),), (torch.int8,))
         elif window := _window(group_spec(group)):
             kind = SlidingWindowSpec(block_size, 1, 1, torch.int8, sliding_window=window)
+        elif chunk := _chunk(group_spec(group)):
+            kind = ChunkedLocalSpec(block_size, 1, 1, torch.int8, chunk_tokens=chunk)
         else:
             kind = FullAttentionSpec(block_size, 1, 1, torch.int8)
         groups.append(KVCacheGroup(names, kind))
@@ -276,6 +279,14 @@ def _window(theirs: Any) -> int | None:
     if "SlidingWindow" not in type(theirs).__name__:
         return None
     return int(theirs.sliding_window) + int(getattr(theirs, "extra_retained_tokens", 0))
+
+
+def _chunk(theirs: Any) -> int | None:
+    """The tokens of a local chunk, at whose end its blocks are freed."""
+    # As for windows, a full-attention spec may name a chunk too.
+    if "ChunkedLocal" not in type(theirs).__name__:
+        return None
+    return int(theirs.attention_chunk_size)
 
 
 def _by_block(tensor: torch.Tensor) -> torch.Tensor:

@@ -347,9 +347,7 @@ class Stack:
                         assert self.device[group, ids[-1]] == request.chain[start], "a wrong state"
                     self.device[group, ids[-1]] = request.chain[end]
                     continue
-                for token in range(kind.first_read(start) * kind.tokens, start):
-                    if kind.window is not None and start - token >= kind.window:
-                        continue
+                for token in range(kind.first_seen(start), start):
                     held = self.device[group, ids[token // kind.tokens]]
                     assert held[token % kind.tokens] == request.chain[token + 1 + kind.is_draft], "wrong KV"
             if end == request.num_tokens:

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, StateSpec
+from kvconnect.cache.specs import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    SlidingWindowSpec,
+    StateSpec,
+)
 from tests.offload.half_ranks import GARBAGE
 
 CAP = 4096
@@ -26,6 +32,7 @@ class Kind:
     is_state: bool = False
     is_draft: bool = False
     row_bytes: int = ROW_BYTES
+    chunk: int | None = None
 
     def spec(self) -> KVCacheGroup:
         name = (f"{id(self)}",)
@@ -35,6 +42,10 @@ class Kind:
             return KVCacheGroup(
                 name, SlidingWindowSpec(self.tokens, 1, 1, torch.int8, sliding_window=self.window)
             )
+        if self.chunk is not None:
+            return KVCacheGroup(
+                name, ChunkedLocalSpec(self.tokens, 1, 1, torch.int8, chunk_tokens=self.chunk)
+            )
         return KVCacheGroup(name, FullAttentionSpec(self.tokens, 1, 1, torch.int8))
 
     def reads(self, position: int, boundary: int) -> bool:
@@ -42,11 +53,17 @@ class Kind:
         end = (position + 1) * self.tokens
         if end > boundary or self.is_state:
             return self.is_state and end == boundary
-        return self.window is None or boundary - (end - 1) < self.window
+        return end > self.first_seen(boundary)
+
+    def first_seen(self, token: int) -> int:
+        """The first token that computing ``token`` reads."""
+        if self.chunk is not None:
+            return token - token % self.chunk
+        return 0 if self.window is None else max(0, token - self.window + 1)
 
     def first_read(self, token: int) -> int:
         """The first position that computing ``token`` reads or writes."""
-        return 0 if self.window is None else max(0, token - self.window + 1) // self.tokens
+        return self.first_seen(token) // self.tokens
 
 
 class Device:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.retention import Chunked, Draft, Full, Retention, State, Window, joined
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
+
+
+@dataclass(frozen=True)
+class Sinks(Retention):
+    """A kind that the package does not have: the ``first`` tokens, and the ``last``, itself among them."""
+
+    first: int
+    last: int
+
+    def seen(self, position):
+        begin = max(self.first, position - self.last + 1)
+        return joined((range(min(self.first, position)), range(begin, max(begin, position))))
 
 
 class Oracle:
@@ -28,11 +43,19 @@ class Oracle:
         first, last = position * size, (position + 1) * size - 1
         if last >= boundary:
             return False
-        if group.is_state:
-            return last == boundary - 1
-        if group.window is None:
-            return True
-        return any(boundary - token < group.window for token in range(first, last + 1))
+        rule = group.retention.of if group.is_draft else group.retention
+        match rule:
+            case State():
+                return last == boundary - 1
+            case Window():
+                return any(boundary - token < rule.tokens for token in range(first, last + 1))
+            case Chunked():
+                return any(
+                    token // rule.tokens == boundary // rule.tokens for token in range(first, last + 1)
+                )
+            case Sinks():
+                return first < rule.first or boundary - last < rule.last
+        return True
 
     def is_possible(self, boundary, num_tokens):
         drafts = [group.block_tokens for group in self.groups if group.is_draft]
@@ -54,7 +77,7 @@ class Oracle:
         """A prompt was computed."""
         for group in self.groups:
             for position in range(len(tokens) // group.block_tokens):
-                if group.window is None and not group.is_state:
+                if group.is_whole:
                     reached = [b for b in range(1, len(tokens) + 1) if self.is_possible(b, len(tokens))]
                 else:
                     reached = self.boundaries(len(tokens))
@@ -84,11 +107,19 @@ def mixes(draw):
     sizes = [size for size in range(1, align + 1) if align % size == 0]
     groups = []
     for index in range(draw(st.integers(1, 3))):
-        kind = draw(st.sampled_from(["whole", "window", "state"]))
+        tokens = st.integers(1, 3 * align)
+        rule = draw(
+            st.one_of(
+                st.just(Full()),
+                st.just(State()),
+                st.builds(Window, tokens),
+                st.builds(Chunked, tokens),
+                st.builds(Sinks, tokens, tokens),
+            )
+        )
         is_draft = draw(st.booleans()) and draw(st.booleans())
-        size = align if kind == "state" else draw(st.sampled_from(sizes))
-        window = draw(st.integers(1, 3 * align)) if kind == "window" else None
-        groups.append(HitGroup(index, size, window, kind == "state", is_draft))
+        size = draw(st.sampled_from(sizes)) if rule.by_position else align
+        groups.append(HitGroup(index, size, Draft(rule) if is_draft else rule))
     return tuple(groups), align
 
 
@@ -162,10 +193,10 @@ def test_what_is_kept_and_hit_is_what_an_endless_cache_gives(mix, checkpoint, da
 @pytest.mark.parametrize("checkpoint", [0, 16])
 def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length(is_draft, checkpoint):
     groups = (
-        HitGroup(0, 4, is_draft=is_draft),
-        HitGroup(1, 2, window=5),
-        HitGroup(2, 4, window=7, is_draft=is_draft),
-        HitGroup(3, 8, is_state=True),
+        HitGroup(0, 4, Draft(Full()) if is_draft else Full()),
+        HitGroup(1, 2, Window(5)),
+        HitGroup(2, 4, Draft(Window(7)) if is_draft else Window(7)),
+        HitGroup(3, 8, State()),
     )
     requirements = HitRequirements(groups, 8)
     for length in range(70):
@@ -178,7 +209,9 @@ def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length
             # Prompts that share less of it, too: each ends where another one of them begins to differ.
             for cut in range(len(prompt) + 1):
                 boundary = hit(requirements, cut - 1, has) if cut else 0
-                useful |= {(g, at) for g, span in requirements.needed(boundary).items() for at in span}
+                useful |= {
+                    (g, at) for g, spans in requirements.needed(boundary).items() for s in spans for at in s
+                }
         assert {(group, position) for group, position, _ in kept} <= useful
         # The same prompt gets all but what its last token, and the draft's next block, leave out.
         ahead = 4 if is_draft else 0
@@ -194,7 +227,7 @@ def test_what_is_at_hand_is_not_needed(mix, boundary, start):
     requirements, oracle = HitRequirements(groups, align), Oracle(groups, align, 0)
     boundary, start = boundary * align, start * align
     for group in groups:
-        assert list(requirements.needed(boundary, start)[group.group]) == [
+        assert [at for part in requirements.needed(boundary, start)[group.group] for at in part] == [
             position
             for position in range(start // group.block_tokens, boundary // group.block_tokens)
             if oracle.reads(group, position, boundary)
@@ -202,26 +235,31 @@ def test_what_is_at_hand_is_not_needed(mix, boundary, start):
 
 
 def test_a_window_of_one_token_needs_no_block():
-    requirements = HitRequirements((HitGroup(0, 4, window=1),), 4)
-    assert requirements.needed(8) == {0: range(2, 2)}
+    requirements = HitRequirements((HitGroup(0, 4, Window(1)),), 4)
+    assert requirements.needed(8) == {0: ()}
     assert hit(requirements, 9, lambda group, position: False) == 8
 
 
 @pytest.mark.parametrize("window", range(1, 40))
 def test_the_least_rows_are_what_the_longest_tail_needs(window):
-    group = HitGroup(0, 4, window=window)
-    requirements = HitRequirements((group,), 8)
-    assert requirements.least_rows()[0] == max(1, *(len(requirements.needed(b)[0]) for b in range(8, 800, 8)))
+    for rule in (Window(window), Chunked(4 * window), Sinks(window, 5)):
+        requirements = HitRequirements((HitGroup(0, 4, rule),), 8)
+        needed = (requirements.needed(boundary)[0] for boundary in range(8, 800, 8))
+        most = max(1, *(sum(map(len, parts)) for parts in needed))
+        # Of a chunk no boundary need see the most.
+        assert requirements.least_rows()[0] == most or (
+            requirements.least_rows()[0] > most and isinstance(rule, Chunked)
+        )
 
 
 def test_a_hit_of_fewer_tokens_than_are_ever_restored_is_not_the_shortest():
-    requirements = HitRequirements((HitGroup(0, 4), HitGroup(1, 8, is_state=True)), 8)
+    requirements = HitRequirements((HitGroup(0, 4, Full()), HitGroup(1, 8, State())), 8)
     assert requirements.least_rows() == {0: 2, 1: 1}
     assert requirements.least_rows(min_tokens=17) == {0: 6, 1: 1}
 
 
 def test_block_sizes_that_do_not_divide_the_alignment_are_named():
     with pytest.raises(ConfigError, match="blocks of 16 tokens.* aligned to 24.*Mamba.*prefix caching"):
-        HitRequirements((HitGroup(0, 16),), 24)
+        HitRequirements((HitGroup(0, 16, Full()),), 24)
     with pytest.raises(ConfigError, match="0 groups"):
         HitRequirements((), 16)

@@ -132,12 +132,15 @@ def traffic(draw):
     align = draw(st.sampled_from([4, 8]))
     kinds = []
     for _ in range(draw(st.integers(1, 3))):
-        what = draw(st.sampled_from(["whole", "whole", "window", "state"]))
+        what = draw(st.sampled_from(["whole", "whole", "window", "chunk", "state"]))
         tokens = align if what == "state" else draw(st.sampled_from([2, 4]))
         window = draw(st.integers(1, 20)) if what == "window" else None
         # A draft's block has left a window that is no wider than it before it has a name.
         is_draft = what != "state" and (window is None or window > tokens) and draw(st.integers(0, 3)) == 0
-        kinds.append(Kind(tokens, window, what == "state", is_draft))
+        chunk = draw(st.integers(1, 20)) if what == "chunk" else None
+        # vLLM refuses a draft model beside local chunks.
+        is_draft = is_draft and chunk is None
+        kinds.append(Kind(tokens, window, what == "state", is_draft, chunk=chunk))
     prompts = []
     for serial in range(draw(st.integers(2, 5))):
         base = draw(st.sampled_from(prompts)) if prompts else []

@@ -11,6 +11,7 @@ from tests.offload.half_kit import Kind, Stack
 MIXES = {
     "full": (Kind(4),),
     "sliding": (Kind(4), Kind(2, window=7)),
+    "chunked": (Kind(4), Kind(2, chunk=6)),
     "hybrid": (Kind(4), Kind(8, is_state=True)),
     "draft": (Kind(4), Kind(4, is_draft=True), Kind(2, window=9, is_draft=True)),
     "sizes": (Kind(8, row_bytes=128), Kind(2, window=5), Kind(8, is_state=True, row_bytes=256)),

@@ -20,3 +20,9 @@ def test_every_layer_reads_the_right_bytes_at_every_step(kind):
     )
     assert outcome.num_seeds == NUM_SEEDS
     assert outcome.steps > 20 * NUM_SEEDS, outcome
+
+
+def test_a_local_chunk_is_stored_only_while_its_blocks_are_its_requests():
+    """vLLM frees a chunk's blocks at the chunk's end, which is well before that of a long prompt."""
+    outcome = run_seeds("offload", (453, 557, 893, 941, 1461))
+    assert not outcome.failures, str(outcome.failures[0])

@@ -10,43 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.retention import Draft, Retention, joined
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.errors import ConfigError
 
-Flags = NDArray[np.bool_]
+_NO_END = 1 << 62
 
 
 @dataclass(frozen=True)
 class HitGroup:
     """What a hit needs of one cache group.
 
-    ``window`` in tokens, None for a group that sees the whole sequence. What a draft layer keeps of a token
-    depends on the token after it: a block of such a group is known by the name of the block after it, which
-    covers that token.
+    What a draft layer keeps of a token depends on the token after it: a block of such a group is known by the
+    name of the block after it, which covers that token.
     """
 
     group: int
     block_tokens: int
-    window: int | None = None
-    is_state: bool = False
-    is_draft: bool = False
+    retention: Retention
 
     @property
     def is_whole(self) -> bool:
         """A hit needs every block from the first on."""
-        return self.window is None and not self.is_state
+        return self.retention.sees_all
 
-    def first_needed(self, num_tokens: int) -> int:
-        """The first position whose block is read when token ``num_tokens`` is computed."""
-        if self.is_state:
-            return max(0, num_tokens // self.block_tokens - 1)
-        if self.window is None:
-            return 0
-        return min(max(0, num_tokens - self.window + 1), num_tokens) // self.block_tokens
+    @property
+    def is_state(self) -> bool:
+        """A block holds the state after its last token."""
+        return not self.retention.by_position
+
+    @property
+    def is_draft(self) -> bool:
+        """Blocks are known by the name of the one after them."""
+        return self.retention.ahead > 0
+
+    def needed(self, num_tokens: int, start_tokens: int = 0) -> tuple[range, ...]:
+        """The positions of blocks that are read when token ``num_tokens`` is computed.
+
+        Of these tokens ``start_tokens`` are at hand.
+        """
+        first = start_tokens // self.block_tokens
+        parts = self.retention.blocks(num_tokens, self.block_tokens)
+        return tuple(range(max(first, part.start), part.stop) for part in parts if part.stop > first)
+
+    def held(self, num_tokens: int) -> tuple[range, ...]:
+        """The positions whose blocks are a running request's, of which so many tokens are computed."""
+        return (*self.needed(num_tokens), range(num_tokens // self.block_tokens, _NO_END))
 
     def num_named(self, num_tokens: int) -> int:
         """How many positions have a name once ``num_tokens`` tokens are known."""
@@ -56,6 +66,10 @@ class HitGroup:
         """What the blocks at ``first`` to ``end - 1`` are known by, as far as ``hashes`` of blocks go."""
         return hashes[first + self.is_draft : max(0, end + self.is_draft)]
 
+    def names_at(self, hashes: Sequence[bytes], parts: Iterable[range]) -> list[bytes]:
+        """The same of several ranges of positions."""
+        return [name for part in parts for name in self.names(hashes, part.start, part.stop)]
+
 
 def hit_groups(
     groups: Sequence[KVCacheGroup], kept: Iterable[int], align_tokens: int, draft_groups: Iterable[int] = ()
@@ -64,9 +78,9 @@ def hit_groups(
     drafts = frozenset(draft_groups)
     made = []
     for index in sorted(kept):
-        spec = groups[index]
-        block_tokens = align_tokens if spec.is_state else spec.block_size
-        made.append(HitGroup(index, block_tokens, spec.sliding_window, spec.is_state, index in drafts))
+        rule = groups[index].retention
+        block_tokens = groups[index].block_size if rule.by_position else align_tokens
+        made.append(HitGroup(index, block_tokens, Draft(rule) if index in drafts else rule))
     return tuple(made)
 
 
@@ -105,15 +119,9 @@ class HitRequirements:
         """The last boundary that a hit can end at when ``num_tokens`` tokens are known; 0 for none."""
         return max(0, num_tokens - self.ahead_tokens) // self.align_tokens * self.align_tokens
 
-    def needed(self, boundary: int, start_tokens: int = 0) -> dict[int, range]:
+    def needed(self, boundary: int, start_tokens: int = 0) -> dict[int, tuple[range, ...]]:
         """By group the positions that a hit of this length needs, of which ``start_tokens`` are at hand."""
-        return {
-            group.group: range(
-                max(group.first_needed(boundary), start_tokens // group.block_tokens),
-                boundary // group.block_tokens,
-            )
-            for group in self.groups
-        }
+        return {group.group: group.needed(boundary, start_tokens) for group in self.groups}
 
     def boundaries(self, num_tokens: int, checkpoint_tokens: int) -> tuple[int, ...]:
         """Where windows and states are kept of a prompt, in order.
@@ -132,46 +140,42 @@ class HitRequirements:
 
         Ranges are in order and apart.
         """
-        found: dict[int, tuple[range, ...]] = {}
-        for group in self.partial:
-            ranges: list[range] = []
-            for boundary in sorted(boundaries):
-                first, end = group.first_needed(boundary), boundary // group.block_tokens
-                if ranges and first <= ranges[-1].stop:
-                    first = ranges.pop().start
-                if first < end:
-                    ranges.append(range(first, end))
-            found[group.group] = tuple(ranges)
-        return found
+        return {
+            group.group: joined(part for boundary in boundaries for part in group.needed(boundary))
+            for group in self.partial
+        }
 
     def lasts(self, group: HitGroup, position: int) -> bool:
         """Whether a block is still needed at the first boundary after it."""
         boundary = div_ceil((position + 1) * group.block_tokens, self.align_tokens) * self.align_tokens
-        return group.first_needed(boundary) <= position
+        return any(position in part for part in group.needed(boundary))
 
-    def longest(self, start_tokens: int, limit_tokens: int, flags: Mapping[int, Flags]) -> int:
+    def longest(self, start_tokens: int, limit_tokens: int, flags: Mapping[int, bytes]) -> int:
         """The longest hit up to ``limit_tokens``; ``start_tokens`` if none is longer than that.
 
         ``flags`` say, for every group with a window or a state, which positions are known, from the one that
-        holds token ``start_tokens`` on; whatever is before that is at hand.
+        holds token ``start_tokens`` on, 1 for each that is; whatever is before that is at hand.
         """
-        align = self.align_tokens
-        ends = np.arange(start_tokens // align + 1, limit_tokens // align + 1, dtype=np.int64) * align
-        for group in self.partial:
-            if not len(ends):
-                break
-            known, size = flags[group.group], group.block_tokens
-            offset = start_tokens // size
-            last = ends // size - offset - 1
-            inside = last < len(known)
-            ends, last = ends[inside], last[inside]
-            if group.is_state:
-                ends = ends[known[last]]
-                continue
-            missing = np.where(known, -1, np.arange(len(known)))
-            first = np.maximum(offset, np.maximum(0, ends - (group.window or 1) + 1) // size) - offset
-            ends = ends[np.maximum.accumulate(missing)[last] < first] if len(known) else ends
-        return int(ends[-1]) if len(ends) else start_tokens
+        end = limit_tokens
+        while end > start_tokens:
+            missing = (self._first_missing(group, start_tokens, end, flags) for group in self.partial)
+            token = next((token for token in missing if token is not None), None)
+            if token is None:
+                return end
+            # What is seen from here is seen from every boundary after it.
+            end = token // self.align_tokens * self.align_tokens
+        return start_tokens
+
+    def _first_missing(
+        self, group: HitGroup, start_tokens: int, end: int, flags: Mapping[int, bytes]
+    ) -> int | None:
+        """Where the first block begins that a hit needs and that is not known."""
+        offset = start_tokens // group.block_tokens
+        for part in group.needed(end, start_tokens):
+            at = flags[group.group].find(0, part.start - offset, part.stop - offset)
+            if at >= 0:
+                return (offset + at) * group.block_tokens
+        return None
 
     def hit(
         self,
@@ -197,20 +201,14 @@ class HitRequirements:
         flags = {}
         for group in self.partial:
             first, end = start_tokens // group.block_tokens, limit // group.block_tokens
-            flags[group.group] = np.array(known(group, first, end), dtype=np.bool_)
+            flags[group.group] = bytes(known(group, first, end)).ljust(end - first, b"\0")
         return self.longest(start_tokens, limit, flags), limit
 
     def least_rows(self, min_tokens: int = 1) -> dict[int, int]:
         """By group the rows without which there can be no hit at all, of at least ``min_tokens``."""
         shortest = div_ceil(max(1, min_tokens), self.align_tokens) * self.align_tokens
         return {
-            group.group: max(
-                1,
-                *(
-                    boundary // group.block_tokens - group.first_needed(boundary)
-                    for boundary in self._boundaries_of(group, shortest)
-                ),
-            )
+            group.group: max(1, group.retention.most_blocks_at_end(shortest, group.block_tokens))
             for group in self.groups
         }
 
@@ -218,9 +216,3 @@ class HitRequirements:
         """The longest hit that can be kept with so many rows by group."""
         most = [limits[group.group] * group.block_tokens for group in self.whole]
         return min(most) // self.align_tokens * self.align_tokens if most else 1 << 62
-
-    def _boundaries_of(self, group: HitGroup, shortest: int) -> tuple[int, ...]:
-        """Boundaries at which a group needs the most that it ever must."""
-        if group.window is None:
-            return (shortest,)
-        return (shortest, div_ceil(group.window, self.align_tokens) * self.align_tokens)

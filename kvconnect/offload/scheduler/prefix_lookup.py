@@ -291,7 +291,7 @@ class PrefixLookup:
         """The contents that a hit needs, by group, beyond those that are at hand."""
         needed = self._requirements.needed(boundary, start_tokens)
         return [
-            (group, self._names(request, group, needed[group.group].start, needed[group.group].stop))
+            (group, group.names_at(self._hashes(request.view, group.block_tokens), needed[group.group]))
             for group in self._requirements.groups
         ]
 

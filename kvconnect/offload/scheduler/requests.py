@@ -147,14 +147,14 @@ class OffloadRequest:
             return self.view.num_tokens - 1
         return self.valid_tokens()
 
-    def first_held(self, group: HitGroup, lag_tokens: int) -> int:
-        """The first position of a window whose block was still the request's in the last ``computed`` step.
+    def held(self, group: HitGroup, lag_tokens: int) -> tuple[range, ...]:
+        """The positions of a group whose blocks were still the request's in the last ``computed`` step.
 
         While decoding not every step is reported; a step is of one token at least.
         """
         is_prefill = self.computed_before < self.known_tokens
         before = self.computed_before if is_prefill else self.computed_tokens - 1 + lag_tokens
-        return group.first_needed(max(0, before))
+        return group.held(max(0, before))
 
     def worth_keeping(
         self, requirements: HitRequirements, group: HitGroup, first: int, end: int, *, decoded: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.failures import FailureCounts
@@ -92,13 +91,13 @@ class Restores:
         """The names and copies that bring a group from ``start`` to ``end`` tokens; None for none."""
         if group.is_state and end % group.block_tokens:
             raise _Impossible(f"no state is kept after {end} tokens")
-        first = max(group.first_needed(end), start // group.block_tokens)
-        last = div_ceil(end, group.block_tokens)
-        names = list(group.names(self._hashes(request.view, group.block_tokens), first, last))
-        ids = ids[-1:] if group.is_state else ids[first:last]
-        if len(ids) != len(names) or len(names) != last - first:
-            raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {last - first}")
-        if group.window is None and 0 in ids:
+        parts = group.needed(end, start)
+        count = sum(map(len, parts))
+        names = group.names_at(self._hashes(request.view, group.block_tokens), parts)
+        ids = ids[-1:] if group.is_state else [at for part in parts for at in ids[part.start : part.stop]]
+        if not len(ids) == len(names) == count:
+            raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {count}")
+        if (group.is_whole or group.is_state) and 0 in ids:
             raise _Impossible(f"cache group {group.group} has no block for some of {end} tokens")
         if 0 in ids:
             # A window may be kept for fewer tokens than it is wide.

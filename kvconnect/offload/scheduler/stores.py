@@ -251,9 +251,11 @@ class Stores:
         if first >= end:
             return
         request.next_position[group.group] = end
-        held = 0 if is_last else request.first_held(group, self._lag_tokens)
         wanted = request.worth_keeping(self._requirements, group, first, end, decoded=self._decoded)
-        there = [at for at in wanted if at >= held and block_ids[at]]
+        if not is_last:
+            held = request.held(group, self._lag_tokens)
+            wanted = [at for at in wanted if any(at in part for part in held)]
+        there = [at for at in wanted if block_ids[at]]
         if not there:
             return
         names = [hashes[at + group.is_draft] for at in there]
@@ -285,9 +287,9 @@ class Stores:
         """Forget what was kept of an answer for boundaries that are well behind its end."""
         for group in self._requirements.partial:
             trail = request.trail.get(group.group)
-            first = group.first_needed(max(0, boundary - self._requirements.align_tokens))
+            held = group.held(max(0, boundary - self._requirements.align_tokens))
             old = []
-            while trail and trail[0][0] < first:
+            while trail and not any(trail[0][0] in part for part in held):
                 old.append(trail.popleft()[1])
             if old:
                 self._index.drop_unused(group.group, old)

@@ -1,0 +1,209 @@
+"""Which earlier tokens a token sees, and hence which blocks a cache group must keep.
+
+Plan, streaming, offload and block managers ask this module, and compute with no window of their own. A new
+kind of attention is a subclass of ``Retention`` with one method, and a spec whose ``retention`` it is.
+
+Positions count from 0. With ``num_tokens`` computed, the next token to be computed is at position
+``num_tokens``. What it sees is kept, and what it does not see no later token does: that is the rule by which
+vLLM frees blocks of a running request (``get_num_skipped_tokens`` of ``vllm/v1/core/
+single_type_kv_cache_manager.py``). A window of W tokens counts the token itself, so that after n tokens
+``n - W + 1`` is the first that is kept. Where the last token of a prompt is computed again, as a decode node
+does whose peer computed all of it, the next position is n - 1, and the first that is kept is ``n - W``: that
+is ``replay=1`` below, and why the two stand one token apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.errors import LayoutError
+
+_MOST = 2**31
+"""Sizes in a rule are below this: a peer must not make us compute with what no cache has."""
+
+
+class Retention(ABC):
+    """What the layers of one cache group see. A frozen dataclass of positive whole numbers of tokens.
+
+    ``seen`` is monotone: a token that is seen from a position is seen from every position between the two.
+    """
+
+    @abstractmethod
+    def seen(self, position: int) -> tuple[range, ...]:
+        """The tokens before ``position`` that the token there reads: ranges in order, not empty, apart."""
+
+    @property
+    def sees_all(self) -> bool:
+        """No token is ever out of sight."""
+        return False
+
+    @property
+    def by_position(self) -> bool:
+        """Blocks hold tokens by position. False: one block holds what is left of all tokens."""
+        return True
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens after a position what is kept for it depends on."""
+        return 0
+
+    def widest(self, num_tokens: int) -> int:
+        """A position up to ``num_tokens`` from which most tokens are seen."""
+        return num_tokens
+
+    def kept(self, num_tokens: int, replay: int = 0) -> tuple[range, ...]:
+        """The first ``num_tokens`` tokens, as far as the next one computed, or a later one, reads them.
+
+        The last ``replay`` of them are computed again: the next one computed is that much earlier.
+        """
+        begin = max(0, num_tokens - replay)
+        return joined((*self.seen(begin), range(begin, num_tokens)))
+
+    def blocks(self, num_tokens: int, block_tokens: int, replay: int = 0) -> tuple[range, ...]:
+        """The positions of blocks that hold something of ``kept``."""
+        return joined(
+            range(part.start // block_tokens, div_ceil(part.stop, block_tokens))
+            for part in self.kept(num_tokens, replay)
+        )
+
+    def most_blocks(self, num_tokens: int, block_tokens: int, step_tokens: int = 0) -> int:
+        """Blocks that a sequence of ``num_tokens`` can hold at once, ``step_tokens`` of it computed in one
+        step: what is out of sight is freed before a step, and not while it runs."""
+        *before, last = self.seen(self.widest(num_tokens)) or (range(num_tokens, num_tokens),)
+        parts = (*before, range(last.start, last.stop + step_tokens))
+        # Plus one: what is seen may begin inside a block.
+        count = sum(div_ceil(len(part), block_tokens) + 1 for part in parts)
+        return min(count, div_ceil(num_tokens, block_tokens))
+
+    def most_blocks_at_end(self, num_tokens: int, block_tokens: int) -> int:
+        """The most blocks that are seen from the end of a block; where all are, from ``num_tokens``."""
+        position = num_tokens if self.sees_all else self.widest(_MOST)
+        return sum(div_ceil(len(part), block_tokens) for part in self.seen(position))
+
+    @property
+    def text(self) -> str:
+        """The rule as peers and namespaces know it; ``parse`` reads it."""
+        return " ".join((type(self).__name__, *map(str, astuple(self))))  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Full(Retention):
+    """Every token sees all before it."""
+
+    def seen(self, position: int) -> tuple[range, ...]:
+        """See ``Retention``."""
+        return _span(0, position)
+
+    @property
+    def sees_all(self) -> bool:
+        """See ``Retention``."""
+        return True
+
+
+@dataclass(frozen=True)
+class Window(Retention):
+    """A token sees the last ``tokens``, itself among them."""
+
+    tokens: int
+
+    def seen(self, position: int) -> tuple[range, ...]:
+        """See ``Retention``."""
+        return _span(position - self.tokens + 1, position)
+
+
+@dataclass(frozen=True)
+class Chunked(Retention):
+    """The sequence is cut into chunks of ``tokens``; a token sees its own chunk as far as itself."""
+
+    tokens: int
+
+    def seen(self, position: int) -> tuple[range, ...]:
+        """See ``Retention``."""
+        return _span(position // self.tokens * self.tokens, position)
+
+    def widest(self, num_tokens: int) -> int:
+        """See ``Retention``."""
+        return max(min(num_tokens, self.tokens - 1), (num_tokens + 1) // self.tokens * self.tokens - 1)
+
+
+@dataclass(frozen=True)
+class State(Retention):
+    """A recurrent state: of all tokens the one before matters, with which the state was updated last."""
+
+    def seen(self, position: int) -> tuple[range, ...]:
+        """See ``Retention``."""
+        return _span(position - 1, position)
+
+    @property
+    def by_position(self) -> bool:
+        """See ``Retention``."""
+        return False
+
+
+@dataclass(frozen=True)
+class Draft(Retention):
+    """A draft model's layers (Eagle): they see as ``of``, and are fed with the token after each position."""
+
+    of: Retention
+
+    def seen(self, position: int) -> tuple[range, ...]:
+        """See ``Retention``."""
+        return self.of.seen(position)
+
+    def widest(self, num_tokens: int) -> int:
+        """See ``Retention``."""
+        return self.of.widest(num_tokens)
+
+    @property
+    def sees_all(self) -> bool:
+        """See ``Retention``."""
+        return self.of.sees_all
+
+    @property
+    def by_position(self) -> bool:
+        """See ``Retention``."""
+        return self.of.by_position
+
+    @property
+    def ahead(self) -> int:
+        """See ``Retention``."""
+        return 1
+
+
+@functools.cache
+def parse(text: str) -> Retention:
+    """The rule that a text stands for; any subclass of ``Retention`` is known by its name.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    name, *sizes = text.split(" ")
+    kinds = {kind.__name__: kind for kind in Retention.__subclasses__() if kind is not Draft}
+    kind = kinds.get(name)
+    if (
+        kind is None
+        or len(sizes) != len(fields(kind))  # type: ignore[arg-type]
+        or not all(size.isdecimal() and len(size) < 11 and 0 < int(size) < _MOST for size in sizes)
+    ):
+        raise LayoutError(f"no rule {text[:100]!r} of what layers see; known: {', '.join(sorted(kinds))}")
+    return kind(*map(int, sizes))
+
+
+def _span(start: int, stop: int) -> tuple[range, ...]:
+    start = max(0, start)
+    return (range(start, stop),) if start < stop else ()
+
+
+def joined(parts: Iterable[range]) -> tuple[range, ...]:
+    """Ranges in order, those that overlap or touch as one, and none that is empty."""
+    made: list[range] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if made and part.start <= made[-1].stop:
+            made[-1] = range(made[-1].start, max(made[-1].stop, part.stop))
+        elif part:
+            made.append(part)
+    return tuple(made)
