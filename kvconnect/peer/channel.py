@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvconnect.peer.loss import PeerLoss
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -24,13 +26,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkLost:
-    """A connection that we opened broke. ``refused``: the peer's port is closed, its process is gone.
+    """A connection that we opened broke.
 
-    ``reason`` says why it never was one, most likely; empty where that cannot be said.
+    ``reason`` is why it never was one, most likely; empty where that is not known.
     """
 
     link: str
-    refused: bool
+    loss: PeerLoss
     reason: str = ""
 
 
@@ -108,7 +110,7 @@ class MemoryNetwork:
         self._cut.discard(frozenset((first, second)))
 
     def kill(self, port: int) -> None:
-        """The process behind a port is gone: those connected to it see a refused link."""
+        """The process behind a port is gone: those connected to it lose their link."""
         self._channels.pop(port, None)
         for channel in self._channels.values():
             channel.lose_links_to(port)
@@ -149,7 +151,9 @@ class MemoryChannel:
             target = self._opened[link]
             delivered = self._network.deliver(self._port, target, f"in:{self._port}:{link}", data)
             if not delivered:
-                self.enqueue(self._network.clock(), self._network.next_number(), LinkLost(link, refused=True))
+                self.enqueue(
+                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
+                )
             return True
         _, port, theirs = link.split(":", 2)
         return self._network.deliver(self._port, int(port), theirs, data)
@@ -173,7 +177,13 @@ class MemoryChannel:
         """Called by the network when a process is gone."""
         for link, target in self._opened.items():
             if target == port:
-                self.enqueue(self._network.clock(), self._network.next_number(), LinkLost(link, refused=True))
+                self.enqueue(
+                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
+                )
+
+    def _lose(self, link: str) -> None:
+        lost = LinkLost(link, PeerLoss.PROCESS_GONE)
+        self.enqueue(self._network.clock(), self._network.next_number(), lost)
 
     def wait(self, timeout_s: float) -> None:
         """Returns at once: time is the caller's."""

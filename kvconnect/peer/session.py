@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import RankAddress
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -98,13 +99,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Ended:
-    """The conversation is over; ``reason`` is for the operator.
-
-    ``refused``: the peer itself said so, hence it does nothing on our behalf.
-    """
+    """The conversation is over; ``reason`` is for the operator."""
 
     reason: str
-    refused: bool = False
+    loss: PeerLoss = PeerLoss.UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -186,11 +184,6 @@ class Session:
         self._greeted_at = now
         self._push(Hello(PROTOCOL_VERSION, self.ours))
 
-    @property
-    def is_greeting_anew(self) -> bool:
-        """What the peer says now may be of before the last greeting, and says nothing of what came after."""
-        return self.state is not State.GREETED and self._unanswered_greetings > 0
-
     def greet_anew(self, ours: Introduction) -> None:
         """D's introduction has changed: say so, if it greeted already."""
         self.ours = ours
@@ -246,7 +239,10 @@ class Session:
                 return self._welcome(message, after)
             case Refused(reason=reason):
                 self.state = after
-                return [Ended(f"the peer refused: {reason}", refused=True)]
+                # What was asked before we greeted anew may go on: the refusal is only of the new greeting.
+                is_of_greeting = self.peer is not None and self._unanswered_greetings > 0
+                loss = PeerLoss.UNUSABLE if is_of_greeting else PeerLoss.TOLD_TO_STOP
+                return [Ended(f"the peer refused: {reason}", loss)]
             case Bad(reason=reason):
                 self.state = after
                 return (
@@ -264,11 +260,12 @@ class Session:
         """Let time pass: deadlines, and the questions that find out whether the peer lives."""
         if self.state is State.GREETED and now - self._greeted_at >= self._handshake_timeout_s:
             self.state = State.ENDED
-            return [Ended(f"the peer did not answer the greeting within {self._handshake_timeout_s} s")]
+            reason = f"the peer did not answer the greeting within {self._handshake_timeout_s} s"
+            return [Ended(reason, PeerLoss.SILENT)]
         if self.state is State.READY and self._owed_since is not None:
             if now - self._owed_since >= self._peer_timeout_s:
                 self.state = State.ENDED
-                return [Ended(f"the peer has been silent for {self._peer_timeout_s} s")]
+                return [Ended(f"the peer has been silent for {self._peer_timeout_s} s", PeerLoss.SILENT)]
             if now - max(self._owed_since, self._asked_at) >= self._peer_timeout_s / 4:
                 self._asked_at = now
                 self._push(Alive())
@@ -286,7 +283,7 @@ class Session:
                 self._push(Alive())
         elif now - self._questioned_at >= self._peer_timeout_s:
             self.state = State.ENDED
-            return [Ended(f"the peer has been silent for {self._peer_timeout_s} s")]
+            return [Ended(f"the peer has been silent for {self._peer_timeout_s} s", PeerLoss.SILENT)]
         return []
 
     def next_tick(self) -> float | None:

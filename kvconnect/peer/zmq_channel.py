@@ -22,6 +22,7 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Arrival, Frame, LinkLost
 from kvconnect.peer.gate import Gate
 from kvconnect.peer.keyring import Keyring
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.probe import PROBE_INTERVAL_S, PortProbe
 
 logger = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class ZmqChannel:
     def receive(self) -> list[Arrival]:
         """Frames and lost connections, at most a few hundred at a time."""
         arrived: list[Arrival] = [
-            LinkLost(link, refused=False, reason=reason) for link, reason in self._stillborn.items()
+            LinkLost(link, PeerLoss.LINK_LOST, reason) for link, reason in self._stillborn.items()
         ]
         self._stillborn.clear()
         now = time.monotonic()
@@ -221,7 +222,7 @@ class ZmqChannel:
                 lost = self._lost(name, link)
                 if lost is not None:
                     # A process that is gone said all of it before: often that it has sent everything.
-                    arrived += link.doubtful if lost.refused else ()
+                    arrived += link.doubtful if lost.loss is PeerLoss.PROCESS_GONE else ()
                     arrived.append(lost)
                     link.doubtful.clear()
         if self._router in ready:
@@ -311,7 +312,9 @@ class ZmqChannel:
             return None
         link.probe.close()
         link.probe = None
-        return LinkLost(name, refused is True, "" if refused else link.reason)
+        if refused:
+            return LinkLost(name, PeerLoss.PROCESS_GONE)
+        return LinkLost(name, PeerLoss.LINK_LOST, link.reason)
 
     def _cause(self, event: int, value: int) -> str:
         """Why a handshake failed, most likely."""

@@ -17,7 +17,8 @@ from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await, Load
 from kvconnect.orders import LetGo as LetGoOrder
-from kvconnect.peer.channel import Channel
+from kvconnect.peer.channel import Channel, LinkLost
+from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
     CacheMeaning,
@@ -34,7 +35,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.ledger import Leg, LegState, LoadEvent, Loading
-from kvconnect.worker.legs import DEAD_PEER_GRACE_S, Legs
+from kvconnect.worker.legs import Legs
 from kvconnect.worker.local import Local
 from kvconnect.worker.moves import count_error
 from kvconnect.worker.peers import Peers
@@ -130,24 +131,20 @@ class DecodeSide:
         for event in rank_link.session.receive(data, now):
             self._handle(peer, rank, rank_link, event, now)
 
-    def lost(self, link: str, refused: bool, reason: str, now: float) -> None:
-        """A connection broke. ``refused``: the peer's process is gone, so nothing of it writes.
-
-        ``reason`` says why it never was one; empty where that is not known.
-        """
-        found = self.peers.find(link)
+    def link_lost(self, lost: LinkLost, now: float) -> None:
+        """A connection broke."""
+        found = self.peers.find(lost.link)
         if found is None:
             return
         peer, rank = found
         _, host, port = peer.key
-        was_met = peer.links[rank].session.peer is not None
-        if reason:
-            reason = f"cannot talk to {host}:{port}: {reason}"
-        elif refused:
+        if lost.reason:
+            reason = f"cannot talk to {host}:{port}: {lost.reason}"
+        elif lost.loss is PeerLoss.PROCESS_GONE:
             reason = f"nothing listens at {host}:{port}, the peer is gone"
         else:
             reason = f"the connection to {host}:{port} was lost"
-        self._lose_rank(peer, rank, reason, now, gone=refused, failed=refused or not was_met)
+        self._lose_rank(peer, rank, lost.loss, reason, now)
 
     def advance(self, now: float) -> None:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
@@ -230,78 +227,54 @@ class DecodeSide:
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", peer.key, reason)
-            case Ended(reason=reason, refused=refused):
-                was_met = link.session.peer is not None
-                refused = refused and not (was_met and link.session.is_greeting_anew)
-                self._lose_rank(peer, rank, reason, now, refused=refused, failed=not (refused and was_met))
+            case Ended(reason=reason, loss=loss):
+                self._lose_rank(peer, rank, loss, reason, now)
         self.peers.flush(link)
 
     def _met(self, peer: Peer, rank: int, ready: Ready, now: float) -> None:
         reason = self.peers.meet(peer, rank, ready, now)
         if reason:
-            self._lose_rank(peer, rank, reason, now, failed=True)
+            self._lose_rank(peer, rank, PeerLoss.UNUSABLE, reason, now)
             return
         peer.links[rank].clock_ahead_s = ready.clock_s - now
-        self._process_gone(self.peers.past_links(peer, rank, ready.peer.incarnation), now)
+        self._end_writes(PeerLoss.OTHER_INCARNATION, peer, rank, now, ready.peer.incarnation)
         self.renewals.met(peer.key, now)
 
-    def _lose_rank(
-        self,
-        peer: Peer,
-        rank: int,
-        reason: str,
-        now: float,
-        *,
-        gone: bool = False,
-        refused: bool = False,
-        failed: bool = False,
-    ) -> None:
-        """A connection is over: everything that hung on it fails, or is asked anew.
-
-        ``gone``: the peer's process ended. ``refused``: the peer said itself that it does nothing.
-        ``failed``: it is of no use to try again at once.
-        """
+    def _lose_rank(self, peer: Peer, rank: int, loss: PeerLoss, reason: str, now: float) -> None:
+        """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
-        name = peer.links[rank].name
+        rule, link = LOSS_RULES[loss], peer.links[rank]
         self.peers.drop(peer, rank)
-        if failed:
+        if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
             self.renewals.failed(peer.key, reason)
-        elif refused:
+        elif rule.asks_again:
             # It has forgotten us, having more peers than it remembers: back only with something to ask.
             peer.was_met = False
-        if gone:
-            self._process_gone(self.peers.past_links(peer, rank), now)
-        self.legs.unheard(name, now)
-        for loading in self.loads.values():
-            if loading.peer != peer.key:
-                continue
+        loads = [loading for loading in self.loads.values() if loading.peer == peer.key]
+        for loading in loads:
             leg = loading.legs.get(rank)
             if leg is None:
-                if rank == 0 and loading.admitted and not loading.legs:
-                    loading.fail(reason)
-            elif leg.state is LegState.MEETING:
+                is_waiting = rank == 0 and loading.admitted and not loading.legs
+            else:
+                is_waiting = leg.state is LegState.MEETING
+            if is_waiting:
                 loading.fail(reason)
-            elif leg.state is LegState.ASKED and refused and not loading.met_again and not loading.error:
-                loading.met_again = True
-                self.legs.forget(leg)
-                self.peers.reach(peer.key, now)
-            elif leg.state is LegState.ASKED and refused:
-                loading.fail(reason)
-                self.legs.end(loading, leg, None)
-            elif leg.owed:
-                self.legs.lose(loading, leg, reason, now, gone=gone)
-            if rank == 0 and 0 not in peer.links:
-                # Nobody would ask the other ranks for what has not been asked yet.
-                waiting = [other for other in loading.legs.values() if other.state is LegState.MEETING]
-                if waiting and not loading.error:
+        if self.legs.lose(self.loads.values(), rank, link.name, loss, reason, now):
+            self.peers.reach(peer.key, now)
+        self._end_writes(loss, peer, rank, now)
+        if rank == 0 and 0 not in peer.links:
+            # Only rank 0 knows where the others listen: what they were not asked for cannot be asked.
+            for loading in loads:
+                if loading.legs and loading.is_to_ask and not loading.error:
                     loading.fail(reason)
 
-    def _process_gone(self, links: set[str], now: float) -> None:
-        """The process behind these connections ended: it writes no more."""
-        if links:
-            self.legs.hasten(self.loads.values(), links, now + DEAD_PEER_GRACE_S, proven=True)
+    def _end_writes(self, loss: PeerLoss, peer: Peer, rank: int, now: float, incarnation: str = "") -> None:
+        """When writes over past connections to a rank end, but for those to ``incarnation``."""
+        writes_end_s = LOSS_RULES[loss].writes_end_s
+        if writes_end_s is not None and (links := self.peers.past_links(peer, rank, incarnation)):
+            self.legs.hasten(self.loads.values(), links, now + writes_end_s, proven=True)
 
     def _renew_registration(self) -> None:
         """Keep out whoever may still write, and tell all peers where our memory is to be found now."""

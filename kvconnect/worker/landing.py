@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer, StagedChunk, Ticket
+from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import Grant, Landed, Wanted, Written
 from kvconnect.plan.chunks import Chunk
-from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
 logger = logging.getLogger(__name__)

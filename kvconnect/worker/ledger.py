@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from kvconnect.errors import PeerError
 from kvconnect.orders import ABORTED, Hold, Load
+from kvconnect.peer.loss import Quarantine
 from kvconnect.worker.moves import next_state
-from kvconnect.worker.quarantine import Quarantine
 
 
 class LeaseState(enum.Enum):

@@ -14,16 +14,14 @@ from collections.abc import Callable, Container, Iterable
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
+from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
 from kvconnect.peer.messages import Accepted, Cancel, Declined, Landed, Message, Wanted, Written
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.ledger import Leg, LegEvent, LegState, Loading
-from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.routes import Asked
 
 logger = logging.getLogger(__name__)
 
-DEAD_PEER_GRACE_S = 1.0
-"""A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
 MOST_REPEATS = 4
 """How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
 SILENT_S = 0.5
@@ -228,16 +226,28 @@ class Legs:
             self.leave(leg, LegEvent.LOSE)
             leg.quarantine = Quarantine(writes_until, is_unproven=True)
 
-    def lose(self, loading: Loading, leg: Leg, reason: str, now: float, *, gone: bool) -> None:
-        """The peer that was asked cannot be heard any more; ``gone``: its process ended."""
-        if leg.state is LegState.ASKED:
-            loading.fail(reason)
-            self.end(loading, leg, self._longest_write(loading, now))
-        # A process that is gone writes no more; one that only cannot be heard may go on.
-        if gone:
-            self.hasten([loading], {leg.link}, now + DEAD_PEER_GRACE_S, proven=True)
-        elif self._can_renew:
-            self.hasten([loading], {leg.link}, now + SILENT_S, proven=False)
+    def lose(
+        self, loads: Iterable[Loading], rank: int, link: str, loss: PeerLoss, reason: str, now: float
+    ) -> bool:
+        """The connection over which a rank was asked is over. Whether something is to be asked for again."""
+        is_any_again = False
+        for loading in loads:
+            leg = loading.legs.get(rank)
+            if leg is None or leg.link != link or leg.state is not LegState.ASKED:
+                continue
+            if not LOSS_RULES[loss].asks_again:
+                loading.fail(reason)
+                self.end(loading, leg, self._longest_write(loading, now))
+            elif loading.met_again or loading.error:
+                loading.fail(reason)
+                self.end(loading, leg, None)
+            else:
+                loading.met_again = is_any_again = True
+                self._bay.close(leg.transfer_id, None)
+                self.leave(leg, LegEvent.FORGET)
+        if self._can_renew:
+            self.hasten(loads, {link}, now + SILENT_S, proven=False)
+        return is_any_again
 
     def hasten(self, loads: Iterable[Loading], links: Container[str], until: float, *, proven: bool) -> None:
         """What may still be written over these connections need not be waited for longer than until then.
@@ -249,11 +259,6 @@ class Legs:
             for leg in loading.legs.values():
                 if leg.state is LegState.BUSY and leg.link in links:
                     leg.quarantine.hasten(until, proven=proven)
-
-    def unheard(self, link: str, now: float) -> None:
-        """Whoever may still write to slots over this connection will not be heard to have stopped."""
-        if self._can_renew:
-            self._bay.hasten({link}, now + SILENT_S, proven=False)
 
     def has_unproven(self, loads: Iterable[Loading], now: float) -> bool:
         """Memory is to be used again now that somebody may still write."""
@@ -276,11 +281,6 @@ class Legs:
                     self.leave(leg, LegEvent.SETTLE)
                 elif leg.state is LegState.ASKED:
                     leg.is_cut = True
-
-    def forget(self, leg: Leg) -> None:
-        """The peer does not know of the fetch any more, and does nothing: it can be asked anew."""
-        self._bay.close(leg.transfer_id, None)
-        self.leave(leg, LegEvent.FORGET)
 
     def _longest_write(self, loading: Loading, now: float) -> float:
         """When a peer that we cannot hear has stopped for sure.

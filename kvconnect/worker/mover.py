@@ -231,8 +231,8 @@ class Mover:
                 self.prefill.receive(link, data, now, host)
             case Frame(link=link, data=data):
                 self.decode.receive(link, data, now)
-            case LinkLost(link=link, refused=refused, reason=reason):
-                self.decode.lost(link, refused, reason, now)
+            case LinkLost():
+                self.decode.link_lost(arrival, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
         sends = self.prefill.busy

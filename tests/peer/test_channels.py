@@ -10,6 +10,7 @@ import zmq
 from kvconnect.errors import ConfigError
 from kvconnect.peer.channel import Frame, LinkLost, MemoryNetwork
 from kvconnect.peer.keyring import SharedKeys
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.zmq_channel import ZmqChannel
 from tests.peer.keys import node_keys
 
@@ -78,7 +79,7 @@ def test_a_port_that_nobody_listens_on_is_refused(make_channel):
     gone.close()
     client.connect("p", "127.0.0.1", port)
     client.send("p", b"x")
-    assert LinkLost("p", refused=True) in arrivals(client, 1)
+    assert LinkLost("p", PeerLoss.PROCESS_GONE) in arrivals(client, 1)
 
 
 def test_a_peer_that_closes_is_noticed(make_channel):
@@ -87,7 +88,7 @@ def test_a_peer_that_closes_is_noticed(make_channel):
     client.send("p", b"x")
     arrivals(server, 1)
     server.close()
-    assert LinkLost("p", refused=True) in arrivals(client, 1)
+    assert LinkLost("p", PeerLoss.PROCESS_GONE) in arrivals(client, 1)
 
 
 @pytest.mark.parametrize("sleep_s", [0.0, 0.3])
@@ -102,7 +103,7 @@ def test_what_a_peer_said_before_it_ended_is_heard(make_channel, sleep_s):
         assert server.send(frame.link, data)
     server.close()
     time.sleep(sleep_s)
-    assert arrivals(client, 4) == [*(Frame("p", data) for data in said), LinkLost("p", refused=True)]
+    assert arrivals(client, 4) == [*(Frame("p", data) for data in said), LinkLost("p", PeerLoss.PROCESS_GONE)]
 
 
 def test_dropped_links_are_silent(make_channel):
@@ -171,7 +172,7 @@ def test_an_address_that_cannot_be_connected_to_is_a_lost_link():
     channel.connect("p", "no such host", 1)
     assert not channel.send("p", b"x")
     (lost,) = channel.receive()
-    assert (lost.link, lost.refused) == ("p", False)
+    assert (lost.link, lost.loss) == ("p", PeerLoss.LINK_LOST)
     assert "no connection can be made" in lost.reason
     channel.close()
 

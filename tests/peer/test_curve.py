@@ -19,6 +19,7 @@ from zmq.utils import z85
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Frame, LinkLost
 from kvconnect.peer.keyring import SharedKeys, new_key_pair
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.zmq_channel import ZmqChannel
 from tests.peer.keys import introduce, make_folder, node_keys
 from tests.peer.test_channels import LIMIT, arrivals
@@ -79,7 +80,7 @@ def test_a_handshake_that_cannot_succeed_ends_at_once_with_its_cause(
     seen, frames = run_both(server, client, is_lost)
     assert time.monotonic() - began < 2
     (lost,) = seen
-    assert (lost.link, lost.refused) == ("p", False)
+    assert (lost.link, lost.loss) == ("p", PeerLoss.LINK_LOST)
     assert any(word in lost.reason for word in cause.split("|")), lost.reason
     assert ("insecure" if client_keys is None else "shared key") in lost.reason
     assert frames == [], "nothing of a stranger reaches a session"
@@ -134,7 +135,9 @@ def test_a_peer_that_is_not_allowed_is_not_connected_to(channels):
     server = channels(OURS)
     client = channels(OURS, allowed=AllowList([f"127.0.0.1:{server.port + 1}"]))
     client.connect("p", "127.0.0.1", server.port)
-    assert client.receive() == [LinkLost("p", False, f"allow_peers does not have 127.0.0.1:{server.port}")]
+    assert client.receive() == [
+        LinkLost("p", PeerLoss.LINK_LOST, f"allow_peers does not have 127.0.0.1:{server.port}")
+    ]
     server.wait(0.2)
     assert server.receive() == []
 
@@ -200,7 +203,7 @@ def test_after_an_interruption_the_handshake_is_made_anew(channels):
     assert [frame.data for frame in frames] == [b"one"]
     relay.cut()
     seen, _ = run_both(server, client, is_lost)
-    assert seen == [LinkLost("p", False, "")], "not gone: the port is open"
+    assert seen == [LinkLost("p", PeerLoss.LINK_LOST, "")], "not gone: the port is open"
     client.connect("p", "127.0.0.1", relay.port)
     client.send("p", b"two")
     _, frames = run_both(server, client, lambda item: False, timeout_s=0.5)

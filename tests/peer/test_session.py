@@ -11,6 +11,7 @@ from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.session import MOVES, Ended, Misused, Ready, Received, Session, Side, State
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Span
@@ -150,12 +151,9 @@ def test_a_second_greeting_tells_the_new_introduction_and_is_answered():
     decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
     decode.greet(0.0)
     talk(decode, prefill)
-    assert not decode.is_greeting_anew
     decode.greet_anew(msgspec.structs.replace(decode.ours, engine_card=b"another"))
-    assert decode.is_greeting_anew
     seen = talk(decode, prefill)
     assert [type(event) for event in seen[Side.DECODE]] == [Ready]
-    assert not decode.is_greeting_anew
     assert prefill.peer.engine_card == b"another"
     assert decode.state is prefill.state is State.READY
 
@@ -166,7 +164,27 @@ def test_who_greets_again_before_the_first_answer_is_met_twice():
     decode.greet_anew(decode.ours)
     seen = talk(decode, prefill)
     assert [type(event) for event in seen[Side.DECODE]] == [Ready, Ready]
-    assert not decode.is_greeting_anew
+
+
+@pytest.mark.parametrize(
+    ("greetings", "answered", "loss"),
+    [
+        (1, False, PeerLoss.TOLD_TO_STOP),
+        (1, True, PeerLoss.TOLD_TO_STOP),
+        (2, True, PeerLoss.TOLD_TO_STOP),
+        (2, False, PeerLoss.UNUSABLE),
+    ],
+)
+def test_a_refusal_stops_what_was_asked_unless_it_may_be_of_a_later_greeting(greetings, answered, loss):
+    decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0.0)
+    if greetings == 2:
+        talk(decode, prefill)
+        decode.greet_anew(decode.ours)
+    if answered:
+        talk(decode, prefill)
+    (ended,) = decode.receive(m.encode(m.Refused(m.PROTOCOL_VERSION, "too many peers")), 0.0)
+    assert ended == Ended("the peer refused: too many peers", loss)
 
 
 def test_silence_is_noticed_where_nothing_is_owed_if_that_is_wanted():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.peer.loss import PeerLoss
 from tests.simulator.channel import SimChannel
 from tests.simulator.world import World
 
@@ -127,7 +128,7 @@ class Network:
 
     def cut(self, connection: Connection) -> None:
         """A connection breaks, and is made anew."""
-        self._break(connection, refused=False)
+        self._break(connection, PeerLoss.LINK_LOST)
 
     def kill(self, port: int) -> None:
         """The process behind a port is gone: its peers see their connections end."""
@@ -139,7 +140,9 @@ class Network:
             if connection.opener is channel:
                 self._forget(connection)
             elif connection.port == port:
-                self._break(connection, refused=not self._is_parted(connection))
+                self._break(
+                    connection, PeerLoss.LINK_LOST if self._is_parted(connection) else PeerLoss.PROCESS_GONE
+                )
 
     # What channels do
 
@@ -202,7 +205,7 @@ class Network:
             return
         target = self.channels.get(connection.port)
         if target is None:
-            connection.opener.take(LinkLost(connection.link, refused=True))
+            connection.opener.take(LinkLost(connection.link, PeerLoss.PROCESS_GONE))
             connection.epoch += 1
             again = connection.epoch
             self.world.after(_RETRY_S, lambda: self._connect(connection, again))
@@ -249,11 +252,11 @@ class Network:
             target = connection.target
             stopped = connection.opener.stopped or (target is not None and target.stopped)
             if connection.epoch == epoch and connection.up and (stopped or self._is_parted(connection)):
-                self._break(connection, refused=False)
+                self._break(connection, PeerLoss.LINK_LOST)
 
         self.world.after(self.weather.heartbeat_s * (1 + self.world.random.random()), miss)
 
-    def _break(self, connection: Connection, *, refused: bool) -> None:
+    def _break(self, connection: Connection, loss: PeerLoss) -> None:
         if not connection.up:
             return
         connection.up = False
@@ -261,7 +264,7 @@ class Network:
         self._by_far.pop(connection.far, None)
         if connection.dropped:
             return
-        connection.opener.take(LinkLost(connection.link, refused))
+        connection.opener.take(LinkLost(connection.link, loss))
         again = connection.epoch
         self.world.after(_RECONNECT_S, lambda: self._connect(connection, again))
 

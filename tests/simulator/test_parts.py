@@ -11,6 +11,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import PeerError
 from kvconnect.peer import messages as wire
 from kvconnect.peer.channel import Frame, LinkLost
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Fetch, Granted, Landed, encode
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.simulator.content import Prompt
@@ -160,7 +161,7 @@ def test_what_is_said_over_a_new_connection_does_not_overtake_the_news_of_the_lo
     ends.run(0.001)
     assert ends.near.receive() == []
     ends.run(0.5)
-    assert ends.near.receive() == [LinkLost("a", refused=False), Frame("a", b"who are you")]
+    assert ends.near.receive() == [LinkLost("a", PeerLoss.LINK_LOST), Frame("a", b"who are you")]
 
 
 def test_a_break_loses_what_is_under_way_and_makes_another_link():
@@ -176,7 +177,7 @@ def test_a_break_loses_what_is_under_way_and_makes_another_link():
     assert (first.data, second.data) == (b"arrives", b"waits")
     assert first.link != second.link
     assert not ends.far.send(first.link, b"to nobody")
-    assert ends.near.receive() == [LinkLost("a", refused=False)]
+    assert ends.near.receive() == [LinkLost("a", PeerLoss.LINK_LOST)]
 
 
 def test_a_short_partition_delays_and_a_long_one_breaks():
@@ -192,7 +193,7 @@ def test_a_short_partition_delays_and_a_long_one_breaks():
     ends.network.part("P", "D")
     ends.near.send("a", b"never")
     ends.run(6.0)
-    assert ends.near.receive() == [LinkLost("a", refused=False)]
+    assert ends.near.receive() == [LinkLost("a", PeerLoss.LINK_LOST)]
     ends.network.join("P", "D")
     ends.run(2.0)
     assert ends.far.receive() == []
@@ -204,7 +205,7 @@ def test_a_killed_process_refuses_and_what_starts_at_its_port_is_another():
     ends.near.send("a", b"to the dead")
     ends.network.kill(ends.far.port)
     ends.run(0.05)
-    assert ends.near.receive() == [LinkLost("a", refused=True)]
+    assert ends.near.receive() == [LinkLost("a", PeerLoss.PROCESS_GONE)]
     again = ends.network.channel("P", lambda: None, ends.far.port)
     ends.near.send("a", b"to the living")
     ends.run(2.0)

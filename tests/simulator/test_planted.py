@@ -8,6 +8,7 @@ import random
 import msgspec
 import pytest
 
+from kvconnect.peer.loss import Quarantine
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
@@ -17,7 +18,6 @@ from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
 from kvconnect.worker.legs import Legs
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.prefill_side import PrefillSide
-from kvconnect.worker.quarantine import Quarantine
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
 from kvconnect.worker.waiting import WaitingRoom

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvconnect.config import ExtraConfig
+from kvconnect.peer.channel import LinkLost
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Alive, Hello, StillAlive
 from kvconnect.worker.breaker import BreakerState
 from tests.worker.pair import D_IDS, P_IDS, FakeWorker, Pair, without_renewal
@@ -184,7 +186,7 @@ def test_a_late_answer_that_the_port_is_closed_ends_the_quarantine():
     pair.run(1)
     decode = pair.decode.mover.decode
     (name,) = decode.peers._owners
-    decode.lost(name, False, "", pair.clock.now)
+    decode.link_lost(LinkLost(name, PeerLoss.LINK_LOST), pair.clock.now)
     pair.network.kill(pair.prefill.channel.port)
     pair.run(0.5)
     assert not pair.decode.received

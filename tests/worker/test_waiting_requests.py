@@ -11,6 +11,8 @@ import torch
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.orders import Await, Expect, Orders, RankAddress, Results, Withdraw
+from kvconnect.peer.channel import LinkLost
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import LetGo, Message, Renew
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
@@ -217,7 +219,7 @@ def test_a_connection_that_breaks_meanwhile_is_made_again():
     queue.run(3)
     key = ("P", "127.0.0.1", queue.pair.prefill.channel.port)
     (link,) = queue.pair.decode.mover.decode.peers.peers[key].links.values()
-    queue.pair.decode.mover.decode.lost(link.name, False, "", queue.pair.clock.now)
+    queue.pair.decode.mover.decode.link_lost(LinkLost(link.name, PeerLoss.LINK_LOST), queue.pair.clock.now)
     queue.run(20)
     queue.admit(request, 7)
     queue.run(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.worker.quarantine import Quarantine
+from kvconnect.peer.loss import Quarantine
 
 times = st.floats(min_value=0, max_value=1000)
 news = st.lists(st.tuples(times, st.booleans()), max_size=8)

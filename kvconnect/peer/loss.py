@@ -1,0 +1,99 @@
+"""Losing a peer: the ways of it, what each of them means, and how long memory is left alone after it.
+
+Only D notices that it lost a peer. P does not: what it holds ends with its lease, what it writes with the
+deadline that the fetch gave.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class PeerLoss(enum.Enum):
+    """How D lost one rank of a peer. ``LOSS_RULES`` has what follows; in words:
+
+    ================= =============== ================== ============================ ================
+    lost              leases at it    loads from it      slots lent and quarantine    breaker
+    ================= =============== ================== ============================ ================
+    PROCESS_GONE      awaited: void   fail               over 1 s later, proven       opens
+    OTHER_INCARNATION renewed there   failed before      over 1 s later, proven       closes: it was met
+    LINK_LOST         kept, renewed   fail               over with the load's         opens if the peer
+                      once met again                     deadline and quarantine_s    was never met
+    TOLD_TO_STOP      as LINK_LOST    asked again, once; quiescent: slots are free,   as LINK_LOST
+                                      then they fail     nothing is quarantined
+    SILENT            awaited: void   fail               as LINK_LOST                 opens
+    UNUSABLE          awaited: void   fail               as LINK_LOST                 opens
+    ================= =============== ================== ============================ ================
+
+    Where the engine can register memory anew, a quarantine that is not proven to be over lasts half a second,
+    and ends with a registration that the lost peer does not know.
+    """
+
+    PROCESS_GONE = "its port is closed: the process ended"
+    OTHER_INCARNATION = "another process answers at its address"
+    LINK_LOST = "the connection broke, and the process may live"
+    TOLD_TO_STOP = "it reported that it does nothing on our behalf"
+    SILENT = "it did not answer in time"
+    UNUSABLE = "it answered, and nothing can be fetched from it"
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What a loss does to what hangs on the lost rank.
+
+    Attributes:
+        is_out_of_reach: the breaker opens, and awaited leases are void. So it is in any case where the peer
+            was never met.
+        asks_again: a fetch that the peer had not answered is asked for again, once, and fails after that;
+            nothing of it can be written meanwhile. Otherwise it fails, and may be written.
+        writes_end_s: how long after the loss the peer's writes are over for sure; None: that is not known.
+    """
+
+    is_out_of_reach: bool
+    asks_again: bool
+    writes_end_s: float | None
+
+
+_GRACE_S = 1.0
+"""A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
+
+LOSS_RULES: dict[PeerLoss, LossRule] = {
+    PeerLoss.PROCESS_GONE: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=_GRACE_S),
+    PeerLoss.OTHER_INCARNATION: LossRule(is_out_of_reach=False, asks_again=False, writes_end_s=_GRACE_S),
+    PeerLoss.LINK_LOST: LossRule(is_out_of_reach=False, asks_again=False, writes_end_s=None),
+    PeerLoss.TOLD_TO_STOP: LossRule(is_out_of_reach=False, asks_again=True, writes_end_s=None),
+    PeerLoss.SILENT: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=None),
+    PeerLoss.UNUSABLE: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=None),
+}
+
+
+@dataclass
+class Quarantine:
+    """Memory is to be left alone until then.
+
+    ``is_unproven``: that nothing is written after ``until`` is likely, but not certain; whoever uses the
+    memory then has to keep the writer out by other means.
+    """
+
+    until: float = 0.0
+    is_unproven: bool = False
+
+    def hasten(self, until: float, *, proven: bool) -> None:
+        """There is news of whoever may write: it need not be waited for longer than until then.
+
+        The first proof says when it is over, whatever was believed before; further ones would only put that
+        off. What is only likely cannot shorten what a proof said.
+        """
+        if proven and self.is_unproven:
+            self.until, self.is_unproven = until, False
+        elif proven or self.is_unproven:
+            self.until = min(self.until, until)
+
+    def extend(self, until: float) -> None:
+        """It is to be left alone at least until then."""
+        self.until = max(self.until, until)
+
+    def ends_unproven(self, now: float) -> bool:
+        """The time is over, and nobody has said for certain that nothing is written any more."""
+        return self.is_unproven and now >= self.until
