@@ -37,6 +37,10 @@ OTHER_WEIGHTS = "peer has other weights"
 """What every refusal for that reason says, as while servers are updated one by one."""
 
 
+OTHER_PROMPT = "the transfer was announced with another prompt"
+"""Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
+
+
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal for one side's KV to mean the same on the other.
 

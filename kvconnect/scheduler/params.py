@@ -16,6 +16,7 @@ import msgspec
 from kvconnect.errors import PeerError
 from kvconnect.orders import RequestView
 from kvconnect.scheduler.handles import LONGEST_HANDLE, Claims, Handles
+from kvconnect.scheduler.prompts import PROMPT_BYTES
 
 HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""
@@ -33,6 +34,7 @@ _LONGEST_TEXT = 512
 _TEXT = re.compile(r"[ -~]+")
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _DIGITS = re.compile(r"[0-9]{1,5}")
+_PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
@@ -118,6 +120,15 @@ def _transfer_handle(params: Mapping[str, Any], prompt: bytes) -> str:
     A router may give one id to several prompts. P holds nothing under the name that D has for another one.
     """
     return f"{_TRANSFER_PREFIX}{prompt.hex()}{':' if prompt else ''}{_text(params, TRANSFER_KEY)}"
+
+
+def announced_id(handle: str) -> str:
+    """The router's transfer id in a name, whatever prompt it is of; empty for other handles."""
+    if not handle.startswith(_TRANSFER_PREFIX):
+        return ""
+    name = handle.removeprefix(_TRANSFER_PREFIX)
+    prompt, colon, transfer_id = name.partition(":")
+    return transfer_id if colon and _PROMPT.fullmatch(prompt) else name
 
 
 def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> RemotePrefill:

@@ -282,6 +282,7 @@ class WorkerConnector:
         else:
             use_one_thread()
         mover.run(self._stopping)
+        self._release()
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: what is held or being loaded is void.
@@ -356,17 +357,32 @@ class WorkerConnector:
         return drained.wait(self._config.extra.drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def close(self) -> None:
-        """Stop the thread and release the engine. Idempotent."""
+        """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.
+
+        Waits 5 s at most. A thread that takes longer, in a call of the engine, releases them whenever that
+        returns: what is open until then is logged, and counted as ``close_timeout``.
+        """
         if self._stopping.is_set():
             return
         self._stopping.set()
+        if self._thread is None:
+            self._release()
+            return
         self._channel.wake()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():
-                # Closing what a running thread uses would crash it; the process is ending anyway.
-                logger.error("the transfer thread did not stop within %s s", _CLOSE_TIMEOUT_S)
-                return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._metrics.failures.labels("close_timeout").inc()
+            logger.error(
+                "the transfer thread did not stop within %s s. Open until it does: the registered memory of "
+                "engine %s, the side channel on port %d, and %s",
+                _CLOSE_TIMEOUT_S,
+                self.engine_name,
+                self._channel.port,
+                ", ".join(f"{count} {what}" for what, count in self.state().items() if what != "engine"),
+            )
+
+    def _release(self) -> None:
+        """By the thread that used them, so that nothing is closed under a running call."""
         self._engine.close()
         self._channel.close()
         self._metrics.retire()

@@ -305,7 +305,7 @@ class PrefillSide:
             self.book.end_if_due(held, now)
         source = self._source(waiting) if now < waiting.deadline else None
         if source is None:
-            self._wait(visitor, waiting, fetch.handle in self.leases, now)
+            self._wait(visitor, waiting, now)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
         in_use = {sending.peer for sending in self.sender.sendings.values()}
@@ -313,7 +313,7 @@ class PrefillSide:
             check_fetch(fetch)
             way = self.visitors.way_to(visitor, in_use)
             if way.probe is not None and fetch.groups and fetch.chunks:
-                if self._wait(visitor, waiting, True, now):
+                if self._wait(visitor, waiting, now, is_served=True):
                     self._choice.calibrate(way, waiting.link, now)
                 return
             if isinstance(source, Growing) and way.packer is None:
@@ -334,9 +334,9 @@ class PrefillSide:
             source.move(LeaseEvent.FETCH)
         source.sending.add(sending.key)
 
-    def _wait(self, visitor: Visitor, waiting: EarlyFetch, is_held: bool, now: float) -> bool:
+    def _wait(self, visitor: Visitor, waiting: EarlyFetch, now: float, *, is_served: bool = False) -> bool:
         """Leave a fetch waiting, and give back the slots that it holds meanwhile. False: it may not wait."""
-        refusal = self.waiting.admit(waiting, is_held, now)
+        refusal = self.waiting.admit(waiting, self.leases, now, is_served=is_served)
         if refusal:
             self._answer_failure(visitor, waiting, refusal)
             return False

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 
 from kvconnect.metrics import Metrics
-from kvconnect.peer.messages import OTHER_WEIGHTS
+from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
 from kvconnect.worker.ledger import Lease, Loading, Sending
 
 logger = logging.getLogger(__name__)
+
+_CAUSES = {OTHER_WEIGHTS: "other_weights", OTHER_PROMPT: "prompt_differs"}
+"""Failures that the operator has to end, by what their text has; all others are counted as a failed load."""
 
 
 def count_sent(metrics: Metrics, sending: Sending) -> None:
@@ -33,7 +36,8 @@ def count_loaded(metrics: Metrics, loading: Loading, now: float) -> None:
     metrics.transfers.labels("received", outcome).inc()
     if loading.error:
         if not loading.aborted:
-            metrics.failures.labels("other_weights" if OTHER_WEIGHTS in loading.error else "load").inc()
+            causes = (label for text, label in _CAUSES.items() if text in loading.error)
+            metrics.failures.labels(next(causes, "load")).inc()
         return
     for path, (total_bytes, copies) in loading.moved.items():
         metrics.transfer_bytes.labels("received", path).inc(total_bytes)

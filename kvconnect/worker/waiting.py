@@ -8,18 +8,20 @@ it has a bound and ends by itself.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import Fetch
+from kvconnect.peer.messages import OTHER_PROMPT, Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.scheduler.handles import epoch_of
+from kvconnect.scheduler.params import announced_id
 from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
@@ -171,9 +173,13 @@ class WaitingRoom:
         self._tombstones.lift(handle)
         return self.let_go.pop(handle, None)
 
-    def admit(self, early: EarlyFetch, is_held: bool, now: float) -> str:
-        """Let a fetch wait, without its slots. Why it cannot, or nothing."""
+    def admit(self, early: EarlyFetch, held: Collection[str], now: float, *, is_served: bool = False) -> str:
+        """Let a fetch wait, without its slots. Why it cannot, or nothing.
+
+        ``held`` are the handles of all leases; ``is_served``: what it asks for is there, its link is not.
+        """
         handle = early.fetch.handle
+        is_held = is_served or handle in held
         buried = self._tombstones.reason(handle)
         if buried is not None:
             return buried
@@ -182,6 +188,8 @@ class WaitingRoom:
         if now >= self._deadline(early, is_held):
             if is_held or handle in self.expected:
                 return "the KV was not complete in the time that the fetch gives"
+            if self._is_of_other_prompt(handle, held):
+                return f"no request is held under this handle: {OTHER_PROMPT}"
             return "no request is held under this handle"
         if len(self.fetches) >= self._capacity:
             return f"{len(self.fetches)} fetches wait already"
@@ -252,6 +260,13 @@ class WaitingRoom:
 
     def _is_of_former_start(self, handle: str) -> bool:
         return bool(self._epoch) and epoch_of(handle) not in ("", self._epoch)
+
+    def _is_of_other_prompt(self, handle: str, held: Iterable[str]) -> bool:
+        # One id may be of several prompts, so that this is known only once the time to wait is over.
+        transfer_id = announced_id(handle)
+        return bool(transfer_id) and any(
+            announced_id(known) == transfer_id for known in itertools.chain(held, self.expected)
+        )
 
     def _deadline(self, early: EarlyFetch, is_held: bool) -> float:
         if is_held or early.fetch.handle in self.expected:

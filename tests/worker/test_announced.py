@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Expect, LetGo, Orders, Withdraw
+from kvconnect.peer.messages import OTHER_PROMPT
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.worker.pair import D_IDS, P_IDS, Pair
 
@@ -62,6 +63,22 @@ def test_what_names_no_start_may_come_before_its_prefill(pair):
     assert not pair.decode.received
     pair.run(ExtraConfig().early_fetch_s)
     assert "no request is held" in pair.decode.failed["a"]
+
+
+@pytest.mark.parametrize("known_by", ["hold", "expect"])
+def test_a_transfer_that_was_announced_with_another_prompt_fails_under_that_name(pair, known_by):
+    ours, theirs = (f"transfer:{prompt * 32}:t1" for prompt in "ab")
+    if known_by == "hold":
+        pair.hold("now", P_IDS, theirs)
+    else:
+        expect(pair, theirs)
+    pair.load("a", D_IDS, ours)
+    pair.run(ExtraConfig().early_fetch_s / 2)
+    assert not pair.decode.received, "one id may be of several prompts"
+    pair.run(ExtraConfig().early_fetch_s)
+    assert OTHER_PROMPT in pair.decode.failed["a"]
+    failures = pair.decode.metrics.failures.values()
+    assert (failures.get(("prompt_differs",)), failures.get(("load",))) == (1, None)
 
 
 @pytest.mark.parametrize("first", ["expect", "fetch"])

@@ -1,6 +1,8 @@
-"""What an engine is given: landing slots only, unless the configuration opens the direct path."""
+"""What an engine is given: landing slots only, unless the direct path is open; and how it is given back."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
@@ -21,10 +23,9 @@ class Recording(MemoryEngine):
         super().register(spans)
 
 
-def registered(role, **extra):
-    """The spans that a worker's engine is given, and the addresses of its cache's first and last byte."""
+def start(engine, role, **extra):
+    """A worker that serves peers, and its cache."""
     config = parse_kv_transfer_config({"kv_role": role, "kv_connector_extra_config": extra})
-    engine = Recording("127.0.0.1")
     worker = WorkerConnector(
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
@@ -35,8 +36,47 @@ def registered(role, **extra):
     )
     cache = torch.zeros(8, 2, 16, 2, 8, dtype=torch.float16)
     worker.register_kv_caches({"a": CacheTensor(cache, "block plane token head content")})
+    return worker, cache
+
+
+def registered(role, **extra):
+    """The spans that a worker's engine is given, and the addresses of its cache's first and last byte."""
+    engine = Recording("127.0.0.1")
+    worker, cache = start(engine, role, **extra)
     worker.close()
     return engine.given, cache.data_ptr(), cache.data_ptr() + cache.numel() * 2 - 1
+
+
+class Stuck(MemoryEngine):
+    """An engine whose poll does not return until it is let go."""
+
+    def __init__(self, host):
+        super().__init__(host)
+        self.polled, self.go_on, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def poll(self):
+        self.polled.set()
+        self.go_on.wait(20)
+        return super().poll()
+
+    def close(self):
+        super().close()
+        self.closed.set()
+
+
+def test_a_thread_that_does_not_stop_is_reported_and_releases_all_when_it_does(monkeypatch, caplog):
+    monkeypatch.setattr("kvconnect.worker.connector._CLOSE_TIMEOUT_S", 0.2)
+    engine = Stuck("127.0.0.1")
+    worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
+    assert engine.polled.wait(5)
+    worker.close()
+    assert not engine.closed.is_set(), "closed under a running call"
+    assert worker._metrics.failures.values()[("close_timeout",)] == 1
+    assert "did not stop within 0.2 s" in caplog.text
+    assert "engine memory" in caplog.text
+    worker.close()
+    engine.go_on.set()
+    assert engine.closed.wait(5)
 
 
 def covers(spans, address):
