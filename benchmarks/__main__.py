@@ -79,9 +79,6 @@ def bench_index_command(
         list[int] | None,
         typer.Option(min=65536, help="Contents in the index (several times for several); 10^5 and 10^6."),
     ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="lru or arc (several times for several); default: both.")
-    ] = None,
     repeat: Annotated[
         int, typer.Option(min=1, help="Calls of each kind; ten times as many of short ones.")
     ] = 100,
@@ -92,7 +89,6 @@ def bench_index_command(
 
     bench_index(
         sizes=tuple(contents or SIZES),
-        policies=tuple(policy or ("lru", "arc")),
         repeat=repeat,
         json_output=json_output,
     )

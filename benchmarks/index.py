@@ -15,14 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from kvconnect.errors import ConfigError
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.offload.index.policies import Policy
 from kvconnect.offload.index.tier_index import TierIndex
 
 SIZES = (100_000, 1_000_000)
@@ -37,7 +34,6 @@ _GROUP = 0
 class IndexTiming:
     """One kind of call with so many contents, on a full index of ``contents``."""
 
-    policy: str
     contents: int
     call: str
     keys: int
@@ -49,8 +45,8 @@ class IndexTiming:
 class _Filled:
     """A full index, and the sequences that are in it as a generator of their hashes makes them again."""
 
-    def __init__(self, policy: Policy, contents: int) -> None:
-        self.index = TierIndex(plan_arena(contents * 64, {_GROUP: 64}, {_GROUP: 1.0}), policy)
+    def __init__(self, contents: int) -> None:
+        self.index = TierIndex(plan_arena(contents * 64, {_GROUP: 64}, {_GROUP: 1.0}))
         self.sequences = 0
         self.contents = contents
         while self.sequences * KEYS < contents + _AT_ONCE * KEYS:
@@ -151,9 +147,9 @@ _CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]
 )
 
 
-def measure_index(policy: Policy, contents: int, repeat: int) -> list[IndexTiming]:
+def measure_index(contents: int, repeat: int) -> list[IndexTiming]:
     """Time every kind of call on an index of so many contents."""
-    filled = _Filled(policy, contents)
+    filled = _Filled(contents)
     gc.collect()
     gc.freeze()
     results = []
@@ -162,43 +158,26 @@ def measure_index(policy: Policy, contents: int, repeat: int) -> list[IndexTimin
         times = list(itertools.islice(timings(filled, draw), repeat if keys > 1 else 10 * repeat))
         median = statistics.median(times)
         results.append(
-            IndexTiming(
-                policy, contents, call, keys, round(median, 1), round(max(times), 1), round(median / keys, 3)
-            )
+            IndexTiming(contents, call, keys, round(median, 1), round(max(times), 1), round(median / keys, 3))
         )
     gc.unfreeze()
     return results
 
 
-def bench_index(*, sizes: tuple[int, ...], policies: tuple[str, ...], repeat: int, json_output: bool) -> None:
-    """Time the index at these sizes; print microseconds of a call, median and worst.
-
-    Raises:
-        ConfigError: there is no policy of that name.
-    """
-    known: tuple[Policy, ...] = get_args(Policy)
-    for name in policies:
-        if name not in known:
-            raise ConfigError(f"the policy is {name!r}, accepted: {', '.join(known)}")
-    results = [
-        result
-        for policy in known
-        for size in sizes
-        if policy in policies
-        for result in measure_index(policy, size, repeat)
-    ]
+def bench_index(*, sizes: tuple[int, ...], repeat: int, json_output: bool) -> None:
+    """Time the index at these sizes; print microseconds of a call, median and worst."""
+    results = [result for size in sizes for result in measure_index(size, repeat)]
     if json_output:
         for result in results:
             print(json.dumps(asdict(result)))
         return
     table = Table(title=f"the index of host memory, {repeat} calls of each kind")
-    for column in ("policy", "contents", "call"):
+    for column in ("contents", "call"):
         table.add_column(column)
     for column in ("keys", "median us", "worst us", "us per key"):
         table.add_column(column, justify="right")
     for result in results:
         table.add_row(
-            result.policy,
             f"{result.contents:,}",
             result.call,
             str(result.keys),

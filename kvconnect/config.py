@@ -41,7 +41,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         cpu_bytes: host memory for blocks.
-        policy: which blocks make room for others.
         shares: which part of ``cpu_bytes`` the blocks of each cache group may take, by group; empty for
             shares by what a prompt of usual length leaves in each.
         decoded: whether blocks that were filled while decoding are kept too.
@@ -66,7 +65,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     cpu_bytes: int
-    policy: Literal["lru", "arc"] = "lru"
     shares: tuple[float, ...] = ()
     decoded: bool = True
     checkpoint_tokens: int = 4096

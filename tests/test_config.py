@@ -128,7 +128,6 @@ def test_text_that_is_no_object(text, match):
 GIB = 1 << 30
 OFFLOAD = {
     "cpu_bytes": 8 * GIB,
-    "policy": "arc",
     "shares": [0.75, 0.25],
     "decoded": False,
     "checkpoint_tokens": 0,
@@ -185,7 +184,6 @@ def test_a_node_that_does_nothing_is_refused(extra):
         ({"cpu_byte": 1}, r"no key 'cpu_byte' \(its value is 1\).*did you mean 'cpu_bytes'\?.*disk_path"),
         ({"cpu_bytes": None}, r"offload.cpu_bytes is None: Expected `int`"),
         ({"cpu_bytes": 0}, r"offload.cpu_bytes is 0, it must be at least 1"),
-        ({"policy": "fifo"}, r"offload.policy is 'fifo': accepted: arc, lru"),
         ({"shares": [0.5, 0]}, r"shares is \[0.5, 0.0\].*accepted: numbers above 0 that add up to at most 1"),
         ({"shares": [0.5, -0.1]}, r"shares is \[0.5, -0.1\]"),
         ({"shares": [0.5, 0.6]}, r"shares is \[0.5, 0.6\], which adds up to 1.1"),

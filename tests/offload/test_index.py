@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.index import ordered
-from kvconnect.offload.index import shelf as shelf_module
-from kvconnect.offload.index import tier_index as index_module
+from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, IndexEvents, TierIndex
 
@@ -36,50 +34,42 @@ def test_the_plan_is_as_said():
 
 
 class Model:
-    """What is where, in lists; ``order`` holds what may make room, oldest first."""
+    """What is where, in lists; ``order`` holds what may make room of a class, oldest first."""
 
     def __init__(self):
         self.state = {group: {} for group in GROUPS}
         self.row = {group: {} for group in GROUPS}
         self.pins = {group: {} for group in GROUPS}
-        self.order = {group: [] for group in GROUPS}
+        self.order = [[] for _ in PLAN.classes]
         self.free = [rows.num_rows for rows in PLAN.classes]
 
-    def move_to_end(self, group, contents):
-        for content in contents:
-            if content in self.order[group]:
-                self.order[group].remove(content)
-            self.order[group].append(content)
+    def ages(self, group):
+        return self.order[PLAN.class_of[group]]
 
-    def held(self, group):
-        return len(self.row[group])
+    def move_to_end(self, group, contents):
+        order = self.ages(group)
+        for content in contents:
+            if (group, content) in order:
+                order.remove((group, content))
+            order.append((group, content))
+
+    def leave(self, group, content):
+        if (group, content) in self.ages(group):
+            self.ages(group).remove((group, content))
 
     def let_go(self, group, content):
         del self.row[group][content]
         self.state[group].pop(content, None)
-        if content in self.order[group]:
-            self.order[group].remove(content)
+        self.leave(group, content)
         self.free[PLAN.class_of[group]] += 1
-
-    def victim(self, group):
-        """Whose oldest content makes room for one more of this group, or None."""
-        others = [
-            other
-            for other in PLAN.groups_of(PLAN.class_of[group])
-            if other != group and self.held(other) > PLAN.limits[other] and self.order[other]
-        ]
-        if self.held(group) < PLAN.limits[group] and others:
-            return others[0]
-        return group if self.order[group] else None
 
 
 class IndexMachine(RuleBasedStateMachine):
     """Sequences of blocks are stored, found, pinned and dropped, in all kinds of overlapping parts."""
 
-    @initialize(policy=st.sampled_from(["lru", "arc"]))
-    def begin(self, policy):
-        self.policy = policy
-        self.index = TierIndex(PLAN, policy)
+    @initialize()
+    def begin(self):
+        self.index = TierIndex(PLAN)
         self.model = Model()
         assert not self.index.take_events()
         self.told = {group: set() for group in GROUPS}
@@ -94,22 +84,19 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(group=groups, hashes=parts, twice=st.booleans())
     def reserve(self, group, hashes, twice):
         model = self.model
-        state, order = model.state[group], model.order[group]
+        state, order = model.state[group], model.ages(group)
         asked = hashes + hashes[:3] if twice else hashes
-        kept = [content for content in asked if content in order]
+        kept = [content for content in asked if (group, content) in order]
         kept = list(reversed(dict.fromkeys(kept)))
         for content in kept:
-            order.remove(content)
+            model.leave(group, content)
         absent = [content for content in dict.fromkeys(asked) if content not in model.row[group]]
-        before = {g: dict(model.state[g]) for g in GROUPS}
-        expected, expected_gone = [], {g: [] for g in GROUPS}
+        expected = []
         for content in absent:
             if not model.free[PLAN.class_of[group]]:
-                victim = model.victim(group)
-                if victim is None:
+                if not order:
                     break
-                expected_gone[victim].append(model.order[victim][0])
-                model.let_go(victim, model.order[victim][0])
+                model.let_go(*order[0])
             model.free[PLAN.class_of[group]] -= 1
             expected.append(content)
             model.row[group][content] = None
@@ -117,30 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
         taken, rows = self.index.reserve(group, asked)
         assert taken == expected
         model.row[group].update(zip(taken, rows, strict=True))
-        order.extend(kept)
-        if self.policy == "arc":
-            self.trust_the_choice(before, expected_gone, kept, group)
-
-    def trust_the_choice(self, before, expected_gone, kept, group):
-        """ARC chooses others: as many, and none that had to stay."""
-        for g in GROUPS:
-            gone = [
-                content
-                for content, state in before[g].items()
-                if state is READY and self.index.states(g, [content]) == [ABSENT]
-            ]
-            assert len(gone) == len(expected_gone[g])
-            for content in expected_gone[g]:
-                self.model.row[g][content] = None
-                self.model.state[g][content] = READY
-                self.model.order[g].append(content)
-            self.model.free[PLAN.class_of[g]] -= len(gone)
-            for content in gone:
-                assert content in self.model.order[g]
-                assert g != group or content not in kept
-                self.model.let_go(g, content)
-            for content in self.model.order[g]:
-                self.model.row[g][content] = self.index.rows_of(g, [content])[0]
+        model.move_to_end(group, kept)
 
     @rule(group=groups, hashes=parts, fails=st.booleans())
     def finish(self, group, hashes, fails):
@@ -162,11 +126,11 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(LocalError, match="is not pending"):
                 self.index.commit(group, hashes)
 
-    @rule(group=groups, hashes=parts, is_use=st.booleans())
-    def touch(self, group, hashes, is_use):
-        (self.index.touch if is_use else self.index.refresh)(group, hashes)
-        order = self.model.order[group]
-        self.model.move_to_end(group, [content for content in reversed(hashes) if content in order])
+    @rule(group=groups, hashes=parts)
+    def touch(self, group, hashes):
+        self.index.touch(group, hashes)
+        order = self.model.ages(group)
+        self.model.move_to_end(group, [content for content in reversed(hashes) if (group, content) in order])
 
     @rule(group=groups, hashes=parts, times=st.integers(1, 2))
     def pin(self, group, hashes, times):
@@ -179,8 +143,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.pin(group, wanted)
         for content in wanted:
             model.pins[group][content] = model.pins[group].get(content, 0) + 1
-            if content in model.order[group]:
-                model.order[group].remove(content)
+            model.leave(group, content)
 
     @rule(group=groups, hashes=parts)
     def unpin(self, group, hashes):
@@ -197,7 +160,7 @@ class IndexMachine(RuleBasedStateMachine):
                 continue
             del pins[content]
             if model.state[group].get(content) is READY:
-                model.order[group].append(content)
+                model.ages(group).append((group, content))
             else:
                 model.let_go(group, content)
 
@@ -211,7 +174,7 @@ class IndexMachine(RuleBasedStateMachine):
     def drop_unused(self, group, hashes):
         self.index.drop_unused(group, hashes)
         for content in hashes:
-            if content in self.model.order[group]:
+            if (group, content) in self.model.ages(group):
                 self.drop_in_model(group, content)
 
     def drop_in_model(self, group, content):
@@ -237,11 +200,6 @@ class IndexMachine(RuleBasedStateMachine):
                     self.drop_in_model(group, content)
         assert self.index.take_events() == IndexEvents(cleared=True)
         self.told = {group: set() for group in GROUPS}
-
-    @rule(count=st.integers(0, 100))
-    def tidy(self, count):
-        for shelf in self.index._shelves.values():
-            assert shelf.tidy(count) <= count
 
     @rule()
     def hear(self):
@@ -276,7 +234,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         for group, counts in self.index.counts().items():
             states = list(self.model.state[group].values())
-            assert counts.limit == PLAN.limits[group]
             assert counts.held == len(self.model.row[group])
             assert (counts.ready, counts.pending) == (states.count(READY), states.count(PENDING))
             assert counts.pinned == len(self.model.pins[group])
@@ -290,10 +247,10 @@ class TestIndex(IndexMachine.TestCase):
 
     @pytest.fixture(autouse=True)
     def _small_parts(self, monkeypatch):
-        monkeypatch.setattr(shelf_module, "_MOST_UNFORGOTTEN", 4)
-        monkeypatch.setattr(index_module, "_TIDIED_AT_LEAST", 8)
-        monkeypatch.setattr(ordered, "CHUNK_ENTRIES", 32)
-        monkeypatch.setattr(ordered, "_FIRST_LOOK", 4)
+        monkeypatch.setattr(age_order, "_ENTRIES_PER_ROW", 2)
+        monkeypatch.setattr(age_order, "_FIRST_LOOK", 4)
+        monkeypatch.setattr(class_rows, "_FEW", 4)
+        monkeypatch.setattr(class_rows, "_SHORTEST_STRETCH", 2)
 
 
 def stored(index, group, hashes):
@@ -302,13 +259,12 @@ def stored(index, group, hashes):
     return taken
 
 
-def small(rows, policy="lru"):
-    return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}), policy)
+def small(rows):
+    return TierIndex(plan_arena(rows * 64, {0: 64}, {0: 1.0}))
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_the_end_of_a_prefix_makes_room_before_its_beginning(policy):
-    index = small(8, policy)
+def test_the_end_of_a_prefix_makes_room_before_its_beginning():
+    index = small(8)
     prefix = names(0, 0, 8)
     stored(index, 0, prefix)
     stored(index, 0, names(1, 0, 3))
@@ -316,20 +272,19 @@ def test_the_end_of_a_prefix_makes_room_before_its_beginning(policy):
     index.touch(0, prefix[:5])
     stored(index, 0, names(2, 0, 3))
     stored(index, 0, names(3, 0, 2))
-    assert index.lookup(0, prefix) == (5 if policy == "arc" else 3)
+    assert index.lookup(0, prefix) == 3
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-@pytest.mark.parametrize("use", ["reserve", "touch", "refresh", "pin"])
-def test_however_a_prefix_is_used_its_end_makes_room_first(policy, use):
-    index = small(12, policy)
+@pytest.mark.parametrize("use", ["reserve", "touch", "pin"])
+def test_however_a_prefix_is_used_its_end_makes_room_first(use):
+    index = small(12)
     prefix = names(0, 0, 8)
     stored(index, 0, prefix)
     stored(index, 0, names(1, 0, 4))
     getattr(index, use)(0, prefix)
     if use == "pin":
         index.unpin(0, prefix)
-    # The others go first: they are older now, or were used less often.
+    # The others go first: they are older now.
     stored(index, 0, names(2, 0, 4))
     assert index.lookup(0, prefix) == 8
     index.pin(0, names(2, 0, 4))
@@ -337,12 +292,11 @@ def test_however_a_prefix_is_used_its_end_makes_room_first(policy, use):
     assert index.lookup(0, prefix) == 5
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_prefix_that_came_in_parts_is_brought_in_order(policy):
-    index = small(8, policy)
+def test_a_prefix_that_came_in_parts_is_brought_in_order():
+    index = small(8)
     stored(index, 0, names(0, 0, 4))
     stored(index, 0, names(0, 4, 4))
-    index.refresh(0, names(0, 0, 8))
+    index.touch(0, names(0, 0, 8))
     stored(index, 0, names(1, 0, 3))
     assert index.lookup(0, names(0, 0, 8)) == 5
 
@@ -398,44 +352,45 @@ def test_nothing_that_is_pending_or_pinned_makes_room():
     assert index.states(0, names(0, 0, 2)) == [PENDING, PENDING]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_groups_use_what_others_leave_and_get_back_what_is_theirs(policy):
-    index = TierIndex(
-        plan_arena(61 * 64, dict.fromkeys(range(3), 64), dict.fromkeys(range(3), 1 / 3)), policy
-    )
-    stored(index, 0, names(0, 0, 60))
-    assert index.counts()[0].ready == 60
-    assert len(stored(index, 1, names(0, 0, 20))) == 20
-    assert index.counts()[0].ready == 40
-    for sequence in range(1, 10):
-        stored(index, 1, names(sequence, 0, 20))
-        stored(index, 0, names(sequence, 0, 20))
-        assert len(stored(index, 2, names(sequence, 0, 5))) == 5
+def test_of_groups_that_share_rows_the_least_recently_used_makes_room():
+    index = TierIndex(plan_arena(60 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
+    stored(index, 0, names(0, 0, 40))
+    stored(index, 1, names(0, 0, 20))
+    index.touch(0, names(0, 0, 10))
+    assert len(stored(index, 1, names(1, 0, 45))) == 45
+    assert index.lookup(0, names(0, 0, 40)) == 10
+    assert index.lookup(1, names(0, 0, 20)) == 5
     counts = index.counts()
-    assert [counts[group].ready for group in range(3)] == [20, 20, 20]
+    assert [(counts[group].ready, counts[group].evicted_total) for group in (0, 1)] == [(10, 30), (50, 15)]
     index.check()
 
 
-def test_a_group_does_not_wait_for_rows_that_others_have_pinned():
-    index = TierIndex(plan_arena(20 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
-    stored(index, 0, names(0, 0, 18))
-    index.pin(0, names(0, 0, 18))
-    assert len(stored(index, 1, names(0, 0, 5))) == 2
-    assert len(stored(index, 1, names(1, 0, 5))) == 2
-    index.unpin(0, names(0, 0, 18))
-    assert len(stored(index, 1, names(2, 0, 12))) == 10
+def test_equal_hashes_of_groups_that_share_rows_are_told_apart():
+    index = TierIndex(plan_arena(100 * 64, {0: 64, 1: 64}, {0: 0.5, 1: 0.5}))
+    hashes = names(0, 0, 50)
+    stored(index, 0, hashes[:25])
+    stored(index, 1, hashes)
+    # The row behind those of group 0 holds what would follow, but of group 1.
+    assert index.rows_of(1, hashes[:1]) == [25]
+    index.drop(1, hashes[:25])
+    assert index.rows_of(1, hashes[25:26]) == [50]
+    stored(index, 0, names(1, 0, 25))
+    assert index.lookup(0, hashes) == 25
+    assert index.states(0, hashes) == [READY] * 25 + [ABSENT] * 25
+    assert index.states(1, hashes) == [ABSENT] * 25 + [READY] * 25
+    index.check()
 
 
-@pytest.mark.parametrize(("policy", "found"), [("lru", 0), ("arc", 2)])
-def test_what_came_back_outlives_what_is_used_once_with_arc(policy, found):
-    index = small(8, policy)
-    stored(index, 0, names(0, 0, 8))
-    stored(index, 0, names(1, 0, 2))
-    came_back = names(0, 6, 2)
-    assert stored(index, 0, came_back) == came_back
-    for sequence in range(2, 12):
-        stored(index, 0, names(sequence, 0, 3))
-    assert index.lookup(0, came_back) == found
+def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
+    index = small(200)
+    hashes = names(0, 0, 50)
+    stored(index, 0, hashes)
+    index.drop(0, hashes[30:])
+    # Others take the rows that were freed last; some of what was dropped comes back elsewhere.
+    stored(index, 0, names(1, 0, 15))
+    stored(index, 0, hashes[30:])
+    assert index.lookup(0, hashes) == 50
+    assert len(set(index.rows_of(0, hashes))) == 50
     index.check()
 
 
@@ -454,10 +409,9 @@ def test_a_group_without_rows_is_named():
         small(1).lookup(3, [])
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_thousands_at_once(policy):
-    """Enough for several chunks, sweeps and forced tidying, with the sizes that are in use."""
-    index = small(30_000, policy)
+def test_thousands_at_once():
+    """Enough for long stretches and a log that is compacted, with the sizes that are in use."""
+    index = small(30_000)
     for sequence in range(12):
         assert len(stored(index, 0, names(sequence, 0, 8192))) == 8192
         index.touch(0, names(sequence, 0, 4096))

@@ -54,7 +54,6 @@ def drive(kinds, tiers, seed, *, fail=0.0, rows=None, steps=150):
         local=rng.random() < 0.7,
         budget=rng.choice([8, 16, 40]),
         checkpoint_tokens=rng.choice([0, 16]),
-        policy=rng.choice(["lru", "arc"]),
         wait_s=rng.choice([0.02, 2.0]),
         reuses_at_once=seed % 3 < 2,
         drafts=0 if any(kind.is_state for kind in kinds) else rng.choice([0, 3]),

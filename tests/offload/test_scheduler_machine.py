@@ -30,7 +30,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         settings_of=st.fixed_dictionaries(
             {
                 "checkpoint_tokens": st.sampled_from([0, 16]),
-                "policy": st.sampled_from(["lru", "arc"]),
                 "wait_s": st.sampled_from([0.02, 2.0]),
                 "decoded": st.booleans(),
                 "local": st.booleans(),

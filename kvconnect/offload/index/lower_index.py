@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.index.shards import SHARD_MASK, Shards, make_shards
 from kvconnect.orders import TierChange
 
 _PART = 256
@@ -28,7 +28,7 @@ class LowerIndex:
         self.num_ranks = num_ranks
         # A rank is a bit: a rank that tells the same twice changes nothing.
         self._all = (1 << num_ranks) - 1
-        self._ranks: dict[tuple[str, int], Shards] = {}
+        self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
         self._complete: Counter[tuple[str, int]] = Counter()
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
@@ -42,18 +42,16 @@ class LowerIndex:
         bit, every = 1 << rank, self._all
         for change in changes:
             key = (change.tier, change.group)
-            shards = self._ranks.setdefault(key, make_shards()) if change.added else self._of(*key)
+            ranks = self._ranks.setdefault(key, {})
             for content in change.added:
-                shard = shards[hash(content) & SHARD_MASK]
-                before = shard.get(content, 0)
-                shard[content] = after = before | bit
+                before = ranks.get(content, 0)
+                ranks[content] = after = before | bit
                 self._complete[key] += (after == every) - (before == every)
             for content in change.removed:
-                shard = shards[hash(content) & SHARD_MASK]
-                before = shard.pop(content, 0)
+                before = ranks.pop(content, 0)
                 self._complete[key] -= before == every
                 if before & ~bit:
-                    shard[content] = before & ~bit
+                    ranks[content] = before & ~bit
 
     def lookup(self, tier: str, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, every rank has in a tier."""
@@ -65,15 +63,14 @@ class LowerIndex:
 
     def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
         """Of each hash, whether every rank has it in a tier."""
-        shards, every = self._of(tier, group), self._all
-        return [shards[hash(content) & SHARD_MASK].get(content) == every for content in hashes]
+        ranks, every = self._ranks.get((tier, group), {}), self._all
+        return [known == every for known in map(ranks.get, hashes, repeat(0))]
 
     def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
         """Contents that turned out not to be there, on some rank: forgotten for all, until told anew."""
-        shards = self._of(tier, group)
+        ranks = self._ranks.get((tier, group), {})
         for content in hashes:
-            ranks = shards[hash(content) & SHARD_MASK].pop(content, 0)
-            self._complete[tier, group] -= ranks == self._all
+            self._complete[tier, group] -= ranks.pop(content, 0) == self._all
 
     def clear(self) -> None:
         """Forget all."""
@@ -86,9 +83,3 @@ class LowerIndex:
         for tier, group in self._ranks:
             found.setdefault(tier, {})[group] = self._complete[tier, group]
         return found
-
-    def _of(self, tier: str, group: int) -> Shards:
-        return self._ranks.get((tier, group), _NOTHING)
-
-
-_NOTHING = make_shards()

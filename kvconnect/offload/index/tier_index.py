@@ -6,22 +6,27 @@ the index holds: see ``python -m benchmarks index``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvconnect.errors import LocalError
+from kvconnect.offload.index.age_order import Rows
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.offload.index.policies import Policy
-from kvconnect.offload.index.shelf import ContentState, Leaving, Shelf
+from kvconnect.offload.index.class_rows import (
+    ABSENT,
+    DOOMED,
+    PENDING,
+    READY,
+    STATES,
+    ClassRows,
+    ContentState,
+)
+from kvconnect.offload.tier import Content
 
 __all__ = ["ContentState", "GroupCounts", "IndexEvents", "TierIndex"]
-
-# Hashes of what has made room are forgotten later, with reservations: twice as many as one of them takes,
-# though not a few at a time, and never so many that one of them pays for a mass eviction.
-_TIDIED_AT_LEAST, _TIDIED_AT_MOST = 256, 1024
 
 
 @dataclass(frozen=True)
@@ -31,15 +36,15 @@ class IndexEvents:
     Where ``cleared`` is set, nothing was left in between, and ``removed`` is empty.
     """
 
-    stored: tuple[tuple[int, bytes], ...] = ()
-    removed: tuple[tuple[int, bytes], ...] = ()
+    stored: tuple[Content, ...] = ()
+    removed: tuple[Content, ...] = ()
     cleared: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.cleared)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupCounts:
     """Rows of a cache group, and what has happened to its contents so far.
 
@@ -47,79 +52,60 @@ class GroupCounts:
     are contents for which there was no room.
     """
 
-    limit: int
-    held: int
-    ready: int
-    pending: int
-    pinned: int
-    stored_total: int
-    evicted_total: int
-    dropped_total: int
-    refused_total: int
-
-
-class _FreeRows:
-    """The free rows of one class. The ones freed last are given out first, in rising order."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._rows: NDArray[np.int32] = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
-        self.count = num_rows
-
-    def take(self, count: int) -> list[int]:
-        """So many rows."""
-        self.count -= count
-        rows: list[int] = self._rows[self.count : self.count + count].tolist()
-        rows.sort()
-        return rows
-
-    def give(self, rows: Sequence[int] | NDArray[np.int32]) -> None:
-        """Rows that are free again."""
-        self._rows[self.count : self.count + len(rows)] = rows
-        self.count += len(rows)
-
-    def all(self) -> list[int]:
-        """Every free row."""
-        rows: list[int] = self._rows[: self.count].tolist()
-        return rows
+    held: int = 0
+    ready: int = 0
+    pending: int = 0
+    pinned: int = 0
+    stored_total: int = 0
+    evicted_total: int = 0
+    dropped_total: int = 0
+    refused_total: int = 0
 
 
 class TierIndex:
     """The contents of host memory, for the one who alone decides what is in it.
 
     A content is a cache group and the hash of all tokens up to the end of a block. It is absent, pending (a
-    row is reserved and being filled), or ready. Contents of a group make room for others of the same group;
-    where groups share a class of rows, one may use what others leave of it, until they want what is theirs.
-    All methods take hashes of one group, in the order of the sequence where there is one: its beginning is
-    kept longer than its end, which is of no use without it.
+    row is reserved and being filled), or ready. The least recently used makes room, whichever group it is of,
+    among those whose rows are equally long. All methods take hashes of one group, in the order of the
+    sequence where there is one: its beginning is kept longer than its end, which is of no use without it.
 
     Args:
         plan: which rows there are.
-        policy: which contents make room.
     """
 
-    def __init__(self, plan: ArenaPlan, policy: Policy = "lru") -> None:
+    def __init__(self, plan: ArenaPlan) -> None:
         self._plan = plan
-        self._free = [_FreeRows(rows.num_rows) for rows in plan.classes]
-        self._shelves = {
-            group: Shelf(group, plan.limits[group], plan.row_class(group).num_rows, policy)
-            for group in plan.groups
-        }
-        self._sharing = [
-            [self._shelves[group] for group in plan.groups_of(index)] for index in range(len(plan.classes))
+        self._classes = [
+            ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
-        # Nothing is written down for somebody who never asks.
+        self._totals = {group: GroupCounts() for group in plan.groups}
+        # Nothing is noted until events are asked for.
         self._is_asked = False
-        # In order: what came, what went by name, what made room.
-        self._changes: list[tuple[int, bool, list[bytes] | Leaving]] = []
+        self._stored: dict[Content, None] = {}
+        self._removed: dict[Content, None] = {}
+        self._evicted: list[tuple[ClassRows, Rows]] = []
         self._is_cleared = False
+
+    # ---- what is there
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""
-        return self._shelf(group).lookup(hashes)
+        rows = self._rows(group)
+        first, length = 0, 16
+        while first < len(hashes):
+            part = hashes[first : first + length]
+            is_missing = rows.state[rows.find(group, part)] != READY
+            if is_missing.any():
+                return first + int(is_missing.argmax())
+            first += len(part)
+            length = min(8 * length, 8192)
+        return first
 
     def states(self, group: int, hashes: Sequence[bytes]) -> list[ContentState]:
         """The state of each content. What was dropped while it was pinned is absent."""
-        return [_STATES[state] for state in self._shelf(group).states(hashes)]
+        rows = self._rows(group)
+        return [STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
         """The rows of contents that are ready.
@@ -127,44 +113,41 @@ class TierIndex:
         Raises:
             LocalError: one of them is not.
         """
-        shelf = self._shelf(group)
-        return shelf.rows(shelf.ready_cells(hashes))
+        found: list[int] = self._find_in(group, hashes, READY).tolist()
+        return found
+
+    # ---- what comes and goes
 
     def reserve(self, group: int, hashes: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """Take rows for those of the contents that are absent; they are pending from now on.
 
         Returns the contents that got a row, in order, and their rows. Contents that are there already keep
-        theirs and are refreshed. Where there is no room the last ones get nothing, and what was dropped while
+        theirs and count as used. Where there is no room the last ones get nothing, and what was dropped while
         it was pinned gets nothing until it is unpinned. Nothing that is pinned, pending or among ``hashes``
         makes room.
         """
-        shelf = self._shelf(group)
-        wanted = shelf.keep_for_now(hashes)
-        taken: list[bytes] = []
-        rows: list[int] = []
-        if wanted.absent:
-            room = min(len(wanted.absent), self.make_room(group, len(wanted.absent)))
-            rows = self._free[self._plan.class_of[group]].take(room)
-            taken = shelf.add(wanted, rows)
-            if shelf.num_spare >= _TIDIED_AT_LEAST:
-                shelf.tidy(min(max(2 * room, _TIDIED_AT_LEAST), _TIDIED_AT_MOST))
-        shelf.no_longer_keep(wanted)
-        return taken, rows
+        rows = self._rows(group)
+        found = rows.find(group, hashes)
+        states = rows.state[found]
+        used = found[(states == READY) & (rows.pins[found] == 0)]
+        rows.ages.remove(used)
+        absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
+        if len(absent) > len(rows.free):
+            self._evict(rows, len(absent) - len(rows.free))
+        taken = rows.take(len(absent))
+        self._totals[group].refused_total += len(absent) - len(taken)
+        del absent[len(taken) :]
+        self._name_evicted()
+        rows.put(group, absent, taken)
+        rows.ages.append(used[::-1])
+        return absent, taken
 
     def make_room(self, group: int, count: int) -> int:
         """See that so many contents of a group could be reserved. Returns how many could."""
-        shelf, index = self._shelf(group), self._plan.class_of[group]
-        free = self._free[index]
-        theirs = min(count - free.count, shelf.limit - shelf.num_held - free.count)
-        if theirs > 0:
-            others = [other for other in self._sharing[index] if other.num_held > other.limit]
-            for other in sorted(others, key=lambda other: other.limit - other.num_held):
-                theirs -= self._evict(other, min(theirs, other.num_held - other.limit))
-                if theirs <= 0:
-                    break
-        if count > free.count:
-            self._evict(shelf, count - free.count)
-        return free.count
+        rows = self._rows(group)
+        if count > len(rows.free):
+            self._evict(rows, count - len(rows.free))
+        return len(rows.free)
 
     def commit(self, group: int, hashes: Sequence[bytes]) -> None:
         """Pending contents are ready: their rows hold what they should.
@@ -172,20 +155,40 @@ class TierIndex:
         Raises:
             LocalError: one of them is not pending; none is changed then.
         """
-        committed = self._shelf(group).commit(hashes)
-        if self._is_asked and committed:
-            self._changes.append((group, True, committed))
+        rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
+        found = self._find_in(group, hashes, PENDING)
+        rows.state[found] = READY
+        rows.ages.append(found[::-1])
+        self._totals[group].stored_total += len(hashes)
+        self._note(((group, one) for one in hashes), self._stored, self._removed)
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents: pending ones that failed, ready ones that are of no use. Absent ones are skipped.
 
         A pinned one is absent at once, but its row is taken until it is unpinned.
         """
-        self._dropped(group, *self._shelf(group).drop(hashes))
+        rows = self._rows(group)
+        found = rows.find(group, list(dict.fromkeys(hashes)))
+        self._drop(group, found[rows.state[found] == READY])
+        pending = found[rows.state[found] == PENDING]
+        self._totals[group].dropped_total += len(pending)
+        rows.let_go(pending)
 
     def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents that are ready and not pinned; the others stay as they are."""
-        self._dropped(group, *self._shelf(group).drop_unused(hashes))
+        rows = self._rows(group)
+        found = rows.find(group, list(dict.fromkeys(hashes)))
+        self._drop(group, found[(rows.state[found] == READY) & (rows.pins[found] == 0)])
+
+    def clear(self) -> None:
+        """Forget all that is ready; pinned rows become free when they are unpinned. Pending contents stay."""
+        for group in self._plan.groups:
+            rows = self._rows(group)
+            self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
+        self._evicted.clear()
+        self._stored, self._removed, self._is_cleared = {}, {}, self._is_asked
+
+    # ---- what is used
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
         """Keep ready contents until they are unpinned as often.
@@ -193,71 +196,59 @@ class TierIndex:
         Raises:
             LocalError: one of them is not ready; none is pinned then.
         """
-        self._shelf(group).pin(hashes)
+        rows = self._rows(group)
+        found = self._find_in(group, hashes, READY)
+        rows.ages.remove(found)
+        # A number of the array's own type: any other takes twenty times as long.
+        np.add.at(rows.pins, found, np.int32(1))
 
     def unpin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Take back a pin of each. They are refreshed.
+        """Take back a pin of each. They count as used.
 
         Raises:
             LocalError: one of them is not pinned as often; none is changed then.
         """
-        self._give(group, self._shelf(group).unpin(hashes))
+        rows = self._rows(group)
+        found = rows.find(group, hashes)
+        np.subtract.at(rows.pins, found, np.int32(1))
+        if len(found) and rows.pins[found].min() < 0:
+            np.add.at(rows.pins, found, np.int32(1))
+            raise LocalError(f"a content of cache group {group} is unpinned more often than it was pinned")
+        free = found[rows.pins[found] == 0]
+        states = rows.state[free]
+        rows.ages.append(free[states == READY][::-1])
+        rows.let_go(np.unique(free[states == DOOMED]))
 
     def touch(self, group: int, hashes: Sequence[bytes]) -> None:
         """Contents were used. The first of them is kept longest; what is not ready is skipped."""
-        self._shelf(group).touch(hashes)
+        rows = self._rows(group)
+        found = rows.find(group, hashes)
+        rows.ages.append(found[(rows.state[found] == READY) & (rows.pins[found] == 0)][::-1])
 
-    def refresh(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Bring contents in the order of their sequence, as the newest, where they came in several parts.
-
-        That is no use of them: whoever was stored, and is refreshed when its request ends, was used once.
-        """
-        self._shelf(group).refresh(hashes)
-
-    def clear(self) -> None:
-        """Forget all that is ready; pinned rows become free when they are unpinned. Pending contents stay."""
-        for group, shelf in self._shelves.items():
-            self._give(group, shelf.drop_ready())
-        self._changes, self._is_cleared = [], self._is_asked
+    # ---- what there is to see
 
     def take_events(self) -> IndexEvents:
         """What has come and gone since the last call. The first one tells all that there is."""
         if not self._is_asked:
             self._is_asked = True
-            self._changes = [(group, True, shelf.ready_hashes()) for group, shelf in self._shelves.items()]
-        came: dict[tuple[int, bytes], None] = {}
-        went: dict[tuple[int, bytes], None] = {}
-        for group, is_stored, batch in self._changes:
-            hashes = self._shelves[group].name(batch) if isinstance(batch, Leaving) else batch
-            now, before = (came, went) if is_stored else (went, came)
-            for content in hashes:
-                key = (group, content)
-                if key in before:
-                    del before[key]
-                else:
-                    now[key] = None
-        for shelf in self._shelves.values():
-            shelf.forget_leaving()
-        events = IndexEvents(tuple(came), tuple(went), self._is_cleared)
-        self._changes, self._is_cleared = [], False
+            for rows in self._classes:
+                self._stored.update(dict.fromkeys(rows.contents(np.flatnonzero(rows.state == READY))))
+        self._name_evicted()
+        events = IndexEvents(tuple(self._stored), tuple(self._removed), self._is_cleared)
+        self._stored, self._removed, self._is_cleared = {}, {}, False
         return events
 
     def counts(self) -> dict[int, GroupCounts]:
-        """Rows and totals by cache group."""
-        return {
-            group: GroupCounts(
-                limit=shelf.limit,
-                held=shelf.num_held,
-                ready=shelf.num_ready,
-                pending=shelf.num_pending,
-                pinned=shelf.num_pinned,
-                stored_total=shelf.totals.stored,
-                evicted_total=shelf.totals.evicted,
-                dropped_total=shelf.totals.dropped,
-                refused_total=shelf.totals.refused,
-            )
-            for group, shelf in self._shelves.items()
-        }
+        """Rows and totals by cache group. It takes time for all that the index holds."""
+        for group, counts in self._totals.items():
+            rows = self._rows(group)
+            is_ours = rows.group == group
+            state = rows.state[:-1][is_ours]
+            counts.held = int(np.count_nonzero(state))
+            counts.ready = int(np.count_nonzero(state == READY))
+            counts.pending = int(np.count_nonzero(state == PENDING))
+            counts.pinned = int(np.count_nonzero(rows.pins[:-1][is_ours]))
+        return self._totals
 
     def check(self) -> None:
         """Prove the invariants. It takes time for all that the index holds.
@@ -265,34 +256,76 @@ class TierIndex:
         Raises:
             LocalError: one does not hold; the text says which.
         """
-        for index, rows in enumerate(self._plan.classes):
-            seen = self._free[index].all()
-            for shelf in self._sharing[index]:
-                seen.extend(shelf.check())
-            if sorted(seen) != list(range(rows.num_rows)):
+        for index, rows in enumerate(self._classes):
+            held = np.flatnonzero(rows.state)
+            if sorted([*rows.free, *held.tolist()]) != list(range(rows.num_rows)):
                 raise LocalError(f"the rows of class {index} are not each free or held once")
+            if any(
+                rows.row_of[group].get(content) != row
+                for row, (group, content) in zip(held.tolist(), rows.contents(held), strict=True)
+            ):
+                raise LocalError(f"a row of class {index} holds a content that is known to be elsewhere")
+            is_pinned = rows.pins > 0
+            if (rows.pins < 0).any() or np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any():
+                raise LocalError(f"class {index} has pins of what is neither ready nor doomed")
+            aging = np.flatnonzero((rows.state == READY) & ~is_pinned)
+            if sorted(rows.ages.rows().tolist()) != aging.tolist():
+                raise LocalError(f"class {index} has an age for what may not make room, or the reverse")
+            for group, row_of in rows.row_of.items():
+                if len(row_of) > rows.num_rows:
+                    raise LocalError(f"cache group {group} knows {len(row_of)} hashes, more than it has rows")
 
-    def _shelf(self, group: int) -> Shelf:
-        if group not in self._shelves:
-            raise LocalError(f"cache group {group} has no rows; those that have: {sorted(self._shelves)}")
-        return self._shelves[group]
+    # ---- inside
 
-    def _evict(self, shelf: Shelf, count: int) -> int:
-        leaving, rows = shelf.evict(count)
-        self._free[self._plan.class_of[shelf.group]].give(rows)
+    def _rows(self, group: int) -> ClassRows:
+        index = self._plan.class_of.get(group)
+        if index is None:
+            raise LocalError(f"cache group {group} has no rows; those that have: {list(self._plan.groups)}")
+        return self._classes[index]
+
+    def _find_in(self, group: int, hashes: Sequence[bytes], state: int) -> Rows:
+        rows = self._rows(group)
+        found = rows.find(group, hashes)
+        is_wrong = rows.state[found] != state
+        if is_wrong.any():
+            raise LocalError(
+                f"content {hashes[int(is_wrong.argmax())].hex()} of cache group {group} is not "
+                f"{ContentState(state).name.lower()}"
+            )
+        return found
+
+    def _evict(self, rows: ClassRows, count: int) -> None:
+        """Up to ``count`` contents make room."""
+        evicted = rows.ages.take(count)
+        for group, times in enumerate(np.bincount(rows.group[evicted]).tolist()):
+            if times:
+                self._totals[group].evicted_total += times
+        rows.let_go(evicted)
         if self._is_asked:
-            self._changes.append((shelf.group, False, leaving))
-        else:
-            shelf.forget_leaving()
-        return len(rows)
+            self._evicted.append((rows, evicted))
 
-    def _dropped(self, group: int, removed: list[bytes], rows: list[int]) -> None:
-        self._give(group, rows)
-        if self._is_asked and removed:
-            self._changes.append((group, False, removed))
+    def _name_evicted(self) -> None:
+        """Note what was evicted, before its rows hold something else."""
+        for rows, evicted in self._evicted:
+            self._note(rows.contents(evicted), self._removed, self._stored)
+        self._evicted.clear()
 
-    def _give(self, group: int, rows: list[int]) -> None:
-        self._free[self._plan.class_of[group]].give(rows)
+    def _drop(self, group: int, ready: Rows) -> None:
+        """Forget what is ready in these rows of a group."""
+        rows = self._rows(group)
+        self._totals[group].dropped_total += len(ready)
+        if self._is_asked:
+            self._note(rows.contents(ready), self._removed, self._stored)
+        pinned = rows.pins[ready] > 0
+        rows.state[ready[pinned]] = DOOMED
+        rows.let_go(ready[~pinned])
 
-
-_STATES = tuple(ContentState)
+    def _note(
+        self, contents: Iterable[Content], now: dict[Content, None], before: dict[Content, None]
+    ) -> None:
+        if self._is_asked:
+            for content in contents:
+                if content in before:
+                    del before[content]
+                else:
+                    now[content] = None

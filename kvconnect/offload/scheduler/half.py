@@ -86,7 +86,7 @@ class OffloadScheduler:
         kept = hit_groups(groups, row_bytes, align_tokens, draft_groups)
         self.requirements = requirements = HitRequirements(kept, align_tokens)
         self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        self.index = TierIndex(self.plan, config.policy)
+        self.index = TierIndex(self.plan)
         self.lower = LowerIndex(num_ranks)
         self._jobs = Jobs(num_ranks, job_timeout_s)
         self._failures = FailureCounts()
@@ -259,7 +259,7 @@ class OffloadScheduler:
             end = record.next_position.get(group.group, 0)
             if end:
                 hashes = self._hashes(request, group.block_tokens)
-                self.index.refresh(group.group, group.names(hashes, 0, end))
+                self.index.touch(group.group, group.names(hashes, 0, end))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         """These blocks are overwritten before the next orders are carried out: nothing of them is stored."""
