@@ -6,7 +6,6 @@ A chunk of a prompt sees what the cache holds of the tokens before it, wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -26,10 +25,8 @@ class PromptModel(BenchModel):
 
     def attach(self, cache: NodeCache) -> None:
         """Have the device's own attention read this cache."""
-        for name, pages in cache.pages.items():
-            if isinstance(pages, AttentionPages):
-                size = cache.kernel_block_sizes[cache.group_of[name]]
-                cache.pages[name] = replace(pages, batched=PromptAttention(size))
+        for name, group in cache.group_of.items():
+            cache.layer_attention[name] = PromptAttention(cache.kernel_block_sizes[group])
 
     def forward(self, token_ids: torch.Tensor, step: StepContext, sampled: torch.Tensor) -> ModelOutput:
         """See ``Model``."""
@@ -37,20 +34,20 @@ class PromptModel(BenchModel):
 
 
 class PromptAttention:
-    """See ``BatchAttention``: the requests of a step one after the other, all pages of each in one call."""
+    """See ``PagedAttention``: the requests of a step one after the other, all pages of each in one call."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._segments: Sequence[Segment] = ()
 
     def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """See ``BatchAttention``."""
+        """See ``PagedAttention``."""
         self._segments, self._table = segments, table
 
     def attend(
         self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
     ) -> torch.Tensor:
-        """See ``BatchAttention``. Keys and values side by side; no window."""
+        """See ``PagedAttention``. Keys and values side by side; no window."""
         assert pages.values is not None
         mixed = []
         for segment in self._segments:

@@ -9,46 +9,22 @@ nothing of models, scheduling or transfers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvconnect.runner_kit.attention_groups import GraphSupport
-from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
+
+if TYPE_CHECKING:
+    from kvconnect.node.cache import NodeCache
 
 # What everything is computed in; the cache is coarser.
 COMPUTE_DTYPE = torch.float64
 # Query rows per slice: bounds the score matrix of a long prompt's chunk.
 QUERY_SLICE = 256
-
-
-@dataclass(frozen=True)
-class Backend:
-    """An attention implementation and the block sizes in tokens that it takes."""
-
-    name: str
-    kernel_block_sizes: Sequence[int | MultipleOf]
-    graph_support: GraphSupport = GraphSupport.UNIFORM_DECODE
-
-    def make_metadata_builder(self, kernel_block_size: int) -> PageSpan:
-        """What says which pages of ``kernel_block_size`` tokens a segment reads."""
-        return PageSpan(kernel_block_size)
-
-
-@dataclass(frozen=True)
-class PageSpan:
-    """Which pages of a request's row attention reads."""
-
-    kernel_block_size: int
-
-    def of(self, segment: Segment, window: int | None) -> range:
-        """Positions in the row, from the page where the window begins to that of the last token."""
-        first = 0 if window is None else max(0, segment.start - window + 1)
-        last = segment.start + segment.length - 1
-        return range(first // self.kernel_block_size, last // self.kernel_block_size + 1)
 
 
 @dataclass(frozen=True)
@@ -91,30 +67,12 @@ class PagedRows:
         return self.pages.view(torch.int8) if self.pages.dtype.itemsize == 1 else self.pages
 
 
-class BatchAttention(Protocol):
-    """Attention that takes all requests of a step in one call, in place of ``_attend`` for each."""
-
-    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """A step begins: its tokens in batch order, and the block table of this cache group."""
-        ...
-
-    def attend(
-        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
-    ) -> torch.Tensor:
-        """As ``StepContext.attend``, with the batch's keys and values stored already."""
-        ...
-
-
 @dataclass(frozen=True)
 class AttentionPages:
-    """The cache of one attention layer. ``values`` is None where keys and values are one row (MLA).
-
-    ``batched`` attends over it, or None: each request on its own, as in this file.
-    """
+    """The cache of one attention layer. ``values`` is None where keys and values are one row (MLA)."""
 
     keys: PagedRows
     values: PagedRows | None
-    batched: BatchAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -125,32 +83,22 @@ class StatePages:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
 
-    def read(self, block_id: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of the states in one page."""
-        page = self.pages[block_id]
-        states, start = [], 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            end = start + torch.Size(shape).numel() * dtype.itemsize
-            states.append(page[start:end].clone().view(dtype).view(shape))
-            start = end
-        return states
 
-    def write(self, block_id: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Store the states, in the order and with the dtypes of the spec."""
-        parts = [state.to(dtype) for state, dtype in zip(states, self.dtypes, strict=True)]
-        self.pages[block_id] = torch.cat([part.contiguous().view(-1).view(torch.int8) for part in parts])
+LayerPages = AttentionPages | StatePages
 
 
 @dataclass(frozen=True)
-class BatchedState:
-    """The states of a batch's requests: blocks ``block_ids`` of ``pages``, both ``(n,)``.
+class RequestStates:
+    """The recurrent states of some requests of a step, which compute equally many tokens each.
 
-    Where ``used`` is False nothing is stored.
+    ``span``: their tokens in the batch, request by request. ``block_ids`` of shape ``(n,)`` hold their
+    states. Where ``used`` is False nothing is stored.
     """
 
+    span: slice
     pages: StatePages
     block_ids: torch.Tensor
-    used: torch.Tensor
+    used: torch.Tensor | None
 
     def read(self) -> list[torch.Tensor]:
         """Copies of the states, each of shape ``(n, *shape)``."""
@@ -168,11 +116,10 @@ class BatchedState:
             state.to(dtype).flatten(1).contiguous().view(torch.int8)
             for state, dtype in zip(states, self.pages.dtypes, strict=True)
         ]
-        held = self.pages.pages[self.block_ids]
-        self.pages.pages[self.block_ids] = torch.where(self.used[:, None], torch.cat(parts, 1), held)
-
-
-LayerPages = AttentionPages | StatePages
+        new = torch.cat(parts, 1)
+        if self.used is not None:
+            new = torch.where(self.used[:, None], new, self.pages.pages[self.block_ids])
+        self.pages.pages[self.block_ids] = new
 
 
 @dataclass(frozen=True)
@@ -192,58 +139,115 @@ class Segment:
         """The segment's rows in the batch."""
         return slice(self.offset, self.offset + self.length)
 
+    def pages(self, page_tokens: int, window: int | None) -> range:
+        """Places in its row that it reads: from the page where the window begins to the last token's."""
+        first = 0 if window is None else max(0, self.start - window + 1)
+        return range(first // page_tokens, (self.start + self.length - 1) // page_tokens + 1)
+
+
+class PagedAttention(Protocol):
+    """Attention over pages of one size, for the layers of one cache group and backend."""
+
+    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
+        """A step begins: its tokens in batch order, and the block table of this cache group."""
+        ...
+
+    def attend(
+        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+    ) -> torch.Tensor:
+        """As ``StepContext.attend``, with the batch's keys and values stored already."""
+        ...
+
+
+class SegmentAttention:
+    """Attends with one request after the other."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._segments: Sequence[Segment] = ()
+        self._table = torch.empty(0)
+
+    def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
+        """See ``PagedAttention``."""
+        self._segments, self._table = segments, table
+
+    def attend(
+        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
+    ) -> torch.Tensor:
+        """See ``PagedAttention``."""
+        outputs = []
+        for segment in self._segments:
+            read = segment.pages(self.page_tokens, window)
+            ids = self._table[segment.row, read.start : read.stop].long()
+            keys = pages.keys.gather(ids)
+            values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
+            first = read.start * self.page_tokens
+            outputs.append(_attend(query[segment.span], keys, values, segment.start, first, window))
+        return torch.cat(outputs)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An attention implementation and the block sizes in tokens that it takes."""
+
+    name: str
+    kernel_block_sizes: Sequence[int | MultipleOf]
+    graph_support: GraphSupport = GraphSupport.UNIFORM_DECODE
+
+    def make_metadata_builder(self, kernel_block_size: int) -> PagedAttention:
+        """Attention over pages of ``kernel_block_size`` tokens, which makes its metadata itself."""
+        return SegmentAttention(kernel_block_size)
+
+
+Attend = Callable[[str, AttentionPages, torch.Tensor, "int | None", "int | None"], torch.Tensor]
+"""Attention of a layer's queries over its pages, with its window and the width of values in key rows."""
+
 
 class StepContext:
     """One forward pass: its tokens, their positions, and where each lies in every group's pages.
 
     Args:
-        segments: the requests' tokens, in batch order.
-        tables: the block tables, applied.
-        kernel_block_sizes: tokens per kernel block by group; groups of ``state_groups`` are indexed by
-            request and not by token.
-        layers: the cache of every layer by name, and ``group_of`` its group.
+        cache: its slots are computed for this step.
+        positions: of shape ``(tokens,)``.
+        tables: kernel block ids by group; the row of each token in them is in ``rows``.
+        runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
+        attend: attention once keys and values are stored.
+        used: where False, nothing is stored.
     """
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        cache: NodeCache,
+        positions: torch.Tensor,
         *,
-        tables: BlockTables,
-        kernel_block_sizes: Mapping[int, int],
-        state_groups: frozenset[int],
-        layers: Mapping[str, LayerPages],
-        group_of: Mapping[str, int],
-        device: torch.device,
+        tables: Mapping[int, torch.Tensor],
+        rows: torch.Tensor,
+        runs: Sequence[tuple[slice, torch.Tensor]],
+        attend: Attend,
+        used: torch.Tensor | None = None,
     ) -> None:
-        self.segments: Sequence[Segment] = segments
+        self.positions = positions
+        self._cache = cache
         self._tables = tables
-        self._sizes = kernel_block_sizes
-        self._layers = layers
-        self._group_of = group_of
-        positions = [torch.arange(s.start, s.start + s.length) for s in segments]
-        self.positions = torch.cat(positions).to(device)
-        count = len(self.positions)
-        starts = [segment.offset for segment in segments]
-        tables.compute_slots([s.row for s in segments], [*starts, count], self.positions, count)
-        self._slots = {
-            group: (tables.slots(group)[:count] // size, tables.slots(group)[:count] % size)
-            for group, size in kernel_block_sizes.items()
-            if group not in state_groups
-        }
-        for layer, pages in layers.items():
-            if isinstance(pages, AttentionPages) and pages.batched is not None:
-                pages.batched.begin(segments, tables.table(group_of[layer]))
+        self._rows = rows
+        self._runs = runs
+        self._attend = attend
+        self._used = used
+        self._slots = {}
+        for group, size in cache.kernel_block_sizes.items():
+            if group not in cache.state_groups:
+                # A padded token has no slot: with ``used`` the null block keeps what it has.
+                slots = cache.tables.slots(group)[: len(positions)].clamp(min=0)
+                self._slots[group] = slots // size, slots % size
 
-    def batched_state(self, layer: str) -> BatchedState | None:
-        """A recurrent layer's states if every request of the step computes one token, else None."""
-        return None
-
-    def state(self, layer: str, segment: Segment) -> tuple[StatePages, torch.Tensor]:
-        """A recurrent layer's pages and the block id of the segment's request."""
-        pages = self._layers[layer]
+    def states(self, layer: str) -> Iterator[RequestStates]:
+        """A recurrent layer's states, of all requests of the step in batch order."""
+        pages = self._cache.pages[layer]
         if not isinstance(pages, StatePages):
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
-        return pages, self._tables.table(self._group_of[layer])[segment.row, 0].long()
+        table = self._tables[self._cache.group_of[layer]]
+        for span, rows in self._runs:
+            yield RequestStates(span, pages, table[rows, 0].long(), self._used)
 
     def attend(
         self,
@@ -261,26 +265,8 @@ class StepContext:
         With ``values`` None the first ``value_width`` columns of the key rows are the values.
         Returns ``(tokens, query heads, value width)``.
         """
-        pages = self._layers[layer]
-        if not isinstance(pages, AttentionPages):
-            raise TypeError(f"layer {layer!r} is no attention layer")
-        group = self._group_of[layer]
-        kernel_ids, offsets = self._slots[group]
-        pages.keys.write(kernel_ids, offsets, keys)
-        if pages.values is not None and values is not None:
-            pages.values.write(kernel_ids, offsets, values)
-        if pages.batched is not None:
-            return pages.batched.attend(pages, query, window=window, value_width=value_width)
-        span = PageSpan(self._sizes[group])
-        outputs = []
-        for segment in self.segments:
-            read = span.of(segment, window)
-            ids = self._tables.table(group)[segment.row, read.start : read.stop].long()
-            seen = pages.keys.gather(ids)
-            seen_values = seen[..., :value_width] if pages.values is None else pages.values.gather(ids)
-            first = read.start * span.kernel_block_size
-            outputs.append(_attend(query[segment.span], seen, seen_values, segment.start, first, window))
-        return torch.cat(outputs)
+        pages = self._store(layer, keys, values)
+        return self._attend(layer, pages, query, window, value_width)
 
     def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Store the batch's rows, then read the row at one of ``positions`` for each token.
@@ -288,21 +274,48 @@ class StepContext:
         ``rows`` are ``(tokens, 1, width)``; ``positions`` are of the token's own request, and not after it.
         Returns ``(tokens, width)`` as the cache keeps them.
         """
-        pages = self._layers[layer]
+        pages = self._store(layer, rows, None)
+        group = self._cache.group_of[layer]
+        size = self._cache.kernel_block_sizes[group]
+        return pages.keys.read(self._tables[group][self._rows, positions // size].long(), positions % size)
+
+    def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
+        pages = self._cache.pages[layer]
         if not isinstance(pages, AttentionPages):
             raise TypeError(f"layer {layer!r} keeps no rows by token")
-        group = self._group_of[layer]
-        kernel_ids, offsets = self._slots[group]
-        pages.keys.write(kernel_ids, offsets, rows)
-        size = self._sizes[group]
-        read = [
-            pages.keys.read(
-                self._tables.table(group)[segment.row, positions[segment.span] // size].long(),
-                positions[segment.span] % size,
-            )
-            for segment in self.segments
-        ]
-        return torch.cat(read)
+        kernel_ids, offsets = self._slots[self._cache.group_of[layer]]
+        pages.keys.write(kernel_ids, offsets, keys, self._used)
+        if pages.values is not None and values is not None:
+            pages.values.write(kernel_ids, offsets, values, self._used)
+        return pages
+
+
+def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
+    """A step of any number of tokens of each request, over the applied block tables."""
+    rows = torch.tensor([segment.row for segment in segments], device=cache.device)
+    lengths = torch.tensor([segment.length for segment in segments], device=cache.device)
+    positions = torch.cat([torch.arange(s.start, s.start + s.length) for s in segments]).to(cache.device)
+    count = len(positions)
+    starts = [*(segment.offset for segment in segments), count]
+    cache.tables.compute_slots([segment.row for segment in segments], starts, positions, count)
+    tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
+    for layer, attention in cache.layer_attention.items():
+        attention.begin(segments, tables[cache.group_of[layer]])
+
+    def attend(
+        layer: str, pages: AttentionPages, query: torch.Tensor, window: int | None, value_width: int | None
+    ) -> torch.Tensor:
+        attention = cache.layer_attention[layer]
+        return attention.attend(pages, query, window=window, value_width=value_width)
+
+    return StepContext(
+        cache,
+        positions,
+        tables=tables,
+        rows=torch.repeat_interleave(rows, lengths, output_size=count),
+        runs=[(segment.span, rows[index : index + 1]) for index, segment in enumerate(segments)],
+        attend=attend,
+    )
 
 
 def _attend(
@@ -325,9 +338,8 @@ def _attend(
         grouped = part.view(-1, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)
         scores = (grouped.flatten(1, 2) @ by_head) * width**-0.5
         scores = scores.view(kv_heads, heads // kv_heads, len(part), -1)
-        positions = torch.arange(query_start + begin, query_start + begin + len(part), device=query.device)[
-            :, None
-        ]
+        first = query_start + begin
+        positions = torch.arange(first, first + len(part), device=query.device)[:, None]
         hidden = key_positions > positions
         if window is not None:
             hidden |= key_positions <= positions - window

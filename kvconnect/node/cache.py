@@ -16,8 +16,14 @@ from kvconnect.arithmetic import div_ceil, div_exact
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
 from kvconnect.errors import ConfigError, LayoutError
-from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PagedRows, StatePages
-from kvconnect.node.flex_attention import attach_flex
+from kvconnect.node.attention import (
+    AttentionPages,
+    Backend,
+    LayerPages,
+    PagedAttention,
+    PagedRows,
+    StatePages,
+)
 from kvconnect.node.models.base import CACHE_DTYPE, CachedLayer, CacheLayout
 from kvconnect.runner_kit.attention_groups import init_attention
 from kvconnect.runner_kit.block_table import BlockTables
@@ -37,31 +43,17 @@ def parse_cache_dtype(name: str) -> torch.dtype:
     return CACHE_DTYPES[name]
 
 
-def restrict_kernel_block_sizes(layout: CacheLayout, sizes: Sequence[int]) -> CacheLayout:
-    """The layout with every attention backend taking kernel blocks of these sizes in tokens only.
+def restricted_backend(backend: Backend, sizes: Sequence[int]) -> Backend:
+    """The backend taking kernel blocks of these sizes in tokens only.
 
     Raises:
-        ConfigError: a backend does not take one of them.
+        ConfigError: it does not take one of them.
     """
-    restricted: dict[int, Backend] = {}
-
-    def restrict(layer: CachedLayer) -> CachedLayer:
-        if layer.backend is None:
-            return layer
-        for size in sizes:
-            # Its largest own size that divides this one is this one, or it does not take it.
-            if size < 1 or select_common_block_size(size, [layer.backend]) != size:
-                raise ConfigError(
-                    f"kernel_block_sizes has {size}, which backend {layer.backend.name} does not take"
-                )
-        # Layers that shared a backend still do: they share its metadata builder.
-        backend = restricted.setdefault(
-            id(layer.backend), replace(layer.backend, kernel_block_sizes=tuple(sizes))
-        )
-        return replace(layer, backend=backend)
-
-    groups = tuple(tuple(restrict(layer) for layer in layers) for layers in layout.groups)
-    return replace(layout, groups=groups)
+    for size in sizes:
+        # Its largest own size that divides this one is this one, or it does not take it.
+        if size < 1 or select_common_block_size(size, [backend]) != size:
+            raise ConfigError(f"kernel_block_sizes has {size}, which backend {backend.name} does not take")
+    return replace(backend, kernel_block_sizes=tuple(sizes))
 
 
 def needs_zeroing(config: KVCacheConfig) -> bool:
@@ -102,7 +94,7 @@ class NodeCache:
         tables: block tables with ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens``
             (None: as many as ``max_model_len``).
         tensors: every layer's tensor with its dimensions named, for registration.
-        pages: every layer's pages, for attention.
+        pages: every layer's pages, and ``layer_attention`` what attends over them.
     """
 
     def __init__(
@@ -145,7 +137,9 @@ class NodeCache:
                 tensor = self._layer_tensor(layer, index, places[layer.name])
                 self.tensors[layer.name] = CacheTensor(tensor, layer.axes)
                 self.pages[layer.name] = _pages(layer, tensor)
-        attach_flex(self.pages, self.attention)
+        self.layer_attention: dict[str, PagedAttention] = {
+            name: group.metadata_builder for group in self.attention.groups for name in group.layer_names
+        }
 
     def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
         """Zeroed storages; layers at the same place of different groups start at the same byte."""

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvconnect.node.attention import AttentionPages, BatchedState, PagedRows, StatePages, StepContext
+from kvconnect.node.attention import AttentionPages, StepContext
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
-from kvconnect.runner_kit.block_table import BlockTables
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2
@@ -30,78 +29,39 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-class DecodeContext(StepContext):
-    """A step of one token for each row of ``cache.tables``' batch tables.
+def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
+    """A step of one token for each row of the batch tables, whose slots are those of the step.
 
-    ``positions`` of shape ``(rows,)`` are -1 in padded rows. Batch tables and slots are those of the step.
+    ``positions`` of shape ``(rows,)`` are -1 in padded rows.
     """
-
-    def __init__(self, cache: NodeCache, positions: torch.Tensor) -> None:
-        self.segments = ()
-        self._tables: BlockTables = cache.tables
-        self._sizes = cache.kernel_block_sizes
-        self._layers = cache.pages
-        self._group_of = cache.group_of
-        self.used = positions >= 0
-        self.positions = positions.clamp(min=0)
-
-    def batched_state(self, layer: str) -> BatchedState | None:
-        """See ``StepContext``."""
-        pages = self._layers[layer]
-        if not isinstance(pages, StatePages):
-            raise TypeError(f"layer {layer!r} keeps no recurrent state")
-        table = self._tables.batch_table(self._group_of[layer])
-        return BatchedState(pages, table[: len(self.positions), 0].long(), self.used)
+    used, positions = positions >= 0, positions.clamp(min=0)
+    count = len(positions)
+    rows = torch.arange(count, device=positions.device)
+    tables = {group: cache.tables.batch_table(group)[:count] for group in cache.kernel_block_sizes}
 
     def attend(
-        self,
-        layer: str,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        *,
-        window: int | None = None,
-        value_width: int | None = None,
+        layer: str, pages: AttentionPages, query: torch.Tensor, window: int | None, value_width: int | None
     ) -> torch.Tensor:
-        """See ``StepContext``."""
-        pages = self._layers[layer]
-        if not isinstance(pages, AttentionPages):
-            raise TypeError(f"layer {layer!r} is no attention layer")
-        rows, group = len(self.positions), self._group_of[layer]
-        size = self._sizes[group]
-        slots = self._tables.slots(group)[:rows].clamp(min=0)
-        self._write(pages.keys, slots, size, keys)
-        if pages.values is not None and values is not None:
-            self._write(pages.values, slots, size, values)
-        table = self._tables.batch_table(group)[:rows].long()
+        group = cache.group_of[layer]
+        size, table = cache.kernel_block_sizes[group], tables[group].long()
         key_positions = torch.arange(table.shape[1] * size, device=table.device)
-        first = self.positions.new_zeros(rows, 1)
+        first = positions.new_zeros(count, 1)
         if window is not None:
-            first = (self.positions[:, None] - window + 1).clamp(min=0)
-        hidden = (key_positions > self.positions[:, None]) | (key_positions < first)
+            first = (positions[:, None] - window + 1).clamp(min=0)
+        hidden = (key_positions > positions[:, None]) | (key_positions < first)
         # Pages of which nothing is visible are not read by a kernel; the rest are read whole.
         page = key_positions // size
-        unread = (page > self.positions[:, None] // size) | (page < first // size)
-        seen = pages.keys.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        unread = (page > positions[:, None] // size) | (page < first // size)
+        keys = pages.keys.gather(table).masked_fill(unread[:, :, None, None], 0.0)
         if pages.values is None:
-            seen_values = seen[..., :value_width]
+            values = keys[..., :value_width]
         else:
-            seen_values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
-        return _attend_batch(query, seen, seen_values, hidden)
+            values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        return _attend_batch(query, keys, values, hidden)
 
-    def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See ``StepContext``."""
-        pages = self._layers[layer]
-        if not isinstance(pages, AttentionPages):
-            raise TypeError(f"layer {layer!r} keeps no rows by token")
-        count, group = len(self.positions), self._group_of[layer]
-        size = self._sizes[group]
-        self._write(pages.keys, self._tables.slots(group)[:count].clamp(min=0), size, rows)
-        table = self._tables.batch_table(group)[:count].long()
-        return pages.keys.read(table.gather(1, positions[:, None] // size)[:, 0], positions % size)
-
-    def _write(self, rows: PagedRows, slots: torch.Tensor, size: int, new: torch.Tensor) -> None:
-        rows.write(slots // size, slots % size, new, used=self.used)
+    return StepContext(
+        cache, positions, tables=tables, rows=rows, runs=[(slice(0, count), rows)], attend=attend, used=used
+    )
 
 
 def _attend_batch(
@@ -194,8 +154,8 @@ class Decoder:
         tables.compute_slots(rows, self._starts[: count + 1], self._inputs[1, :count], size)
 
     def _forward(self, size: int) -> ModelOutput:
-        context = DecodeContext(self.cache, self._inputs[1, :size])
-        return self.model.forward(self._inputs[0, :size], context, self._starts[:size])
+        step = decode_step(self.cache, self._inputs[1, :size])
+        return self.model.forward(self._inputs[0, :size], step, self._starts[:size])
 
     @torch.inference_mode()
     def _capture_all(self) -> None:

@@ -1,6 +1,6 @@
 """A whole batch attends at once with torch's flex_attention, over the pages that persistent buffers name.
 
-The batch is cut into query groups. The buffers of ``cache/flex_capacity.py`` say which kernel pages each
+The batch is cut into query groups. The buffers of ``runner_kit/flex_capacity.py`` say which kernel pages each
 group may read: nothing else is gathered, and a wrong entry gives wrong tokens. Within those pages the mask
 decides by request and position. This file knows nothing of models' weights, scheduling or transfers.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.node.attention import AttentionPages, Backend, LayerPages, PageSpan, Segment
-from kvconnect.node.models.base import CacheLayout
-from kvconnect.runner_kit.attention_groups import AttentionSetup, GraphSupport
-from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBlocks, FlexBuffers, FlexCapacity
+from kvconnect.node.attention import AttentionPages, Backend, Segment
+from kvconnect.node.options import NodeOptions
+from kvconnect.runner_kit.attention_groups import GraphSupport
+from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapacity
 
 # Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
 MAX_QUERY_BLOCK = 64
@@ -42,7 +42,7 @@ class FlexBackend(Backend):
     device: torch.device
     graph_support: GraphSupport = GraphSupport.NEVER
 
-    def make_metadata_builder(self, kernel_block_size: int) -> FlexAttention:  # type: ignore[override]
+    def make_metadata_builder(self, kernel_block_size: int) -> FlexAttention:
         """The persistent buffers for pages of ``kernel_block_size`` tokens, and attention over them."""
         capacity = FlexCapacity(
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -53,30 +53,15 @@ class FlexBackend(Backend):
         return FlexAttention(FlexBuffers(capacity, self.device))
 
 
-def flex_layout(
-    layout: CacheLayout, *, max_num_batched_tokens: int, max_model_len: int, device: torch.device
-) -> CacheLayout:
-    """The layout with a flex backend in place of every attention backend, for the same block sizes."""
-    made: dict[str, FlexBackend] = {}
-
-    def counterpart(backend: Backend | None) -> FlexBackend | None:
-        if backend is None:
-            return None
-        if backend.name not in made:
-            made[backend.name] = FlexBackend(
-                name=backend.name.replace("TORCH", "FLEX"),
-                kernel_block_sizes=backend.kernel_block_sizes,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                device=device,
-            )
-        return made[backend.name]
-
-    groups = tuple(
-        tuple(replace(layer, backend=counterpart(layer.backend)) for layer in layers)
-        for layers in layout.groups
+def flex_backend(backend: Backend, options: NodeOptions) -> FlexBackend:
+    """What takes a backend's place, for the same block sizes."""
+    return FlexBackend(
+        name=backend.name.replace("TORCH", "FLEX"),
+        kernel_block_sizes=backend.kernel_block_sizes,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        device=torch.device(options.device),
     )
-    return replace(layout, groups=groups)
 
 
 @dataclass(frozen=True)
@@ -107,21 +92,13 @@ class FlexAttention:
         self._filled_for: tuple[int | None, int] | None = None
 
     def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
-        """A step begins: its tokens in batch order, and the block table of this cache group."""
+        """See ``PagedAttention``."""
         self._segments, self._table, self._filled_for = segments, table, None
 
     def attend(
-        self,
-        pages: AttentionPages,
-        query: torch.Tensor,
-        *,
-        window: int | None,
-        value_width: int | None,
+        self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
     ) -> torch.Tensor:
-        """Causal attention of the step's tokens, ``(tokens, query heads, width)``, over the cache.
-
-        The tokens' own rows are in the cache already. Returns ``(tokens, query heads, value width)``.
-        """
+        """See ``PagedAttention``."""
         # All layers of a step read the same pages, so the buffers are filled for the first of them.
         wanted = (window, pages.keys.pages.shape[0])
         if self._filled_for != wanted:
@@ -138,8 +115,7 @@ class FlexAttention:
     def _fill(self, window: int | None, num_pages: int) -> Iterator[_Part]:
         device, limits = self._table.device, self.buffers.capacity
         segments = self._segments
-        rows = torch.tensor([s.row for s in segments], device=device)
-        tables = self._table[rows]
+        tables = self._table[torch.tensor([s.row for s in segments], device=device)]
         blocks = self.buffers.fill(
             query_lens=[s.length for s in segments],
             seq_lens=[s.start + s.length for s in segments],
@@ -147,7 +123,7 @@ class FlexAttention:
             sliding_window=window,
         )
         logical = _logical_pages(segments, tables, num_pages, limits.page_tokens, window)
-        used = len(blocks.kv_num_blocks)
+        used, width = len(blocks.kv_num_blocks), int(blocks.most_kv_blocks.max())
         # A padded token belongs to the first request and stands before its start, so it sees nothing.
         request = torch.zeros(used * limits.q_block_size, dtype=torch.int64)
         position = torch.full_like(request, -1)
@@ -156,13 +132,14 @@ class FlexAttention:
             position[segment.span] = torch.arange(segment.start, segment.start + segment.length)
         shape = (used, limits.q_block_size)
         request, position = request.view(shape).to(device), position.view(shape).to(device)
-        for span, width in _spans(blocks, limits):
+        groups = max(1, PAIRS_PER_CALL // (limits.q_block_size * width * limits.page_tokens))
+        for first in range(0, used, groups):
+            span = slice(first, first + groups)
             ids, num = blocks.kv_indices[span, :width].long(), blocks.kv_num_blocks[span]
             place = logical[request[span][:, :, None], ids[:, None, :]]
             beyond = torch.arange(width, device=device) >= num[:, None]
             place.masked_fill_(beyond[:, None, :], -1)
-            visible = _visible(place, position[span], limits.page_tokens, window)
-            yield _Part(span, ids, num, visible)
+            yield _Part(span, ids, num, _visible(place, position[span], limits.page_tokens, window))
 
     def _attend_part(
         self, part: _Part, query: torch.Tensor, pages: AttentionPages, value_width: int | None
@@ -198,27 +175,11 @@ class FlexAttention:
         return rows.masked_fill_(beyond[:, :, None, None], 0).transpose(1, 2)
 
 
-def _spans(blocks: FlexBlocks, limits: FlexCapacity) -> Iterator[tuple[slice, int]]:
-    """Query groups that fit one call, and how many pages the widest of them has."""
-    most = blocks.most_kv_blocks.tolist()
-    start = 0
-    while start < len(most):
-        end, width = start, 0
-        while end < len(most):
-            wider = max(width, most[end])
-            pairs = (end + 1 - start) * limits.q_block_size * wider * limits.page_tokens
-            if end > start and pairs > PAIRS_PER_CALL:
-                break
-            end, width = end + 1, wider
-        yield slice(start, end), width
-        start = end
-
-
 def _logical_pages(
     segments: Sequence[Segment], tables: torch.Tensor, num_pages: int, page_tokens: int, window: int | None
 ) -> torch.Tensor:
     """Where in each request's sequence each page of the cache is, ``(requests, num_pages)``; -1: nowhere."""
-    spans = [PageSpan(page_tokens).of(segment, window) for segment in segments]
+    spans = [segment.pages(page_tokens, window) for segment in segments]
     first, end = torch.tensor([(span.start, span.stop) for span in spans], device=tables.device).T[..., None]
     column = torch.arange(tables.shape[1], device=tables.device).expand_as(tables)
     # A row still names pages that left the window, and by now they can be pages of the window again.
@@ -251,13 +212,3 @@ def _flex_attention(
         out = flex_attention(query, keys, values, block_mask=block_mask, enable_gqa=True)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def attach_flex(pages: dict[str, LayerPages], setup: AttentionSetup) -> None:
-    """Let the layers whose metadata builder is a ``FlexAttention`` attend with it."""
-    for group in setup.groups:
-        if isinstance(group.metadata_builder, FlexAttention):
-            for name in group.layer_names:
-                layer = pages[name]
-                assert isinstance(layer, AttentionPages)
-                pages[name] = replace(layer, batched=group.metadata_builder)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.node.attention import Segment, StepContext
+from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.decode import Decoder
 from kvconnect.node.models.base import Model, ModelOutput
@@ -78,18 +78,9 @@ class Runner:
             if chunk.samples:
                 sampled.append(offset - 1)
                 names.append(chunk.request_id)
-        context = StepContext(
-            segments,
-            tables=self.cache.tables,
-            kernel_block_sizes=self.cache.kernel_block_sizes,
-            state_groups=self.cache.state_groups,
-            layers=self.cache.pages,
-            group_of=self.cache.group_of,
-            device=self.cache.device,
-        )
         output = self.model.forward(
             torch.tensor(token_ids, device=self.cache.device),
-            context,
+            segment_step(self.cache, segments),
             torch.tensor(sampled, dtype=torch.long, device=self.cache.device),
         )
         return _by_request(names, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import signal
@@ -17,13 +18,13 @@ from kvconnect.node.cache import (
     NodeCache,
     needs_zeroing,
     parse_cache_dtype,
-    restrict_kernel_block_sizes,
+    restricted_backend,
 )
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
 from kvconnect.node.engine_client import EngineClient
-from kvconnect.node.flex_attention import flex_layout
+from kvconnect.node.flex_attention import flex_backend
 from kvconnect.node.hooks import Transfers
 from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.keeping import Keeping
@@ -61,14 +62,9 @@ def build_engine(
     dtype = parse_cache_dtype(options.kv_cache_dtype)
     layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
     if options.attention_backend == "flex":
-        layout = flex_layout(
-            layout,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=options.max_model_len,
-            device=device,
-        )
+        layout = layout.with_backends(functools.partial(flex_backend, options=options))
     if options.kernel_block_sizes:
-        layout = restrict_kernel_block_sizes(layout, options.kernel_block_sizes)
+        layout = layout.with_backends(functools.partial(restricted_backend, sizes=options.kernel_block_sizes))
     cache = NodeCache(
         layout,
         num_blocks=options.num_blocks,

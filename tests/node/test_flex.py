@@ -28,8 +28,7 @@ def together(client: Client, prompts: list[list[int]], max_tokens: int = 8) -> l
 
 def flex_parts(client: Client) -> dict[str, FlexAttention]:
     """What attends, by layer. Every attention layer has one."""
-    pages = client.engine.runner.cache.pages.items()
-    parts = {name: layer.batched for name, layer in pages if isinstance(layer, AttentionPages)}
+    parts = client.engine.runner.cache.layer_attention
     assert parts
     assert all(isinstance(part, FlexAttention) for part in parts.values())
     return parts  # type: ignore[return-value]

@@ -109,7 +109,7 @@ def test_one_set_up_feeds_tables_and_cache(name):
     layers = {layer for group in cache.attention.groups for layer in group.layer_names}
     assert layers == {layer for layer, group in cache.group_of.items() if group not in cache.state_groups}
     for group in cache.attention.groups:
-        assert group.metadata_builder.kernel_block_size == group.kernel_block_size
+        assert group.metadata_builder.page_tokens == group.kernel_block_size
         assert group.kernel_block_size == cache.kernel_block_sizes[group.cache_group]
 
 

@@ -6,15 +6,14 @@ sees a block id. The cache and the runner know models only through this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from kvconnect.cache.specs import LayerSpec
 from kvconnect.node.attention import Backend, StepContext
-from kvconnect.node.models.parts import ChaoticHead, Mlp, WeightSource, rms_norm
 
 CACHE_DTYPE = torch.bfloat16
 
@@ -51,6 +50,20 @@ class CacheLayout:
 
     groups: tuple[tuple[CachedLayer, ...], ...]
     single_storage: bool = False
+
+    def with_backends(self, change: Callable[[Backend], Backend]) -> CacheLayout:
+        """The same with every attention backend changed. Layers that shared one still do."""
+        changed: dict[int, Backend] = {}
+
+        def counterpart(layer: CachedLayer) -> CachedLayer:
+            if layer.backend is None:
+                return layer
+            if id(layer.backend) not in changed:
+                changed[id(layer.backend)] = change(layer.backend)
+            return replace(layer, backend=changed[id(layer.backend)])
+
+        groups = tuple(tuple(counterpart(layer) for layer in layers) for layers in self.groups)
+        return replace(self, groups=groups)
 
 
 @dataclass(frozen=True)
@@ -93,34 +106,14 @@ class Model(Protocol):
 
 
 class Mixer(Protocol):
-    """The part of a layer that mixes tokens: attention or a recurrence."""
+    """The part of a layer that mixes tokens, and keeps something of them: attention or a recurrence."""
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor: ...
 
+    def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
+        """The layer's cache with blocks of ``block_size`` tokens."""
+        ...
 
-@dataclass
-class Trunk:
-    """Embedding, a stack of pre-norm layers, and the greedy head."""
-
-    weights: WeightSource
-    dims: Dims
-    embedding: torch.Tensor = field(init=False)
-    head: ChaoticHead = field(init=False)
-    layers: list[tuple[Mixer, Mlp]] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.embedding = self.weights.normal((self.dims.vocab_size, self.dims.hidden))
-        self.head = ChaoticHead(self.weights, self.dims.hidden, self.dims.vocab_size)
-
-    def add(self, mixers: Sequence[Mixer]) -> None:
-        """Stack layers on top."""
-        for mixer in mixers:
-            self.layers.append((mixer, Mlp(self.weights, self.dims.hidden)))
-
-    def hidden_states(self, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """The last layer's output for every token, ``(n, hidden)``."""
-        x = self.embedding[token_ids]
-        for mixer, mlp in self.layers:
-            x = x + mixer(rms_norm(x), step)
-            x = x + mlp(rms_norm(x))
-        return x
+    def describe(self) -> str:
+        """The layer's dimensions."""
+        ...

@@ -19,13 +19,15 @@ ROPE_BASE = 10_000.0
 class WeightSource:
     """Random weights that depend on a name and a seed only, never on the device.
 
-    Draws happen on the CPU in the order of the calls and move to ``device`` afterwards.
+    Draws happen on the CPU in the order of the calls and move to ``device`` afterwards. ``hidden`` is the
+    width between layers.
     """
 
-    def __init__(self, name: str, seed: int, device: torch.device) -> None:
+    def __init__(self, name: str, seed: int, device: torch.device, hidden: int) -> None:
         digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
         self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         self.device = device
+        self.hidden = hidden
 
     def matrix(self, rows: int, columns: int, *, scale: float = 1.0) -> torch.Tensor:
         """Shape ``(rows, columns)``; a unit-variance row vector times it has variance ``scale ** 2``."""
