@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
-from kvconnect.offload.tier_desk import TierDesk
 
 
 class MemoryTier:
@@ -39,7 +39,7 @@ class MemoryTier:
         self.is_failing = False
         self._limit_bytes = limit_bytes
         self._max_queued_bytes = max_queued_bytes
-        self._desk = TierDesk()
+        self._desk = CompletionTracker()
         self._kept: OrderedDict[Content, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._queued_bytes = 0

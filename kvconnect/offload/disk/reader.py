@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.catalog import Catalog, Place
 from kvconnect.offload.disk.files import Files
 from kvconnect.offload.disk.folder import segment_name
@@ -16,7 +17,6 @@ from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.options import DISK_GONE
 from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.tier import TierRow
-from kvconnect.offload.tier_desk import TierDesk
 
 _LEAST_BYTES_PER_THREAD = 4 << 20
 _MAX_RUN_BYTES = 8 << 20
@@ -63,7 +63,7 @@ class DiskReader:
         files: Files,
         record_format: RecordFormat,
         catalog: Catalog,
-        desk: TierDesk,
+        desk: CompletionTracker,
         threads: IoThreads,
         on_error: Callable[[BaseException], None],
     ) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
+from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.abandoned import Abandoned
 from kvconnect.offload.disk.catalog import Catalog, Segment
 from kvconnect.offload.disk.files import Files
@@ -29,7 +30,6 @@ from kvconnect.offload.disk.segment_log import FolderGone, Record, SegmentLog
 from kvconnect.offload.disk.writer import DiskWriter
 from kvconnect.offload.record import Flaw, RecordFormat
 from kvconnect.offload.tier import Content, TierNews, TierRow
-from kvconnect.offload.tier_desk import TierDesk
 
 if TYPE_CHECKING:
     from kvconnect.offload.namespace import Namespace
@@ -104,7 +104,7 @@ class DiskTier:
         self._files = files or Files()
         self._clock = clock
         self._format = RecordFormat(namespace)
-        self._desk = TierDesk()
+        self._desk = CompletionTracker()
         self._catalog = Catalog(options.segments_limit_bytes, self._desk.wake)
         self._complaints = Complaints()
         self._is_closed = False

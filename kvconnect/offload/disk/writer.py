@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvconnect.errors import LocalError
+from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.catalog import Catalog
 from kvconnect.offload.disk.files import bytes_on_disk
 from kvconnect.offload.disk.options import (
@@ -24,7 +25,6 @@ from kvconnect.offload.disk.segment_log import Record
 from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES
 from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.tier import Content, TierRow
-from kvconnect.offload.tier_desk import TierDesk
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class DiskWriter:
         self,
         record_format: RecordFormat,
         catalog: Catalog,
-        desk: TierDesk,
+        desk: CompletionTracker,
         options: DiskOptions,
         append: Callable[[Sequence[Record], int], None],
         prepare: Callable[[], None],

@@ -12,18 +12,17 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kvconnect.config import OffloadConfig, split_address
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Verb
 from kvconnect.errors import ConfigError
+from kvconnect.offload.completion_tracker import CompletionTracker, Kind
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
-from kvconnect.offload.store.link import LinkState, Process, StoreLink
+from kvconnect.offload.store.link import LinkState, StoreLink
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
-from kvconnect.offload.tier_desk import Kind, TierDesk
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +39,10 @@ _FULL = -200
 _NOT_THERE = -704
 _WRONG_SIZE = -600
 
-Lane = Literal["write", "read", "ask"]
-LANES: tuple[Lane, ...] = ("write", "read", "ask")
-Start = Callable[[SharedMemory], Process]
+LANES: tuple[Kind, ...] = ("written", "read", "found")
+"""A lane has a thread here and one in the store's process, and is named for what its jobs report."""
+
+Start = Callable[[SharedMemory], StoreProcess]
 
 
 class _Item(NamedTuple):
@@ -52,6 +52,10 @@ class _Item(NamedTuple):
     epoch: int
     content: Content
     row: TierRow | None
+
+    @property
+    def row_bytes(self) -> int:
+        return 0 if self.row is None else len(self.row.memory)
 
     @property
     def record_bytes(self) -> int:
@@ -71,7 +75,7 @@ class StoreTier:
         batch_bytes: most bytes of values that are under way each way; a longer one is not kept.
         call_timeout_s: how long the store may take for a batch.
         retry_s: how long it is left alone once it could not be used, the first time and at most.
-        says_goodbye: whether the store must hear when the process ends.
+        says_goodbye: whether the store must be told when the process ends.
     """
 
     name = "store"
@@ -91,18 +95,18 @@ class StoreTier:
         self._prefix = f"{_PREFIX}/{namespace}/"
         self._format = RecordFormat(namespace)
         self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
-        self._memory = SharedMemory(2 * batch_bytes)
-        self._desk = TierDesk()
+        self._memory = memory = SharedMemory(2 * batch_bytes)
+        self._completions = CompletionTracker()
         self._changed = threading.Condition()
-        self._waiting: dict[Lane, deque[_Item]] = {lane: deque() for lane in LANES}
+        self._waiting: dict[Kind, deque[_Item]] = {lane: deque() for lane in LANES}
         self._queued_bytes = 0
         self._epoch = self._cleared = 0
-        self._writing = False
-        self._said: set[str] = set()
+        self._is_writing = False
+        self._logged: set[str] = set()
         self._link = StoreLink(
-            lambda: start(self._memory),
+            lambda: start(memory),
             self._changed,
-            self._desk.fail,
+            self._completions.fail,
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
             says_goodbye=says_goodbye,
@@ -111,162 +115,150 @@ class StoreTier:
             threading.Thread(target=self._run, args=(lane,), name=f"kvconnect-store-{lane}", daemon=True)
             for lane in LANES
         ]
-        self._link.begin()
         for thread in self._threads:
             thread.start()
 
     # ---- what its owner calls
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever ``poll`` has something to tell."""
-        self._desk.on_news(wake)
+        """Have ``wake`` called whenever ``poll`` has something to return."""
+        self._completions.on_news(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to keep rows."""
-        self._desk.open("written", job, len(rows))
+        self._completions.open("written", job, len(rows))
+        taken: list[_Item] = []
         refused: dict[str, list[Content]] = {}
-        with self._changed:
-            for row in rows:
-                item = _Item(job, self._epoch, row.content, row)
-                if not 0 < len(row.hash) <= MAX_HASH_BYTES or not len(row.memory):
-                    refused.setdefault("store_bad_row", []).append(row.content)
-                elif self._queued_bytes + len(row.memory) > self._max_queued_bytes:
-                    refused.setdefault("store_queue_full", []).append(row.content)
-                elif item.record_bytes > self._batch_bytes:
-                    refused.setdefault("store_too_large", []).append(row.content)
-                else:
-                    self._queued_bytes += len(row.memory)
-                    self._waiting["write"].append(item)
-            self._submitted()
+        left_bytes = self._max_queued_bytes - self._queued_bytes
+        for row in rows:
+            length = len(row.memory)
+            if not 0 < len(row.hash) <= MAX_HASH_BYTES or not length:
+                refused.setdefault("store_bad_row", []).append(row.content)
+            elif length > left_bytes:
+                refused.setdefault("store_queue_full", []).append(row.content)
+            elif _record_bytes(length) > self._batch_bytes:
+                refused.setdefault("store_too_large", []).append(row.content)
+            else:
+                left_bytes -= length
+                taken.append(_Item(job, self._epoch, row.content, row))
         for reason, contents in refused.items():
             self._fail(reason, times=len(contents))
-            self._desk.settle("written", job, len(contents), contents)
-        self._give_up_if_closed()
+            self._completions.settle("written", job, len(contents), contents)
+        self._submit("written", taken)
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to read rows."""
-        self._desk.open("read", job, len(rows))
-        large = [row.content for row in rows if _record_bytes(len(row.memory)) > self._batch_bytes]
-        with self._changed:
-            for row in rows:
-                item = _Item(job, self._epoch, row.content, row)
-                if item.record_bytes <= self._batch_bytes:
-                    self._waiting["read"].append(item)
-            self._submitted()
+        self._completions.open("read", job, len(rows))
+        items = [_Item(job, self._epoch, row.content, row) for row in rows]
+        large = [item.content for item in items if item.record_bytes > self._batch_bytes]
         if large:
-            self._desk.settle("read", job, len(large), large)
-        self._give_up_if_closed()
+            self._completions.settle("read", job, len(large), large)
+        self._submit("read", [item for item in items if item.record_bytes <= self._batch_bytes])
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
         """Begin to ask for contents."""
-        self._desk.open("found", job, len(contents))
-        with self._changed:
-            self._waiting["ask"] += [_Item(job, self._epoch, content, None) for content in contents]
-            self._submitted()
-        self._give_up_if_closed()
+        self._completions.open("found", job, len(contents))
+        self._submit("found", [_Item(job, self._epoch, content, None) for content in contents])
 
     def poll(self) -> TierNews:
         """What is new."""
-        return self._desk.take()
+        return self._completions.take()
 
     def clear(self) -> None:
-        """Forget everything that this namespace has in the store, whoever keeps it there.
+        """Forget everything that this namespace has in the store, by whichever node it was written.
 
         Until that is done, later jobs wait; where the store cannot be reached, they fail.
         """
         with self._changed:
             self._epoch += 1
-            self._submitted()
+            self._link.want()
+            self._changed.notify_all()
 
     def close(self) -> bool:
         """Stop. What was written stays, as far as it is not in memory of ours."""
         is_over = self._link.close(_CLOSE_TIMEOUT_S)
         for thread in self._threads:
             thread.join(_CLOSE_TIMEOUT_S)
-        is_quiet = not any(thread.is_alive() for thread in self._threads)
-        if is_over and is_quiet:
+        is_quiescent = not any(thread.is_alive() for thread in self._threads)
+        if is_over and is_quiescent:
             self._memory.close()
         # A process that is left behind has the shared memory, and no row.
-        return is_quiet
+        return is_quiescent
 
     def state(self) -> dict[str, Any]:
         """What there is to see."""
         return {
             "link": self._link.state.value,
             "queued_bytes": self._queued_bytes,
-            "jobs": self._desk.open_jobs(),
+            "jobs": self._completions.open_jobs(),
         }
 
-    def _submitted(self) -> None:
-        self._link.want()
-        self._changed.notify_all()
-
-    def _give_up_if_closed(self) -> None:
-        """What was ordered after the threads had ended fails."""
+    def _submit(self, lane: Kind, items: Sequence[_Item]) -> None:
         with self._changed:
-            if self._link.state is not LinkState.CLOSED:
-                return
-            left = {lane: list(waiting) for lane, waiting in self._waiting.items()}
-            for waiting in self._waiting.values():
-                waiting.clear()
-        for lane, batch in left.items():
-            self._settle(lane, batch, [])
+            if lane == "written":
+                self._queued_bytes += sum(item.row_bytes for item in items)
+            is_closed = self._link.state is LinkState.CLOSED
+            if not is_closed:
+                self._waiting[lane] += items
+                self._link.want()
+                self._changed.notify_all()
+        if is_closed:
+            # The threads end once nothing waits.
+            self._settle(lane, items, [])
 
     # ---- the threads
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: Kind) -> None:
         """Do what waits in a lane, until it is closed and nothing waits any more."""
-        work = {"write": self._write, "read": self._read, "ask": self._ask}[lane]
+        work = {"written": self._write, "read": self._read, "found": self._ask}[lane]
         while (found := self._next(lane)) is not None:
             batch, is_lost = found
+            good: list[_Item] = []
             try:
-                if is_lost:
-                    self._settle(lane, batch, [])
-                elif batch:
-                    work(batch)
-                else:
+                if batch and not is_lost:
+                    good = work(batch)
+                elif not batch:
                     self._clear()
             except Exception:
                 logger.exception("the store tier goes on after an error of its own")
                 self._fail("store_internal")
-                self._settle(lane, batch, [])
-            finally:
-                if lane == "write":
-                    with self._changed:
-                        self._writing = False
-                        self._changed.notify_all()
+            self._settle(lane, batch, good)
+            if lane == "written":
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
 
-    def _next(self, lane: Lane) -> tuple[list[_Item], bool] | None:
+    def _next(self, lane: Kind) -> tuple[list[_Item], bool] | None:
         """A batch, and whether it is lost without being tried. An empty one is to clear; None is the end."""
         with self._changed:
             while True:
                 waiting, state = self._waiting[lane], self._link.state
-                if waiting and (lane == "write" and waiting[0].epoch < self._epoch):
-                    return self._take(waiting, lambda item: item.epoch < self._epoch), True
+                if waiting and (lane == "written" and waiting[0].epoch < self._epoch):
+                    return self._take(waiting, self._epoch - 1), True
                 if waiting and state in (LinkState.DOWN, LinkState.CLOSED):
-                    return self._take(waiting, lambda item: True), True
+                    return self._take(waiting, self._epoch), True
                 if state is LinkState.CLOSED:
                     return None
                 if state is LinkState.UP:
-                    if lane == "ask" and self._cleared < self._epoch and not self._writing:
+                    if lane == "found" and self._cleared < self._epoch and not self._is_writing:
                         return [], False
                     if waiting and waiting[0].epoch <= self._cleared:
-                        self._writing = self._writing or lane == "write"
-                        return self._take(waiting, lambda item: item.epoch <= self._cleared), False
+                        self._is_writing = self._is_writing or lane == "written"
+                        return self._take(waiting, self._cleared), False
                 self._changed.wait()
 
-    def _take(self, waiting: deque[_Item], is_wanted: Callable[[_Item], bool]) -> list[_Item]:
-        """The next of them that fit in one batch."""
+    def _take(self, waiting: deque[_Item], last_epoch: int) -> list[_Item]:
+        """The next of them, up to an epoch, that fit in one batch."""
         batch: list[_Item] = []
         left_bytes = self._batch_bytes
-        while waiting and len(batch) < _BATCH_KEYS and is_wanted(waiting[0]):
+        while waiting and len(batch) < _BATCH_KEYS and waiting[0].epoch <= last_epoch:
             left_bytes -= waiting[0].record_bytes
             if batch and left_bytes < 0:
                 break
             batch.append(waiting.popleft())
         return batch
 
-    def _write(self, batch: list[_Item]) -> None:
+    def _write(self, batch: list[_Item]) -> list[_Item]:
         offsets, lengths = _places(batch, 0)
         view = self._memory.view
         for item, offset in zip(batch, offsets, strict=True):
@@ -277,21 +269,19 @@ class StoreTier:
             # Of what was copied: whatever the row becomes meanwhile, the record is one or none.
             view[offset:start] = self._format.header(item.content, row)
         codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
-        if codes is None:
-            self._settle("write", batch, [])
-            return
-        for code in codes:
-            self._fail(_reason(code), f"code {code}")
-        self._settle("write", batch, [item for item, code in zip(batch, codes, strict=True) if code >= 0])
+        good = []
+        for item, code in zip(batch, codes or (), strict=False):
+            if code >= 0:
+                good.append(item)
+            else:
+                self._fail(_reason(code), f"code {code}")
+        return good
 
-    def _read(self, batch: list[_Item]) -> None:
+    def _read(self, batch: list[_Item]) -> list[_Item]:
         offsets, lengths = _places(batch, self._batch_bytes)
         codes = self._link.ask(1, Order(Verb.GET, self._keys(batch), offsets, lengths))
-        if codes is None:
-            self._settle("read", batch, [])
-            return
         good, spoilt = [], []
-        for item, code, offset, length in zip(batch, codes, offsets, lengths, strict=True):
+        for item, code, offset, length in zip(batch, codes or (), offsets, lengths, strict=False):
             assert item.row is not None
             if code != length:
                 self._fail("store_wrong_size" if code >= 0 else _reason(code), f"code {code}")
@@ -306,58 +296,53 @@ class StoreTier:
                 self._fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
                 spoilt.append(item)
         if spoilt:
-            # So that somebody can write it anew.
+            # So that another request can write it anew.
             self._link.ask(1, Order(Verb.REMOVE, self._keys(spoilt)))
-        self._settle("read", batch, good)
+        return good
 
-    def _ask(self, batch: list[_Item]) -> None:
+    def _ask(self, batch: list[_Item]) -> list[_Item]:
         codes = self._link.ask(2, Order(Verb.EXIST, self._keys(batch)))
-        found = (
-            [item for item, code in zip(batch, codes, strict=True) if code == 1] if codes is not None else []
-        )
-        self._settle("ask", batch, found)
+        return [item for item, code in zip(batch, codes or (), strict=False) if code == 1]
 
     def _clear(self) -> None:
         epoch = self._epoch
         codes = self._link.ask(2, Order(Verb.CLEAR, (self._prefix,)))
         if codes is None:
             return
-        with self._changed:
-            if all(code >= 0 for code in codes):
-                self._cleared = epoch
-            self._changed.notify_all()
         if any(code < 0 for code in codes):
             self._fail("store_not_cleared")
-            # Nobody must find what should be gone: as if the store were not there, until it can be cleared.
+            # What should be gone must not be found: as if the store were not there, until it can be cleared.
             self._link.lose(f"it could not be cleared: code {min(codes)}")
+            return
+        with self._changed:
+            self._cleared = epoch
+            self._changed.notify_all()
 
-    def _settle(self, lane: Lane, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
-        """These are dealt with. Nobody touches their rows any more."""
-        kind: Kind = {"write": "written", "read": "read", "ask": "found"}[lane]  # type: ignore[assignment]
-        counts = Counter(item.job for item in batch)
+    def _settle(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
+        """These are dealt with. No thread touches their rows any more."""
         done = set(map(id, good))
-        told: dict[int, list[Content]] = {job: [] for job in counts}
+        named: dict[int, list[Content]] = {item.job: [] for item in batch}
         moved_bytes: Counter[int] = Counter()
         for item in batch:
             is_good = id(item) in done
-            # Writing and reading tell what failed, asking what was found.
-            if is_good == (lane == "ask"):
-                told[item.job].append(item.content)
-            if is_good and item.row is not None:
-                moved_bytes[item.job] += len(item.row.memory)
-        if lane == "write":
+            # Writing and reading report what failed, asking what was found.
+            if is_good == (lane == "found"):
+                named[item.job].append(item.content)
+            if is_good:
+                moved_bytes[item.job] += item.row_bytes
+        if lane == "written":
             with self._changed:
-                self._queued_bytes -= sum(len(item.row.memory) for item in batch if item.row is not None)
-        for job, count in counts.items():
-            self._desk.settle(kind, job, count, told[job], moved_bytes[job])
+                self._queued_bytes -= sum(item.row_bytes for item in batch)
+        for job, count in Counter(item.job for item in batch).items():
+            self._completions.settle(lane, job, count, named[job], moved_bytes[job])
 
     def _fail(self, reason: str, about: str = "", *, times: int = 1) -> None:
-        """Count what went wrong, and say it once. What is not there is not wrong."""
+        """Count what went wrong, and log it once. What is not there is not wrong."""
         if not reason:
             return
-        self._desk.fail(reason, times)
-        if reason not in self._said:
-            self._said.add(reason)
+        self._completions.fail(reason, times)
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("the store does not do everything, counted from now on: %s %s", reason, about)
 
     def _keys(self, batch: Sequence[_Item]) -> tuple[str, ...]:
@@ -404,17 +389,21 @@ def open_store_tier(
             f"kv_connector_extra_config.offload.store is {config.store!r}, accepted: host:port of a Mooncake "
             "Store master"
         )
-    start = partial(
-        StoreProcess,
-        config.store,
-        num_lanes=len(LANES),
-        metadata=config.store_metadata,
-        protocol=config.store_protocol,
-        segment_bytes=config.store_bytes,
-        start_timeout_s=_START_TIMEOUT_S,
-    )
+
+    def start(memory: SharedMemory) -> StoreProcess:
+        return StoreProcess(
+            config.store,
+            memory,
+            len(LANES),
+            metadata=config.store_metadata,
+            protocol=config.store_protocol,
+            host=_own_address(*master),
+            segment_bytes=config.store_bytes,
+            start_timeout_s=_START_TIMEOUT_S,
+        )
+
     return StoreTier(
-        lambda memory: start(memory=memory, host=_own_address(*master)),
+        start,
         namespace.digest.hex(),
         max_queued_bytes=config.max_queued_bytes,
         batch_bytes=max(_BATCH_BYTES, _record_bytes(most_row_bytes)),

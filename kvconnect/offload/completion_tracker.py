@@ -1,4 +1,4 @@
-"""Where the threads of a tier leave what they have to tell, until its owner asks."""
+"""Where the threads of a tier leave what became of its jobs, until its owner polls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ from kvconnect.offload.tier import Content, TierNews
 Kind = Literal["written", "read", "found"]
 
 
-class _Job:
-    __slots__ = ("contents", "left")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.contents: list[Content] = []
-
-
-class TierDesk:
+class CompletionTracker:
     """Jobs under way in parts, changes, failures. Any thread may call it; nothing in it waits for long."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
-        self._jobs: dict[tuple[Kind, int], _Job] = {}
+        self._left: dict[tuple[Kind, int], int] = {}
+        self._named: dict[tuple[Kind, int], list[Content]] = {}
         self._changes: dict[Content, bool] = {}
         self._start_anew()
 
@@ -41,7 +34,7 @@ class TierDesk:
         self._wake = wake
 
     def wake(self) -> None:
-        """Have the owner ask."""
+        """Have the owner poll."""
         self._wake()
 
     def open(self, kind: Kind, job: int, count: int) -> None:
@@ -51,30 +44,26 @@ class TierDesk:
             LocalError: it is under way, or was not reported yet.
         """
         with self._lock:
-            if (kind, job) in self._jobs or job in self._done[kind]:
+            if (kind, job) in self._left or job in self._done[kind]:
                 raise LocalError(
                     f"job {job} ({kind}) is under way; accepted: a job that was reported, or new"
                 )
-            if count:
-                self._jobs[kind, job] = _Job(count)
-            else:
-                self._done[kind][job] = ()
+            self._left[kind, job], self._named[kind, job] = count, []
         if not count:
-            self._wake()
+            self.settle(kind, job, 0)
 
     def settle(
-        self, kind: Kind, job: int, count: int, told: Iterable[Content] = (), length_bytes: int = 0
+        self, kind: Kind, job: int, count: int, named: Iterable[Content] = (), length_bytes: int = 0
     ) -> None:
-        """``count`` contents of a job are dealt with; ``told`` are those of them that its report names."""
+        """``count`` contents of a job are dealt with; ``named`` are those of them that its report names."""
         with self._lock:
-            part = self._jobs[kind, job]
-            part.contents += told
-            part.left -= count
+            self._named[kind, job] += named
+            self._left[kind, job] -= count
             self._bytes[kind] += length_bytes
-            is_done = not part.left
+            is_done = not self._left[kind, job]
             if is_done:
-                del self._jobs[kind, job]
-                self._done[kind][job] = tuple(part.contents)
+                del self._left[kind, job]
+                self._done[kind][job] = tuple(self._named.pop((kind, job)))
         if is_done:
             self._wake()
 
@@ -89,12 +78,11 @@ class TierDesk:
     def _change(self, contents: Sequence[Content], is_there: bool) -> None:
         if contents:
             with self._lock:
-                for content in contents:
-                    self._changes[content] = is_there
+                self._changes.update(dict.fromkeys(contents, is_there))
             self._wake()
 
     def forget_changes(self) -> None:
-        """What was added or removed so far is of no interest any more."""
+        """What was added or removed so far is void."""
         with self._lock:
             self._changes = {}
 
@@ -107,11 +95,10 @@ class TierDesk:
 
     def open_jobs(self) -> int:
         """How many jobs are under way."""
-        with self._lock:
-            return len(self._jobs)
+        return len(self._left)
 
     def take(self) -> TierNews:
-        """Everything that there is to tell, once."""
+        """Everything that is new, once."""
         with self._lock:
             done, failures, moved, changes = self._done, self._failures, self._bytes, self._changes
             self._start_anew()
