@@ -6,7 +6,7 @@ An object with these keys; the first two are needed.
 - ``block_size``: tokens of a logical block; a kind of layers may have its own.
 - ``kernel_block_size``: tokens of an attention kernel's block; left out, as ``block_size``.
 - ``tp_size``: tensor-parallel ranks; 1 if left out.
-- ``device``: ``cuda`` or ``cpu``; ``cuda`` if left out. It says how large slots are by themselves.
+- ``device``: ``cuda`` or ``cpu``; ``cuda`` if left out. It decides the default size of slots.
 - ``kv_connector_extra_config``: as in ``kv_transfer_config``; ``engine``, ``path``, ``slot_bytes``,
   ``num_slots`` and ``convert_dtype`` matter here.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -31,62 +31,81 @@ Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _MOST_FILE_BYTES = 1 << 20
-_SHARED = frozenset({"kind", "name", "num_layers", "block_size"})
-_ATTENTION = frozenset({"dtype", "layout", "kernel_block_size"})
-_FIELDS = {
-    "gqa": _SHARED | _ATTENTION | {"num_kv_heads", "head_size", "kv"},
-    "sliding": _SHARED | _ATTENTION | {"num_kv_heads", "head_size", "kv", "sliding_window"},
-    "mla": _SHARED | (_ATTENTION - {"layout"}) | {"head_size"},
-    "state": _SHARED | {"state_bytes"},
-}
-_NEEDED = {
-    "gqa": ("num_kv_heads", "head_size"),
-    "sliding": ("num_kv_heads", "head_size", "sliding_window"),
-    "mla": ("head_size",),
-    "state": ("state_bytes",),
-}
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that are alike and share block ids.
 
     Attributes:
-        kind: ``gqa`` keeps K and V of all tokens by head, ``sliding`` those of the last
-            ``sliding_window`` tokens, ``mla`` one latent row per token, ``state`` a page per request.
+        kind: which kind they are; decides the keys below.
         num_layers: how many layers.
         name: what they are called in the output and how the other side's are found; left out, the kind.
-        num_kv_heads: KV heads over all ranks.
-        head_size: values of a head's K, and as many of its V; of ``mla``, values of a latent row.
-        dtype: type of a value.
-        layout: ``nhd`` has tokens outside heads, ``hnd`` heads outside tokens within a block,
-            ``heads_first`` heads outside of blocks.
-        kv: ``together`` has a head's K and V of one token side by side, ``per_block`` all K of a block before
-            its V, ``apart`` all K of a layer before its V.
-        sliding_window: tokens that a sliding layer sees.
-        state_bytes: bytes of one layer's state on one rank.
         block_size: tokens of a logical block, where these layers have their own.
-        kernel_block_size: tokens of a kernel's block, where these layers have their own.
     """
 
-    kind: Literal["gqa", "sliding", "mla", "state"]
+    kind: str
     num_layers: Layers
     name: str = ""
-    num_kv_heads: Count | None = None
-    head_size: Count | None = None
-    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"] = "bfloat16"
-    layout: Literal["nhd", "hnd", "heads_first"] = "nhd"
-    kv: Literal["together", "per_block", "apart"] = "together"
-    sliding_window: Count | None = None
-    state_bytes: Bytes | None = None
-    block_size: Count | None = None
-    kernel_block_size: Count | None = None
+    block_size: Count = 0
 
     @property
     def label(self) -> str:
         """What the layers are called."""
         return self.name or self.kind
+
+
+class TokenLayers(LayerKind, frozen=True, kw_only=True):
+    """Layers that keep a row per token: ``mla`` one latent row.
+
+    Attributes:
+        head_size: values of a head's K, and as many of its V; of ``mla``, values of a latent row.
+        dtype: type of a value.
+        kernel_block_size: tokens of a kernel's block, where these layers have their own.
+    """
+
+    head_size: Count
+    dtype: Dtype = "bfloat16"
+    kernel_block_size: Count = 0
+
+
+class HeadLayers(TokenLayers, frozen=True, kw_only=True):
+    """Layers that keep K and V by head: ``gqa`` of all tokens.
+
+    Attributes:
+        num_kv_heads: KV heads over all ranks.
+        layout: ``nhd`` has tokens outside heads, ``hnd`` heads outside tokens within a block,
+            ``heads_first`` heads outside of blocks.
+        kv: ``together`` has a head's K and V of one token side by side, ``per_block`` all K of a block before
+            its V, ``apart`` all K of a layer before its V.
+    """
+
+    num_kv_heads: Count
+    layout: Literal["nhd", "hnd", "heads_first"] = "nhd"
+    kv: Literal["together", "per_block", "apart"] = "together"
+
+
+class SlidingLayers(HeadLayers, frozen=True, kw_only=True):
+    """``sliding``: of the last ``sliding_window`` tokens."""
+
+    sliding_window: Count
+
+
+class StateLayers(LayerKind, frozen=True, kw_only=True):
+    """``state``: a page per request, of ``state_bytes`` for one layer on one rank."""
+
+    state_bytes: Bytes
+
+
+_KINDS: dict[str, type[LayerKind]] = {
+    "gqa": HeadLayers,
+    "mla": TokenLayers,
+    "sliding": SlidingLayers,
+    "state": StateLayers,
+}
 
 
 class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,18 +119,18 @@ class CacheFile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_heads(self) -> int | None:
         """The finest division of heads over ranks; None where every rank keeps the same bytes."""
-        return max((kind.num_kv_heads for kind in self.layers if kind.num_kv_heads is not None), default=None)
+        return max((kind.num_kv_heads for kind in self.layers if isinstance(kind, HeadLayers)), default=None)
 
     @property
     def has_state(self) -> bool:
-        """Some layers keep recurrent state, which is divided over ranks in ways that nobody says."""
-        return any(kind.kind == "state" for kind in self.layers)
+        """Some layers keep recurrent state, and no file says how that is divided over ranks."""
+        return any(isinstance(kind, StateLayers) for kind in self.layers)
 
 
 class _Outer(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[Any]
     block_size: Count
-    kernel_block_size: Count | None = None
+    kernel_block_size: Count = 0
     tp_size: Ranks = 1
     device: Literal["cuda", "cpu"] = "cuda"
     kv_connector_extra_config: dict[str, Any] = {}
@@ -156,10 +175,9 @@ def read_rates(path: Path) -> Rates:
         ConfigError: it cannot be read or used, as for ``read_cache_file``.
     """
     try:
-        rates: Rates = _convert(_read_object(path), Rates, "")
+        return _convert(_read_object(path), Rates, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return rates
 
 
 def parse_cache(given: Mapping[str, Any]) -> CacheFile:
@@ -168,18 +186,14 @@ def parse_cache(given: Mapping[str, Any]) -> CacheFile:
     Raises:
         ConfigError: it cannot be used; the text names the key, the value and what is accepted.
     """
-    outer: _Outer = _convert(given, _Outer, "")
+    outer = _convert(given, _Outer, "")
     if not outer.layers:
         raise ConfigError("layers is empty; accepted: at least one kind of layers")
-    layers = []
-    for index, kind in enumerate(outer.layers):
-        layers.append(_layer_kind(kind, f"layers[{index}]", outer))
+    layers = [_layer_kind(kind, f"layers[{index}]", outer) for index, kind in enumerate(outer.layers)]
     labels = [kind.label for kind in layers]
     for index, label in enumerate(labels):
-        if label in labels[:index]:
-            raise ConfigError(
-                f"layers[{index}].name is {label!r}, which layers[{labels.index(label)}] has too"
-            )
+        if (first := labels.index(label)) < index:
+            raise ConfigError(f"layers[{index}].name is {label!r}, which layers[{first}] has too")
     transfer = parse_kv_transfer_config(
         {"kv_role": "kv_both", "kv_connector_extra_config": outer.kv_connector_extra_config}
     )
@@ -189,26 +203,19 @@ def parse_cache(given: Mapping[str, Any]) -> CacheFile:
 def _layer_kind(given: Any, where: str, outer: _Outer) -> LayerKind:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is {given!r}; accepted: an object that describes layers")
-    kind: LayerKind = _convert(given, LayerKind, where)
-    for key in given:
-        if key not in _FIELDS[kind.kind]:
-            raise ConfigError(
-                f"{where}.{key} is {given[key]!r}, which layers of kind {kind.kind!r} do not have; accepted: "
-                f"{', '.join(sorted(_FIELDS[kind.kind]))}"
-            )
-    for key in _NEEDED[kind.kind]:
-        if getattr(kind, key) is None:
-            raise ConfigError(f"{where}.{key} is missing; layers of kind {kind.kind!r} need it")
+    if given.get("kind") not in _KINDS:
+        raise ConfigError(f"{where}.kind is {given.get('kind')!r}; accepted: {', '.join(_KINDS)}")
+    kind = _convert(given, _KINDS[given["kind"]], where)
     block_size = kind.block_size or outer.block_size
-    kernel = block_size
-    if kind.kind != "state":
-        # A kind with a block size of its own has its own kernels too.
-        inherited = None if kind.block_size else outer.kernel_block_size
-        kernel = kind.kernel_block_size or inherited or block_size
-        try:
-            sync_block_size(block_size, kernel)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+    if not isinstance(kind, TokenLayers):
+        return msgspec.structs.replace(kind, block_size=block_size)
+    # A kind with a block size of its own has its own kernels too.
+    inherited = 0 if kind.block_size else outer.kernel_block_size
+    kernel = kind.kernel_block_size or inherited or block_size
+    try:
+        sync_block_size(block_size, kernel)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return msgspec.structs.replace(kind, block_size=block_size, kernel_block_size=kernel)
 
 
@@ -229,7 +236,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     return decoded
 
 
-def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
+def _convert(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
     """Field by field, so that an error can name the key, the value and what is accepted."""
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     prefix = f"{where}." if where else ""
@@ -253,8 +260,7 @@ def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
 
 def _accepted(kind: Any, error: msgspec.ValidationError | None) -> str:
     described = msgspec.inspect.type_info(kind)
-    options = getattr(described, "types", (described,))
-    for option in options:
+    for option in getattr(described, "types", (described,)):
         if isinstance(option, msgspec.inspect.LiteralType):
             return f"accepted: {', '.join(str(value) for value in option.values)}"
         if isinstance(option, msgspec.inspect.IntType):

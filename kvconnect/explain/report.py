@@ -5,18 +5,18 @@ The same functions that workers use line up the tables and cut the request; noth
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.explain.cache_file import CacheFile, Rates
-from kvconnect.explain.reasons import reasons
+from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
-from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import auto_slot_bytes
-from kvconnect.plan.align import Link, TableCard, align_tables
+from kvconnect.plan.align import TableCard, align_tables
 from kvconnect.plan.chunks import Chunker
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
 from kvconnect.plan.cutting import RequestCutter
@@ -25,6 +25,11 @@ from kvconnect.plan.wire import align_wire
 
 CUDA_SLOT_BYTES = 128 << 20
 """What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
+
+
+_PREFIX = "the two caches cannot be matched: "
+_LAYER_REASON = re.compile(r"layer '([^']*)': (.*)")
+_NEXT_REASON = re.compile(r"; (?=layer '|cache group \d)")
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,10 @@ def make_report(source: CacheFile, target: CacheFile, num_tokens: int, rates: Ra
     cost = rates.link_cost() if rates else LinkCost()
     pairs = []
     if source.num_heads == target.num_heads:
-        sides = _Sides(source, target, num_tokens)
+        sides = _Sides(source, target, num_tokens, rates)
         for target_rank in range(target.tp_size):
             for source_rank in partner_ranks(target_rank, target.tp_size, source.tp_size, target.num_heads):
-                pairs.append(sides.explain(source_rank, target_rank, rates, not refusals))
+                pairs.append(sides.explain(source_rank, target_rank, not refusals))
     return Report(num_tokens, rates is not None, cost.describe(), refusals, pairs)
 
 
@@ -117,7 +122,7 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
             yield f"layers {label!r}: only the {'source' if label in ours else 'target'} has any"
             continue
         for field in ("kind", "num_layers", "num_kv_heads", "sliding_window"):
-            our_value, their_value = getattr(ours[label], field), getattr(theirs[label], field)
+            our_value, their_value = (getattr(side[label], field, None) for side in (ours, theirs))
             if our_value != their_value:
                 yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
     if (source.has_state or target.has_state) and source.tp_size != target.tp_size:
@@ -130,9 +135,10 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
 class _Sides:
     """Both configurations with what is made once of them: tables by rank, and the request's blocks."""
 
-    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int) -> None:
+    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int, rates: Rates | None) -> None:
         self._files = (source, target)
         self._tokens = num_tokens
+        self._rates = rates
         self._room = [blocks_needed(side, num_tokens) for side in self._files]
         self._tables: dict[tuple[int, int], RegionTable] = {}
         self._blocks = {
@@ -142,27 +148,35 @@ class _Sides:
             ]
             for name in ("scattered", "adjacent")
         }
+        self._convert = source.extra.convert_dtype and target.extra.convert_dtype
+        self._slot_bytes = min(_slot_bytes(side) for side in self._files)
+        self._pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
 
-    def explain(self, source_rank: int, target_rank: int, rates: Rates | None, may: bool) -> Pair:
+    def explain(self, source_rank: int, target_rank: int, may: bool) -> Pair:
         """What one rank fetches from another; no path is taken where they ``may`` not."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
-        closed: dict[str, list[str]] = {"direct": [], "packed": []}
-        link = self._direct(source, target, closed["direct"])
-        chunker, slot_bytes = self._packed(source, target, closed["packed"])
+        closed = self._closed_by_settings()
+        link = chunker = None
+        with _reasons_in(closed["direct"]):
+            link = align_tables(source, target)
+        with _reasons_in(closed["packed"]):
+            chunker = Chunker(align_wire(source, target, convert=self._convert))
+        order = chunker.wire.order if chunker and not closed["packed"] else ""
         cases = []
         for name, (held, wanted) in self._blocks.items():
-            size = self._direct_size(link, held, wanted, closed["direct"])
-            sizes = self._chunk_sizes(chunker, source, target, wanted, slot_bytes, rates, closed["packed"])
+            size, chunk_sizes = None, []
+            if link is not None and not closed["direct"]:
+                with _reasons_in(closed["direct"]):
+                    size = plan_size(link, held, wanted, self._tokens)
+            if chunker is not None and not closed["packed"]:
+                with _reasons_in(closed["packed"]):
+                    cutter = RequestCutter(chunker, source, target, self._slot_bytes, self._pack_rate)
+                    chunks = cutter.cut(wanted, self._tokens)
+                    chunk_sizes = [chunker.place(chunk).total_bytes for chunk in chunks]
             # A cost of its own for each, so that none is influenced by the one before.
-            cases.append(_case(name, size, sizes, rates.link_cost() if rates else LinkCost(), may))
-        return Pair(
-            source_rank,
-            target_rank,
-            self._heads(source_rank, target_rank),
-            chunker.wire.order if chunker else "",
-            {path: list(dict.fromkeys(reasons)) for path, reasons in closed.items()},
-            cases,
-        )
+            cost = self._rates.link_cost() if self._rates else LinkCost()
+            cases.append(_case(name, size, chunk_sizes, cost, may))
+        return Pair(source_rank, target_rank, self._heads(source_rank, target_rank), order, closed, cases)
 
     def _card(self, side: int, rank: int) -> TableCard:
         if (side, rank) not in self._tables:
@@ -170,74 +184,55 @@ class _Sides:
         return TableCard.of(self._tables[side, rank])
 
     def _heads(self, source_rank: int, target_rank: int) -> dict[str, tuple[int, int] | None]:
+        """The heads that both ranks keep, by kind of layers."""
         source, target = self._files
         heads: dict[str, tuple[int, int] | None] = {}
         for kind in target.layers:
             heads[kind.label] = None
-            if kind.num_kv_heads is not None:
+            if isinstance(kind, HeadLayers):
                 shared = shard_heads(kind.num_kv_heads, source_rank, source.tp_size).intersect(
                     shard_heads(kind.num_kv_heads, target_rank, target.tp_size)
                 )
                 heads[kind.label] = (shared.start, shared.stop - 1)
         return heads
 
-    def _direct(self, source: TableCard, target: TableCard, closed: list[str]) -> Link | None:
+    def _closed_by_settings(self) -> dict[str, list[str]]:
+        """By path, the settings that close it."""
+        closed: dict[str, list[str]] = {"direct": [], "packed": []}
         for name, side in zip(("source", "target"), self._files, strict=True):
-            if side.extra.path == "packed":
-                closed.append(f"the {name}'s path is 'packed'")
-        try:
-            link = align_tables(source, target)
-        except LayoutError as error:
-            closed.extend(reasons(error))
-            return None
-        return None if closed else link
+            if side.extra.path != "auto":
+                other = "packed" if side.extra.path == "direct" else "direct"
+                closed[other].append(f"the {name}'s path is {side.extra.path!r}")
+            if side.extra.path != "direct" and not side.extra.num_slots:
+                closed["packed"].append(f"the {name} has no slots: num_slots is 0")
+        return closed
 
-    def _packed(self, source: TableCard, target: TableCard, closed: list[str]) -> tuple[Chunker | None, int]:
-        for name, side in zip(("source", "target"), self._files, strict=True):
-            if side.extra.path == "direct":
-                closed.append(f"the {name}'s path is 'direct'")
-            elif not side.extra.num_slots:
-                closed.append(f"the {name} has no slots: num_slots is 0")
-        try:
-            convert = all(side.extra.convert_dtype for side in self._files)
-            chunker = Chunker(align_wire(source, target, convert=convert))
-        except LayoutError as error:
-            closed.extend(reasons(error))
-            return None, 0
-        return (None if closed else chunker), min(_slot_bytes(side) for side in self._files)
 
-    def _direct_size(
-        self, link: Link | None, held: list[GroupBlocks], wanted: list[GroupBlocks], closed: list[str]
-    ) -> PlanSize | None:
-        if link is None:
-            return None
-        try:
-            return plan_size(link, held, wanted, self._tokens)
-        except LayoutError as error:
-            closed.extend(reasons(error))
-            return None
+@contextlib.contextmanager
+def _reasons_in(closed: list[str]) -> Iterator[None]:
+    """Add the reasons of a ``LayoutError`` to those for which a path is closed."""
+    try:
+        yield
+    except LayoutError as error:
+        closed.extend(_reasons(error))
 
-    def _chunk_sizes(
-        self,
-        chunker: Chunker | None,
-        source: TableCard,
-        target: TableCard,
-        wanted: list[GroupBlocks],
-        slot_bytes: int,
-        rates: Rates | None,
-        closed: list[str],
-    ) -> list[int]:
-        """The bytes of the chunks that the target would ask for; none where that cannot be."""
-        if chunker is None:
-            return []
-        try:
-            pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
-            cutter = RequestCutter(chunker, source, target, slot_bytes, pack_rate)
-            chunks = cutter.cut(wanted, self._tokens)
-        except LayoutError as error:
-            closed.extend(reasons(error))
-            return []
-        return [chunker.place(chunk).total_bytes for chunk in chunks]
+
+def _reasons(error: LayoutError) -> list[str]:
+    """The reasons that such an error lists, layers with the same one together."""
+    found: dict[str, list[str]] = {}
+    for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):
+        if of_layer := _LAYER_REASON.fullmatch(reason):
+            found.setdefault(of_layer[2], []).append(of_layer[1])
+        else:
+            found.setdefault(reason, [])
+    return [
+        reason
+        if not layers
+        else f"layer {layers[0]}: {reason}"
+        if len(layers) == 1
+        else f"layers {layers[0]} to {layers[-1]} ({len(layers)}): {reason}"
+        for reason, layers in found.items()
+    ]
 
 
 def _case(name: str, size: PlanSize | None, chunk_sizes: list[int], cost: LinkCost, may: bool) -> Case:

@@ -1,4 +1,4 @@
-"""The region tables of all ranks of a configuration, made of address space that nobody ever touches."""
+"""The region tables of all ranks of a configuration, made of address space that is never touched."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import CacheFile, LayerKind
+from kvconnect.explain.cache_file import (
+    CacheFile,
+    HeadLayers,
+    LayerKind,
+    SlidingLayers,
+    StateLayers,
+    TokenLayers,
+)
 from kvconnect.orders import GroupBlocks
 
-_AXES = {
-    ("nhd", "together"): "block token head content",
-    ("nhd", "per_block"): "block plane token head content",
-    ("nhd", "apart"): "plane block token head content",
-    ("hnd", "together"): "block head token content",
-    ("hnd", "per_block"): "block plane head token content",
-    ("hnd", "apart"): "plane block head token content",
-    ("heads_first", "together"): "head block token content",
-    ("heads_first", "per_block"): "head block plane token content",
-    ("heads_first", "apart"): "plane head block token content",
-}
+_ORDER = {"nhd": "block {} token head content", "hnd": "block {} head token content"}
+_HEADS_FIRST = "head block {} token content"
+
+
+def _axes(kind: HeadLayers) -> str:
+    axes = _ORDER.get(kind.layout, _HEADS_FIRST).format("plane" if kind.kv == "per_block" else "")
+    return " ".join((["plane"] if kind.kv == "apart" else []) + axes.split())
 
 
 def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
-    """The region table of one rank with so many logical blocks. Its addresses are nobody's memory.
+    """The region table of one rank with so many logical blocks, over memory that does not exist.
 
     Raises:
         ConfigError: there is not as much address space.
@@ -49,14 +52,15 @@ def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
     groups, tensors, kernels = [], {}, {}
     heads: dict[str, HeadInterval] = {}
     for index, kind in enumerate(cache.layers):
-        names = layer_names(kind)
+        # Both sides number theirs alike.
+        names = tuple(f"{kind.label}.{number}" for number in range(kind.num_layers))
         owned = None
-        if kind.num_kv_heads is not None:
+        if isinstance(kind, HeadLayers):
             owned = shard_heads(kind.num_kv_heads, rank, cache.tp_size)
             heads |= dict.fromkeys(names, owned)
         spec = _spec(kind, 0 if owned is None else len(owned))
         groups.append(KVCacheGroup(names, spec))
-        kernels[index] = kind.kernel_block_size or spec.block_size
+        kernels[index] = kind.kernel_block_size if isinstance(kind, TokenLayers) else kind.block_size
         shape, axes, dtype = _tensor_shape(kind, spec, num_blocks)
         layers = _reserve(math.prod(shape) * dtype.itemsize * len(names)).view(dtype)
         for name, tensor in zip(names, layers.view(len(names), *shape), strict=True):
@@ -64,14 +68,9 @@ def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
     return RegionTable.build(KVCacheConfig(num_blocks, tuple(groups)), kernels, tensors, heads)
 
 
-def layer_names(kind: LayerKind) -> tuple[str, ...]:
-    """The layers of a kind. Both sides number theirs alike."""
-    return tuple(f"{kind.label}.{index}" for index in range(kind.num_layers))
-
-
 def blocks_needed(cache: CacheFile, num_tokens: int) -> int:
     """Logical blocks of a cache that holds a request twice over, so that its blocks can be scattered."""
-    return 2 * max(div_ceil(num_tokens, kind.block_size or 1) for kind in cache.layers) + 2
+    return 2 * max(div_ceil(num_tokens, kind.block_size) for kind in cache.layers) + 2
 
 
 def request_blocks(
@@ -83,26 +82,26 @@ def request_blocks(
     """
     rng, made = random.Random(seed), []
     for index, kind in enumerate(cache.layers):
-        block_size = kind.block_size or 1
-        positions = 1 if kind.kind == "state" else div_ceil(num_tokens, block_size)
+        positions = 1 if isinstance(kind, StateLayers) else div_ceil(num_tokens, kind.block_size)
         ids = rng.sample(range(1, num_blocks), positions) if scattered else list(range(1, 1 + positions))
-        if kind.sliding_window is not None:
-            first = max(0, num_tokens - kind.sliding_window) // block_size
+        if isinstance(kind, SlidingLayers):
+            first = max(0, num_tokens - kind.sliding_window) // kind.block_size
             ids[:first] = [0] * first
         made.append(GroupBlocks(index, 0, tuple(ids)))
     return made
 
 
 def _spec(kind: LayerKind, heads: int) -> LayerSpec:
-    block_size, dtype = kind.block_size or 1, getattr(torch, kind.dtype)
-    if kind.kind == "state":
-        return StateSpec(block_size, ((kind.state_bytes or 1,),), (torch.uint8,))
-    size = kind.head_size or 1
-    if kind.kind == "mla":
-        return MLASpec(block_size, size, dtype)
-    if kind.sliding_window is not None:
-        return SlidingWindowSpec(block_size, heads, size, dtype, sliding_window=kind.sliding_window)
-    return FullAttentionSpec(block_size, heads, size, dtype)
+    if isinstance(kind, StateLayers):
+        return StateSpec(kind.block_size, ((kind.state_bytes,),), (torch.uint8,))
+    assert isinstance(kind, TokenLayers)
+    dtype = getattr(torch, kind.dtype)
+    if isinstance(kind, SlidingLayers):
+        shape = (kind.block_size, heads, kind.head_size, dtype)
+        return SlidingWindowSpec(*shape, sliding_window=kind.sliding_window)
+    if isinstance(kind, HeadLayers):
+        return FullAttentionSpec(kind.block_size, heads, kind.head_size, dtype)
+    return MLASpec(kind.block_size, kind.head_size, dtype)
 
 
 def _tensor_shape(
@@ -111,16 +110,15 @@ def _tensor_shape(
     """Shape, names of the dimensions and type of one layer's tensor."""
     if isinstance(spec, StateSpec):
         return (num_blocks, spec.content_bytes), "block content", torch.uint8
-    kernel = kind.kernel_block_size or spec.block_size
-    size = {"block": num_blocks * div_exact(spec.block_size, kernel), "token": kernel, "plane": 2}
-    if isinstance(spec, MLASpec):
-        axes = "block token content"
-        size["content"] = spec.head_size
-    else:
-        axes = _AXES[kind.layout, kind.kv]
-        size["head"] = spec.num_kv_heads
-        size["content"] = spec.head_size * (1 if "plane" in axes else 2)
-    return [size[axis] for axis in axes.split()], axes, spec.dtype
+    assert isinstance(kind, TokenLayers)
+    kernel = kind.kernel_block_size
+    axes = _axes(kind) if isinstance(kind, HeadLayers) else "block token content"
+    extent = {"block": num_blocks * div_exact(spec.block_size, kernel), "token": kernel, "plane": 2}
+    extent["content"] = kind.head_size
+    if isinstance(spec, FullAttentionSpec):
+        extent["head"] = spec.num_kv_heads
+        extent["content"] *= 1 if "plane" in axes else 2
+    return [extent[axis] for axis in axes.split()], axes, spec.dtype
 
 
 def _reserve(length_bytes: int) -> torch.Tensor:
@@ -136,6 +134,6 @@ def _reserve(length_bytes: int) -> torch.Tensor:
             f"give; ask for fewer tokens: {error}"
         ) from error
     with warnings.catch_warnings():
-        # Torch has no tensors that cannot be written, and says so. Nobody writes to this one.
+        # Torch has no tensors that cannot be written, and warns. This one is never written.
         warnings.filterwarnings("ignore", message=".*not writable")
         return torch.frombuffer(reserved, dtype=torch.uint8)
