@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 PROMPT_BYTES = 16
-_CHUNK_TOKENS = 4096
 
 PromptDigest = Callable[[Any, int], bytes | None]
 """The digest of a request's first so many tokens. None for a request that stands for another one, without its
@@ -25,8 +26,7 @@ def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | 
     Two prompts have the same one only if they have the same tokens and the same ``keys`` in the same order.
     """
     digest = hashlib.blake2b(struct.pack("<Q", len(token_ids)), digest_size=PROMPT_BYTES)
-    for start in range(0, len(token_ids), _CHUNK_TOKENS):
-        digest.update(_packed(token_ids[start : start + _CHUNK_TOKENS]))
+    digest.update(_packed(token_ids if isinstance(token_ids, list) else list(token_ids)))
     for key in keys:
         digest.update(struct.pack("<I", len(key)))
         for part in key:
@@ -36,13 +36,18 @@ def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | 
     return digest.digest()
 
 
-def _packed(token_ids: Sequence[int]) -> bytes:
+def _packed(token_ids: list[int]) -> array[int] | bytes:
+    """Four bytes a token, the lowest first."""
+    packed = array("I")
     try:
-        # Several times as fast as an array made of a list.
-        return struct.pack(f"<{len(token_ids)}I", *token_ids)
-    except struct.error:
-        # No vocabulary has such tokens, but a client may send them. Longer than any chunk of four bytes each.
-        return repr(list(token_ids)).encode().ljust(4 * _CHUNK_TOKENS + 1)
+        # Less than half the time of ``struct.pack``, which makes a tuple of all tokens first.
+        packed.fromlist(token_ids)
+    except (OverflowError, TypeError):
+        # No vocabulary has such tokens, but a client may send them. Longer than as many that fit.
+        return repr(token_ids).encode().ljust(4 * len(token_ids) + 1)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed
 
 
 def untold(request: Any, num_tokens: int) -> bytes:
