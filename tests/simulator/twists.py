@@ -155,7 +155,8 @@ def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
 def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
     """Clients that leave while their KV is on its way, over an engine that cannot call bytes back.
 
-    Only where nothing else goes wrong: then all others must be served.
+    Only where nothing else goes wrong: then all others must be served. What a client leaves behind between
+    its two legs is nobody's until the lease ends, so that leases are short beside the time of a load.
     """
     if scenario.kinds:
         return
@@ -163,6 +164,7 @@ def _add_leavers(scenario: Scenario, rng: random.Random) -> None:
         if rng.random() < 0.4:
             request.leaves_s = rng.choice((0.02, 0.1, 0.5)) * rng.random()
     for node in scenario.nodes:
+        node.extra = msgspec.structs.replace(node.extra, lease_s=4.0)
         node.engine_faults.settle_s = 1.0
         node.engine_faults.batch_s = rng.choice((0.005, 0.05))
     scenario.kinds.append(LEAVERS)
