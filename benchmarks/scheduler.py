@@ -60,7 +60,6 @@ def _half(role: str) -> SchedulerConnector:
     half = SchedulerConnector(
         config,
         KVCacheConfig(1 << 20, (group,)),
-        {},
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=_HANDLES,
     )

@@ -15,9 +15,10 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.halves import SchedulerHalf
+from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.orders import OffloadReport, Orders, Results
+from kvconnect.scheduler.stack import Computed, Step
 
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
@@ -45,7 +46,7 @@ class Keeping:
     def __init__(self, running: int, changed: int) -> None:
         self.changed = changed
         self._serial = 0
-        self.half = SchedulerHalf(
+        self.half = SchedulerComposite(
             None,
             OffloadScheduler(
                 OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
@@ -74,9 +75,15 @@ class Keeping:
         news = self._grow()
         start = time.perf_counter()
         due = self.half.due
-        for request, new_ids in news:
-            if new_ids is not None or request.num_tokens >= due[request.request_id]:
-                self.half.computed(request.request_id, request.num_tokens - 1, new_ids)
+        self.half.launched(
+            Step(
+                [
+                    Computed(request.request_id, request.num_tokens - 1, new_ids)
+                    for request, new_ids in news
+                    if new_ids is not None or request.num_tokens >= due[request.request_id]
+                ]
+            )
+        )
         orders = self.half.build_orders()
         results = _stored(orders)
         self.half.update_results(results)
@@ -125,7 +132,7 @@ class Keeping:
         self.half.update_after_alloc(request, (request.block_ids,), count or 0)
 
     def _computed(self, request: _Request) -> None:
-        self.half.computed(request.request_id, request.num_tokens, (request.block_ids,))
+        self.half.launched(Step([Computed(request.request_id, request.num_tokens, (request.block_ids,))]))
 
     def _grow(self) -> list[tuple[_Request, tuple[list[int]] | None]]:
         news: list[tuple[_Request, tuple[list[int]] | None]] = []

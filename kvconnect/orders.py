@@ -7,7 +7,7 @@ what changed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -18,25 +18,6 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 ABORTED = "the request was aborted"
 """Why a load failed whose client left: no failure, and nothing to warn of."""
-
-
-class RequestView(Protocol):
-    """What the scheduler half reads of a serving stack's request. It never changes one."""
-
-    @property
-    def request_id(self) -> str:
-        """Unique among the requests that this node currently holds."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the request so far: the prompt, and what was generated."""
-        ...
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """The dictionary that came with the request, or None."""
-        ...
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.node.hooks import WorkerHooks
 from kvconnect.node.limits import RequestLimits
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request
 from kvconnect.node.request_book import Counts
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
-from kvconnect.orders import Orders, Results
+from kvconnect.orders import Results
+from kvconnect.scheduler.stack import WorkerHooks
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,7 @@ class _Inbox:
 class Engine:
     """Runs ``scheduler`` and ``runner`` in a thread; ``worker`` is the connector's other half, if any.
 
-    ``before_step`` reads, on the current stream, what is to be kept of blocks that the next step may
-    overwrite; a worker half that is ordered to keep something needs it. ``offload_state`` says what is kept,
-    to any thread. ``request_limits`` never change.
+    ``offload_state`` tells any thread what is kept. ``request_limits`` never change.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         worker: WorkerHooks | None = None,
-        before_step: Callable[[Orders], None] | None = None,
         offload_state: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         if (worker is None) != (scheduler.transfers is None):
@@ -80,7 +77,6 @@ class Engine:
         self.request_limits = RequestLimits(
             scheduler.limits.max_model_len, scheduler.manager.pool.total, scheduler.manager.footprint
         )
-        self._before_step = before_step
         self.snapshot = self._take_snapshot(0)
         self._condition = threading.Condition()
         self._inbox = _Inbox()
@@ -204,9 +200,8 @@ class Engine:
         if orders.holds or orders.loads or orders.progress:
             # A peer or an engine may touch the cache from here on: computing and zeroing are over.
             self.runner.synchronize()
-        if orders.offload and self._before_step is not None:
-            # What is kept was computed by now, and nobody has been given the blocks yet.
-            self._before_step(orders)
+        # What is kept was computed by now, and no other request has been given the blocks yet.
+        self.worker.before_step(orders)
         self.worker.start(orders)
 
     def _sleep(self, wait_s: float) -> None:

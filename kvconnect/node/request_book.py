@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from kvconnect.errors import LocalError
 from kvconnect.node.block_manager import BlockManager
-from kvconnect.node.hooks import Transfers
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request, RequestState
+from kvconnect.node.transfers import Transfers
 
 
 @dataclass

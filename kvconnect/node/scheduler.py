@@ -11,12 +11,12 @@ from collections import deque
 
 from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.node.block_manager import BlockManager, Hit
-from kvconnect.node.hooks import Transfers
 from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request, RequestState
 from kvconnect.node.request_book import RequestBook
 from kvconnect.node.step import Chunk, Step
+from kvconnect.node.transfers import Transfers
 from kvconnect.orders import Results
 
 
@@ -29,7 +29,6 @@ class Scheduler:
         self.limits = limits
         self.manager = manager
         self.transfers = transfers
-        self._keeping = transfers.keeping if transfers is not None else None
         self.book = RequestBook(manager, transfers)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -109,7 +108,7 @@ class Scheduler:
     def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
         """How many tokens after ``computed`` a step computes."""
         count = min(request.num_tokens - computed, budget)
-        return count if self._keeping is None else self._keeping.cut(request, computed, count)
+        return count if self.transfers is None else self.transfers.cut(request, computed, count)
 
     def _add_chunk(self, request: Request, count: int, step: Step) -> None:
         assert request.row is not None
@@ -210,9 +209,8 @@ class Scheduler:
         step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
         if self.transfers is not None:
             self.transfers.hooks.update_after_alloc(request, block_ids, 0)
-            if self._keeping is not None:
-                # The blocks that this leaves without tokens are there for the next chunk.
-                count = self._keeping.admit(request, count)
+            # The blocks that this leaves without tokens are there for the next chunk.
+            count = self.transfers.first_chunk(request, count)
         self._add_chunk(request, count, step)
         return count
 
@@ -266,8 +264,8 @@ class Scheduler:
 
     def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
         """The step was computed; ``sampled`` are the new token and draft token by request."""
-        if self._keeping is not None:
-            self._keeping.tell(step, self.book.find)
+        if self.transfers is not None:
+            self.transfers.launched(step, self.book.find)
         for chunk in step.chunks:
             request = self.book.find(chunk.request_id)
             assert request is not None
@@ -285,18 +283,6 @@ class Scheduler:
                 self.book.finish(request, Output((token,), drafts, finish_reason="length"))
             else:
                 self.book.tell(request, Output((token,), drafts))
-        self._tell_progress(step)
-
-    def _tell_progress(self, step: Step) -> None:
-        """What was computed of prompts that are sent meanwhile."""
-        streaming = self.transfers.hooks.streaming if self.transfers is not None else ()
-        if self.transfers is None or not streaming:
-            return
-        given = dict([*step.new_rows, *step.grown_rows])
-        for chunk in step.chunks:
-            if chunk.request_id in streaming:
-                computed = chunk.start + len(chunk.token_ids)
-                self.transfers.hooks.progress(chunk.request_id, computed, given.get(chunk.row))
 
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""

@@ -25,9 +25,7 @@ from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
 from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.flex_attention import flex_backend
-from kvconnect.node.hooks import Transfers
 from kvconnect.node.http_limits import HttpLimits
-from kvconnect.node.keeping import Keeping
 from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
@@ -35,6 +33,7 @@ from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import NodeServer
+from kvconnect.node.transfers import Transfers
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
@@ -75,17 +74,12 @@ def build_engine(
     )
     zeroer = KVBlockZeroer(cache.region_table(), device=device)
     runner = Runner(model, cache, zeroer, _make_decoder(options, model, cache))
-    if connector is not None:
-        connector.worker.register_kv_caches(cache.tensors)
-    elif options.kv_transfer_config is not None:
+    if connector is None and options.kv_transfer_config is not None:
         connector = configured_connector(options, model, cache)
     transfers = None
     if connector is not None:
-        keeping = Keeping(connector.keeper, cache.config) if connector.keeper is not None else None
         transfers = Transfers(
-            connector.scheduler,
-            recompute_failed_loads=connector.recompute_failed_loads,
-            keeping=keeping,
+            connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
         )
     manager = BlockManager(
         cache.config,
@@ -97,7 +91,7 @@ def build_engine(
     scheduler = Scheduler(limits, manager, transfers)
     if connector is None:
         return Engine(scheduler, runner)
-    return Engine(scheduler, runner, connector.worker, connector.before_step, connector.offload_state)
+    return Engine(scheduler, runner, connector.worker, connector.offload_state)
 
 
 def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decoder | None:

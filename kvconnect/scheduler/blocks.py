@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.orders import GroupBlocks
-
-BlockIdsByGroup = Sequence[Sequence[int]]
+from kvconnect.scheduler.stack import BlockIdsByGroup
 
 
 def blocks_of(

@@ -22,21 +22,10 @@ both ends; there a wait may last until a lease is over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
-
-
-class LongestRequest(NamedTuple):
-    """The most that a serving stack gives one request room for.
-
-    ``num_tokens`` are those of prompt and answer, ``step_tokens`` what a step computes of it: so many are
-    kept beside a window.
-    """
-
-    num_tokens: int
-    step_tokens: int
+from kvconnect.scheduler.stack import LongestRequest
 
 
 class EarlyLoads:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.orders import RequestView
 from kvconnect.scheduler.handles import LONGEST_HANDLE, Claims, Handles
 from kvconnect.scheduler.prompts import PROMPT_BYTES
+from kvconnect.scheduler.stack import RequestView
 
 HANDLE_KEY = "kvconnect_handle"
 """Our key beside those that routers know."""

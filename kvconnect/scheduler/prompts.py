@@ -10,14 +10,9 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 PROMPT_BYTES = 16
-
-PromptDigest = Callable[[Any, int], bytes | None]
-"""The digest of a request's first so many tokens. None for a request that stands for another one, without its
-tokens, and ends at once. Raises nothing, whatever a client sent."""
 
 
 def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | bytes]] = ()) -> bytes:
@@ -48,8 +43,3 @@ def _packed(token_ids: list[int]) -> array[int] | bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed
-
-
-def untold(request: Any, num_tokens: int) -> bytes:
-    """Of a serving stack that does not say what its tokens are: all prompts of a length count as one."""
-    return b""

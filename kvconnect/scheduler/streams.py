@@ -5,12 +5,13 @@ Pure bookkeeping, bounded by the transfers that are promised. Whoever is not in 
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.orders import GroupBlocks, Preempted, Progress
+from kvconnect.scheduler.stack import BlockIdsByGroup
 
 
 @dataclass(eq=False)
@@ -47,31 +48,28 @@ class Streams:
         }
         self._num_groups = len(groups)
         self._streams: dict[str, _Stream] = {}
+        self.due: dict[str, int] = {}
+        """Requests that are in here, all of them at any number of tokens."""
         self._changed: dict[str, _Stream] = {}
         self._preempted: dict[str, Preempted] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    @property
-    def request_ids(self) -> KeysView[str]:
-        """Whose progress is of interest. A view: it stays true."""
-        return self._streams.keys()
-
     def begin(self, request_id: str, handle: str, num_tokens: int) -> None:
         """A prefill was promised under a handle; only a long one counts."""
         if 0 < self._min_tokens <= num_tokens and self._block_tokens:
             self._streams[request_id] = _Stream(handle, num_tokens, [0] * self._num_groups)
+            self.due[request_id] = 0
 
     def end(self, request_id: str) -> None:
         """A prefill is over, whatever becomes of it; what was not told of it is not of interest any more."""
         if self._streams.pop(request_id, None) is not None:
+            del self.due[request_id]
             self._changed.pop(request_id, None)
             self._preempted.pop(request_id, None)
 
-    def progress(
-        self, request_id: str, computed_tokens: int, new_block_ids: Sequence[Sequence[int]] | None
-    ) -> None:
+    def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
         """A prefill has so many tokens now, and by group these blocks more than before."""
         stream = self._streams.get(request_id)
         if stream is None:

@@ -24,11 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
-from kvconnect.vllm.filled import FilledBlocks
+from kvconnect.vllm.factory import make_scheduler_half, make_worker_half, tensor_rank
 from kvconnect.vllm.geometry import running_states, transferred_groups
-from kvconnect.vllm.halves import make_scheduler_half, make_worker_half, tensor_rank, told_groups
 from kvconnect.vllm.loaded import LoadedWeights, ResetWatch, loaded_weights
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
@@ -67,7 +66,7 @@ _DRAIN_S = 3.0
 """How long vLLM is kept from ending: about as long as it waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
-_NOTHING_YET = SchedulerHalf(None, None)
+_NOTHING_YET = SchedulerComposite(None, None)
 
 # Whoever names this class by its module may put it under a MultiConnector, which looks for it by name.
 register()
@@ -97,8 +96,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._moved = transferred_groups(kv_cache_config)
         offload = self._config.extra.offload
         self._kept = kept_groups(kv_cache_config) if offload else ()
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerComposite | None = None
+        self._worker: WorkerComposite | None = None
         self._weights: LoadedWeights | None = None
         self._reset_watch = ResetWatch()
         self._rank = 0
@@ -107,11 +106,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._early: dict[str, Request] = {}
         self._is_asked = False
         self._takes_all_but_one = computes_prompts_whole(vllm_config)
-        self._steps = Steps()
-        self._filled = FilledBlocks(
-            told_groups(kv_cache_config, self._kept),
-            is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)),
-        )
+        self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._report = ReportMetadata(())
         kv_events = getattr(vllm_config, "kv_events_config", None)
@@ -180,8 +175,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
         introduce(half, request)
-        if self._kept:
-            self._filled.begin(request)
+        self._steps.begin(request)
         excess = request.num_tokens - half.prefill_tokens(request)
         if excess > 0 and not request.get_skip_reading_prefix_cache():
             shorten(request, excess)
@@ -216,17 +210,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """A request got blocks."""
         self._early.pop(request.request_id, None)
         block_ids = running_states(self._cache, blocks.get_block_ids())
-        self._filled.admitted(request.request_id)
+        self._steps.admitted(request.request_id)
         self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """This step's orders for the workers."""
         half = self._half
-        if half.transfer is not None:
-            self._steps.tell(half.transfer, scheduler_output)
         if half.offload is not None:
             self._recovery.step()
-            self._filled.tell(half.offload, scheduler_output)
+        self._steps.tell(half, scheduler_output)
         orders = half.build_orders()
         check = self._reset_watch.asks(scheduler_output.total_num_scheduled_tokens, orders)
         return OrdersMetadata(orders, self._awaits_workers, check)
@@ -274,11 +266,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and the parameters for D."""
         delivered = request.status.name in _DELIVERED and reaches_router(request)
-        self._steps.forget(request.request_id)
         self._early.pop(request.request_id, None)
         half = self._half
-        if half.offload is not None:
-            self._filled.end(half.offload, request.request_id)
+        self._steps.end(half, request.request_id)
         running = running_states(self._cache, block_ids)
         return half.request_finished(request, running, delivered=delivered)
 
@@ -312,10 +302,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None or not isinstance(kv_connector_metadata, OrdersMetadata):
             return
         self._check_weights(kv_connector_metadata)
-        orders = kv_connector_metadata.orders
-        if orders.progress or orders.holds:
-            self._worker.mark()
-        self._worker.before_step(orders)
+        self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's orders to the worker half. Never waits."""
@@ -375,7 +362,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # Helpers
 
     @property
-    def _half(self) -> SchedulerHalf:
+    def _half(self) -> SchedulerComposite:
         """The scheduler half, made at the first hook after the workers have told about themselves."""
         if self._scheduler is None:
             if self._awaits_workers:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvconnect.offload.halves import PEER
+from kvconnect.offload.composite import PEER
 from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.offload.scheduler.half import HOST
 from kvconnect.offload.tiers import DISK, STORE

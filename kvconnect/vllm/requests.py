@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvconnect.offload.halves import SchedulerHalf
+from kvconnect.offload.composite import SchedulerComposite
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def introduce(half: SchedulerHalf, request: Request) -> None:
+def introduce(half: SchedulerComposite, request: Request) -> None:
     """Make a new request known to the scheduler half."""
     # With prompt log probabilities vLLM computes the whole prompt anew, whatever could be loaded.
     reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)

@@ -1,76 +1,165 @@
-"""What vLLM's scheduler has asked of its workers, told to the scheduler half one step later.
+"""vLLM's scheduler output, read once a step and told to the scheduler half one step later.
 
-By then it has been launched: a connector's part of a step is handed out beside the step, not after it,
-and a new request may find blocks in the prefix cache that another one computes in the same step.
-Imports no vLLM.
+By then it has been launched: a connector's part of a step is handed out beside the step, not after it, and
+a new request may find blocks in the prefix cache that another one computes in the same step. Imports no vLLM.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
 
 logger = logging.getLogger(__name__)
 
-_Scheduled = tuple[int, Sequence[Sequence[int]] | None, bool]
-"""Tokens after the step, new blocks, and whether these are all that the request has."""
+
+class _Scheduled(NamedTuple):
+    """What a scheduler output says of the step that it is of. By request what is computed, and its states."""
+
+    preempted: list[str]
+    computed: dict[str, Computed]
+    states: dict[str, list[StateBlock]]
+    overwritten: set[int]
 
 
 class Steps:
-    """The step before this one, as far as it is of interest: requests whose KV is sent while they run."""
+    """The step before this one, of all requests that are here.
 
-    def __init__(self) -> None:
-        self._scheduled: dict[str, _Scheduled] = {}
-        self._refusal = ""
+    Args:
+        is_zeroed_first: the worker overwrites new blocks before it carries out a step's orders.
+    """
 
-    def tell(self, half: SchedulerConnector, scheduler_output: Any) -> None:
-        """A step was scheduled: what was scheduled before it is told, unless it lost its blocks."""
-        streaming = half.streaming
-        if not streaming or self._refusal:
+    def __init__(self, *, is_zeroed_first: bool) -> None:
+        self._is_zeroed_first = is_zeroed_first
+        self._requests: dict[str, Any] = {}
+        # Requests of which blocks were told.
+        self._known: set[str] = set()
+        self._computed: dict[str, Computed] = {}
+        self._states: dict[str, list[StateBlock]] = {}
+        self.refusal = ""
+
+    def __len__(self) -> int:
+        """Requests that are remembered."""
+        return len(self._requests)
+
+    def begin(self, request: Any) -> None:
+        """A request arrived. vLLM's own object: it is read whenever something is told of it."""
+        self._requests[request.request_id] = request
+
+    def admitted(self, request_id: str) -> None:
+        """A request gets a new table of blocks. What it did before it was preempted is of its old one.
+
+        vLLM preempts and admits a request within one ``schedule`` when its caches are reset under load.
+        """
+        self._computed.pop(request_id, None)
+        self._states.pop(request_id, None)
+        self._known.discard(request_id)
+
+    def end(self, half: SchedulerHooks, request_id: str) -> None:
+        """A request ends, and its blocks are about to be freed: what is left of it is told now."""
+        if request_id in self._computed or request_id in self._states:
+            half.launched(self._launched([request_id]))
+        request = self._requests.pop(request_id, None)
+        if request is not None and request_id in self._known:
+            num_tokens = _certain(request, request.num_computed_tokens)
+            half.launched(Step([Computed(request_id, num_tokens, None)]))
+        self.admitted(request_id)
+
+    def tell(self, half: SchedulerHooks, scheduler_output: Any) -> None:
+        """A step was scheduled: what was scheduled before it is told."""
+        if self.refusal:
+            return
+        if self._computed or self._states:
+            half.launched(self._launched(self._computed.keys() | self._states.keys()))
+        due = half.due
+        if not due:
             return
         try:
-            preempted = list(scheduler_output.preempted_req_ids or ())
-            scheduled = _read(scheduler_output, streaming)
+            scheduled = _read(scheduler_output, due)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             # What a scheduler tells is no stable interface, and must not end a server.
-            self._refusal = f"{type(error).__name__}: {error}"
+            self.refusal = f"{type(error).__name__}: {error}"
             logger.warning(
-                "this vLLM's scheduler output cannot be read (%s): prompts are sent once they are computed",
-                self._refusal,
+                "this vLLM's scheduler output cannot be read (%s): prompts are sent once they are computed, "
+                "and no more blocks are kept",
+                self.refusal,
             )
-            for request_id in list(streaming):
-                half.preempted(request_id)
-            return
-        for request_id in preempted:
-            self._scheduled.pop(request_id, None)
+            scheduled = _Scheduled(list(self._requests), {}, {}, set())
+        for request_id in scheduled.preempted:
+            # Unless it was admitted again since, there is nothing of it here.
+            self._known.discard(request_id)
             half.preempted(request_id)
-        for request_id, (num_tokens, block_ids, is_anew) in self._scheduled.items():
-            if is_anew:
-                half.preempted(request_id)
-            half.progress(request_id, num_tokens, block_ids)
-        self._scheduled = scheduled
+        self._computed, self._states = scheduled.computed, scheduled.states
+        if self._is_zeroed_first and scheduled.overwritten:
+            half.overwritten(scheduled.overwritten)
 
-    def forget(self, request_id: str) -> None:
-        """A request ended. Another one may have its id."""
-        self._scheduled.pop(request_id, None)
+    def _launched(self, request_ids: Iterable[str]) -> Step:
+        """What the last step did for these requests, as far as they are still here."""
+        all_computed: list[Computed] = []
+        all_states: list[StateBlock] = []
+        for request_id in request_ids:
+            computed, states = self._computed.pop(request_id, None), self._states.pop(request_id, ())
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            all_states.extend(states)
+            if computed is not None:
+                if computed.new_block_ids is not None:
+                    self._known.add(request_id)
+                num_tokens = _certain(request, computed.num_tokens)
+                all_computed.append(computed._replace(num_tokens=num_tokens))
+        return Step(all_computed, all_states)
 
 
-def _read(scheduler_output: Any, wanted: Container[str]) -> dict[str, _Scheduled]:
+def _read(scheduler_output: Any, due: Mapping[str, int]) -> _Scheduled:
+    """What is of interest of a scheduler output. Most requests that are decoded are not, in most steps."""
     counts = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
-    scheduled: dict[str, _Scheduled] = {
-        new.req_id: (new.num_computed_tokens + counts[new.req_id], new.block_ids, True)
+    computed = {
+        new.req_id: Computed(new.req_id, new.num_computed_tokens + counts[new.req_id], new.block_ids)
         for new in scheduler_output.scheduled_new_reqs
-        if new.req_id in wanted
+        if new.req_id in due
     }
-    for index, request_id in enumerate(cached.req_ids):
-        if request_id in wanted:
-            scheduled[request_id] = (
-                cached.num_computed_tokens[index] + counts[request_id],
-                cached.new_block_ids[index],
-                request_id in cached.resumed_req_ids,
-            )
-    return scheduled
+    for request_id, before, new_ids in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+    ):
+        due_at = due.get(request_id)
+        if due_at is None:
+            continue
+        num_tokens = before + counts[request_id]
+        if new_ids is not None or num_tokens >= due_at:
+            computed[request_id] = Computed(request_id, num_tokens, new_ids)
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
+    return _Scheduled(
+        list(scheduler_output.preempted_req_ids or ()),
+        computed,
+        _read_states(scheduler_output),
+        {*zeroed, *(copy.dst_block_id for copy in copies)},
+    )
+
+
+def _read_states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
+    """States that this step leaves in blocks of their own, by request."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    handed_off: Mapping[str, Any] = (state and state.boundary_state_offloads) or {}
+    return {
+        request_id: [
+            StateBlock(request_id, int(group), int(num_tokens), int(block_id), is_chosen=True)
+            for group, block_id, num_tokens in entries
+            if block_id
+        ]
+        for request_id, entries in handed_off.items()
+    }
+
+
+def _certain(request: Any, num_computed_tokens: int) -> int:
+    """The tokens of a request whose KV is what it will always be.
+
+    Of what a draft model guessed, only what came true is part of the request, and the last token of all is
+    computed by the next step.
+    """
+    known = max(request.num_prompt_tokens, request.num_tokens - 1)
+    return min(num_computed_tokens, int(known))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -119,6 +120,7 @@ class CopyConnector:
         """A node that uses this connector."""
         recompute = options.pop("recompute", True)
         self.client = make_client(Connector(self, self, bool(recompute)), **options)
+        self.tensors = dict(self.client.engine.runner.cache.tensors)
         self.is_state = not self.client.engine.scheduler.manager.reuses_prefixes
         return self.client
 
@@ -143,6 +145,12 @@ class CopyConnector:
     def new_request(self, request):
         pass
 
+    def is_restored(self, request_id):
+        return False
+
+    def checkpoints(self, request):
+        return ()
+
     def update_after_alloc(self, request, block_ids, num_external_tokens):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
         if num_external_tokens:
@@ -150,7 +158,7 @@ class CopyConnector:
             self.allocated[request.request_id] = (block_ids, num_external_tokens)
             self.order_ids.append(request.request_id)
 
-    streaming = ()
+    due: ClassVar[dict[str, int]] = {}
 
     def preempted(self, request_id):
         pass
@@ -170,8 +178,8 @@ class CopyConnector:
         self.calls.append(("results", results.sent, results.received))
 
     # worker half
-    def register_kv_caches(self, tensors):
-        self.tensors = dict(tensors)
+    def before_step(self, orders):
+        pass
 
     def start(self, orders):
         self.pending.extend(order.request_id for order in orders.let_go)

@@ -73,7 +73,7 @@ def test_the_worker_half_registers_the_same_split():
     )
     engine = build_engine(options)
     try:
-        assert engine.worker.kernel_block_sizes == {0: 64}
+        assert engine.worker.transfer.kernel_block_sizes == {0: 64}
         assert {(r.num_blocks, r.axes.tokens) for r in engine.worker.table.regions} == {(40, 64)}
     finally:
         engine.stop()

@@ -160,7 +160,7 @@ def test_a_prefix_that_p_has_already_is_sent_first():
     with pair() as (prefill, decode):
         prefill.complete(PROMPT[:200], 1)
         ask_and_wait(prefill, decode, PROMPT)
-        sent = prefill.engine.worker._metrics.copies.labels("sent", "packed")
+        sent = prefill.engine.worker.transfer._metrics.copies.labels("sent", "packed")
         prefill.steps(1)
         until(prefill, lambda: prefill.last("a"))
         assert finish(prefill, decode) == expected(PROMPT, "gqa")
@@ -198,7 +198,7 @@ def test_a_node_that_opens_one_path_is_served_early_again_and_again_by_one_that_
 
 def test_what_is_computed_is_what_was_launched_before_the_mark():
     client = node("P", "kv_producer")
-    worker, made, ordered = client.engine.worker, [], []
+    worker, made, ordered = client.engine.worker.transfer, [], []
     try:
         worker._device_done = lambda: made.append(len(made)) or made[-1]
         worker._mover.order = lambda orders, ready, computed: ordered.append((ready, computed))

@@ -17,6 +17,7 @@ from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
+from kvconnect.scheduler.stack import StackTraits
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
@@ -31,17 +32,17 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default=None)
 
 
-def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, **extra):
+def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, **extra):
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
     handles = iter(f"handle{n}" for n in range(1000))
     return SchedulerConnector(
         config,
         KVCacheConfig(100, tuple(groups)),
-        {index: group.block_size for index, group in enumerate(groups)},
+        StackTraits(parent_of=parent_of),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
         handles=HANDLES,
-        parent_of=parent_of,
+        trust=trust,
     )
 
 
@@ -253,7 +254,7 @@ def test_the_directory_is_sent_once():
     assert not prefill.build_orders()
     with pytest.raises(LocalError):
         SchedulerConnector(
-            parse_kv_transfer_config({"kv_role": "kv_both"}), KVCacheConfig(1, ()), {}, directory=()
+            parse_kv_transfer_config({"kv_role": "kv_both"}), KVCacheConfig(1, ()), directory=()
         )
 
 

@@ -12,7 +12,8 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.orders import Await, LetGo, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.early import EarlyLoads, LongestRequest
+from kvconnect.scheduler.early import EarlyLoads
+from kvconnect.scheduler.stack import LongestRequest, StackTraits
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))
 WINDOW = KVCacheGroup(("w",), SlidingWindowSpec(4, 1, 4, torch.float16, sliding_window=8))
@@ -34,9 +35,8 @@ def half(num_blocks: int = 13, longest: LongestRequest | None = LONGEST, **extra
     return SchedulerConnector(
         TransferConfig(kv_role="kv_consumer", engine_id="D", kv_connector_extra_config=config),
         KVCacheConfig(num_blocks, (FULL,)),
-        {},
+        StackTraits(longest=longest),
         directory=[RankAddress(0, "h", 1)],
-        longest=longest,
     )
 
 

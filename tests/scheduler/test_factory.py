@@ -8,21 +8,21 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import RankAddress
-from kvconnect.scheduler.factory import configured_scheduler
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.stack import StackTraits
 from tests.scheduler.test_connector import ATTENTION, Request
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 
 
 def configured(role, key=KEY, now=1000.0, **extra):
-    return configured_scheduler(
+    return SchedulerConnector.configured(
         parse_kv_transfer_config({"kv_role": role, "engine_id": role, "kv_connector_extra_config": extra}),
         KVCacheConfig(100, (ATTENTION,)),
-        {0: 16},
+        StackTraits(held_back=7),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         environ={"KVCONNECT_KEY": key} if key else {},
         clock=lambda: now,
-        held_back=7,
     )
 
 

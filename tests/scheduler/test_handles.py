@@ -146,7 +146,7 @@ def test_a_scheduler_that_starts_can_sign_a_prompt_of_any_length(length):
     config = parse_kv_transfer_config({"kv_role": "kv_producer", "engine_id": "e" * length})
     try:
         prefill = SchedulerConnector(
-            config, CACHE, {0: 16}, directory=(RankAddress(0, "10.0.0.1", 5600),), handles=HANDLES
+            config, CACHE, directory=(RankAddress(0, "10.0.0.1", 5600),), handles=HANDLES
         )
     except ConfigError as error:
         assert "make handles of" in str(error)
@@ -238,8 +238,7 @@ def test_an_allow_list_is_all_that_counts():
 
 
 def test_a_refused_address_fails_the_load_by_policy_and_is_counted():
-    half = connector("kv_consumer")
-    half._trust = PeerTrust(AllowList(["10.0.0.2"]), 4)
+    half = connector("kv_consumer", trust=PeerTrust(AllowList(["10.0.0.2"]), 4))
     _, _, params = prefilled()
     request = Request("d", 40, params)
     half.new_request(request)

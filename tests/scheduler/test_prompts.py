@@ -16,6 +16,7 @@ from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.scheduler.prompts import PROMPT_BYTES, digest_prompt
+from kvconnect.scheduler.stack import StackTraits
 from tests.scheduler.test_connector import ATTENTION, HANDLES, STATE
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -45,10 +46,9 @@ def connector(role, groups=(ATTENTION,)):
     return SchedulerConnector(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(100, tuple(groups)),
-        {},
+        StackTraits(prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count])),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=HANDLES,
-        prompt_digest=lambda request, count: digest_prompt(request.token_ids[:count]),
     )
 
 

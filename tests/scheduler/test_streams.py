@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.orders import Expect, GroupBlocks, Preempted, Progress
 from kvconnect.scheduler.params import TRANSFER_KEY
+from kvconnect.scheduler.stack import Computed, Step
 from tests.scheduler.test_connector import ATTENTION, STATE, Request, connector
 from tests.scheduler.test_transfer_ids import ON_P, finish, idle
 
@@ -32,6 +33,10 @@ def arrived(prefill, name="p", num_tokens=40, params=ON_P):
     return request
 
 
+def go_on(prefill, request_id, num_tokens, new_block_ids):
+    prefill.launched(Step([Computed(request_id, num_tokens, new_block_ids)]))
+
+
 def progress(*blocks, tokens=40, computed):
     return Progress(HANDLE, tokens, computed, tuple(GroupBlocks(g, first, ids) for g, first, ids in blocks))
 
@@ -40,15 +45,15 @@ def test_the_workers_are_told_what_is_new():
     prefill = prefill_of()
     request = arrived(prefill)
     assert prefill.build_orders().expected == (Expect(HANDLE),)
-    prefill.progress("p", 20, ([7, 8],))
+    go_on(prefill, "p", 20, ([7, 8],))
     orders = prefill.build_orders()
     assert orders.progress == (progress((0, 0, (7, 8)), computed=20),)
     assert orders.preempted == ()
     assert not prefill.build_orders(), "once"
-    prefill.progress("p", 30, None)
+    go_on(prefill, "p", 30, None)
     assert prefill.build_orders().progress == (progress(computed=30),)
-    prefill.progress("p", 35, ([9],))
-    prefill.progress("p", 40, None)
+    go_on(prefill, "p", 35, ([9],))
+    go_on(prefill, "p", 40, None)
     assert prefill.build_orders().progress == (progress((0, 2, (9,)), computed=40),)
     request.num_tokens += 1
     finish(prefill, request, ([7, 8, 9],))
@@ -60,12 +65,12 @@ def test_states_and_what_is_beyond_the_prompt_are_not_told():
     prefill = prefill_of((STATE, ATTENTION, SMALL))
     arrived(prefill)
     prefill.build_orders()
-    prefill.progress("p", 100, ([5], [7, 8, 9, 10], [1, 2, 3]))
-    prefill.progress("p", 101, ([6], [11], [4, 0, 6]))
+    go_on(prefill, "p", 100, ([5], [7, 8, 9, 10], [1, 2, 3]))
+    go_on(prefill, "p", 101, ([6], [11], [4, 0, 6]))
     assert prefill.build_orders().progress == (
         progress((1, 0, (7, 8, 9)), (2, 0, (1, 2, 3, 4, 0)), tokens=39, computed=39),
     )
-    prefill.progress("p", 102, ([6], [12], [13]))
+    go_on(prefill, "p", 102, ([6], [12], [13]))
     assert not prefill.build_orders()
 
 
@@ -86,9 +91,9 @@ def test_of_other_requests_nothing_is_told(extra, tokens, params):
     prefill = prefill_of(**extra)
     arrived(prefill, num_tokens=tokens, params=params)
     prefill.build_orders()
-    assert "p" not in prefill.streaming
-    assert not prefill.streaming
-    prefill.progress("p", 40, ([7, 8, 9],))
+    assert "p" not in prefill.due
+    assert not prefill.due
+    go_on(prefill, "p", 40, ([7, 8, 9],))
     prefill.preempted("p")
     assert not prefill.build_orders()
 
@@ -96,7 +101,7 @@ def test_of_other_requests_nothing_is_told(extra, tokens, params):
 def test_nothing_is_told_of_a_decode_node_s_requests():
     decode = connector("kv_consumer", stream_min_tokens=1)
     arrived(decode)
-    assert not decode.streaming
+    assert not decode.due
 
 
 def test_a_preempted_prefill_is_told_and_begins_anew():
@@ -105,35 +110,35 @@ def test_a_preempted_prefill_is_told_and_begins_anew():
     prefill.build_orders()
     prefill.preempted("p")
     assert not prefill.build_orders(), "it had nothing to lose"
-    prefill.progress("p", 20, ([7, 8],))
+    go_on(prefill, "p", 20, ([7, 8],))
     prefill.build_orders()
-    prefill.progress("p", 30, ([9],))
+    go_on(prefill, "p", 30, ([9],))
     prefill.preempted("p")
     prefill.preempted("p")
     orders = prefill.build_orders()
     assert (orders.preempted, orders.progress) == ((Preempted(HANDLE),), ())
-    prefill.progress("p", 20, ([4, 5],))
+    go_on(prefill, "p", 20, ([4, 5],))
     assert prefill.build_orders().progress == (progress((0, 0, (4, 5)), computed=20),)
     prefill.preempted("p")
-    prefill.progress("p", 40, ([1, 2, 3],))
+    go_on(prefill, "p", 40, ([1, 2, 3],))
     orders = prefill.build_orders()
     assert orders.preempted == (Preempted(HANDLE),)
     assert orders.progress == (progress((0, 0, (1, 2, 3)), computed=40),)
     request.num_tokens += 1
     finish(prefill, request)
-    assert not prefill.streaming
+    assert not prefill.due
 
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_what_was_not_told_before_the_end_is_not_told_after_it(delivered):
     prefill = prefill_of()
     request = arrived(prefill)
-    prefill.progress("p", 20, ([7, 8],))
+    go_on(prefill, "p", 20, ([7, 8],))
     prefill.preempted("p")
-    prefill.progress("p", 40, ([7, 8, 9],))
+    go_on(prefill, "p", 40, ([7, 8, 9],))
     request.num_tokens += 1
     finish(prefill, request, ([7, 8, 9],), delivered=delivered)
-    prefill.progress("p", 41, ([1],))
+    go_on(prefill, "p", 41, ([1],))
     prefill.preempted("p")
     orders = prefill.build_orders()
     assert (orders.progress, orders.preempted) == ((), ())
@@ -146,7 +151,7 @@ def test_who_gets_no_lease_is_not_followed():
     prefill = prefill_of(max_leases=1)
     for number in range(2):
         arrived(prefill, f"p{number}", params={**ON_P, TRANSFER_KEY: f"t{number}"})
-    assert list(prefill.streaming) == ["p0"]
+    assert list(prefill.due) == ["p0"]
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -185,7 +190,7 @@ def test_what_was_told_adds_up_to_what_a_request_has(seed):
                     wanted = -(-state[0] // size) - len(state[1][group])
                     new.append([next(ids) for _ in range(wanted)])
                     state[1][group].extend(new[-1])
-                prefill.progress(name, state[0], new if any(new) else None)
+                go_on(prefill, name, state[0], new if any(new) else None)
             case "lose" if running:
                 prefill.preempted(name)
                 running[name][1][:] = [0, ([], [])]

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.orders import Expect, Orders, Results
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.config import TransferConfig
+from kvconnect.orders import Expect, Orders, RankAddress, Results
+from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
 from tests.scheduler.test_connector import ATTENTION, HANDLES, STATE, Request, connector
 
@@ -169,8 +172,11 @@ def test_every_printable_ascii_text_is_a_transfer_id_that_names_no_random_handle
 
 
 def test_random_handles_are_none_of_transfer_ids():
-    made = connector("kv_producer")
-    made._new_handle = type(made).__init__.__kwdefaults__["new_handle"]
+    made = SchedulerConnector(
+        TransferConfig(kv_role="kv_producer", engine_id="P"),
+        KVCacheConfig(9, (ATTENTION,)),
+        directory=(RankAddress(0, "10.0.0.1", 5600),),
+    )
     for _ in range(50):
         request = Request("p", 20, {"do_remote_decode": True})
         assert ":" not in made.request_finished(request, ([1],), delivered=True)[1][HANDLE_KEY]

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import TransferConfig
+from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.early import LongestRequest
 from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.stack import Computed, LongestRequest, SchedulerHooks, StackTraits, Step
 from kvconnect.scheduler.trust import PeerTrust
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
@@ -82,15 +83,16 @@ class SimNode:
             worker.holders = self.pool.holders
         self.blocks = Blocks(self.pool, cache.groups, plan.model.reuses_prefixes)
         handles = iter(range(1 << 40))
-        self.connector = SchedulerConnector(
+        longest = LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None
+        transfer = SchedulerConnector(
             self.config,
             cache,
-            plan.shape.kernel_sizes(plan.model),
+            StackTraits(longest=longest),
             directory=[RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)],
             new_handle=lambda: f"{self.name}-{next(handles)}",
-            longest=LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None,
             **self._trust(),
         )
+        self.connector: SchedulerHooks = SchedulerComposite(transfer, None)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -310,8 +312,8 @@ class SimNode:
         self.checks.moved()
         request.computed, request.is_computed = stop, self.device.mark()
         self.blocks.remember(request)
-        if request.request_id in self.connector.streaming:
-            self.connector.progress(request.request_id, stop, new)
+        if request.request_id in self.connector.due:
+            self.connector.launched(Step([Computed(request.request_id, stop, new)]))
         if stop == request.num_tokens:
             request.generated += 1
             if request.generated >= request.max_tokens:

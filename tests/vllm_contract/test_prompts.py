@@ -20,6 +20,7 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.params import HANDLE_KEY
+from kvconnect.scheduler.stack import StackTraits
 from kvconnect.vllm.prompts import prompt_digest
 from tests.scheduler.test_connector import ATTENTION, HANDLES
 
@@ -31,10 +32,9 @@ def connector(role):
     half = SchedulerConnector(
         parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": {}}),
         KVCacheConfig(1000, (ATTENTION,)),
-        {},
+        StackTraits(prompt_digest=prompt_digest),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=HANDLES,
-        prompt_digest=prompt_digest,
     )
     half.build_orders()
     return half

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, See
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.loaded import LoadedWeights, ResetWatch
 from kvconnect.vllm.reports import OrdersMetadata
+from kvconnect.vllm.steps import Steps
 
 EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)
 LOAD = Orders(loads=(Load("r", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (1,)),)),))
@@ -27,11 +29,13 @@ def connector(**attributes):
     made = KVConnect.__new__(KVConnect)
     config = SimpleNamespace(extra=SimpleNamespace(engine="nixl"))
     made.__dict__ |= {"_reset_watch": ResetWatch(), "_kept": (), "_config": config, **attributes}
+    made._steps = Steps(is_zeroed_first=True)
     return made
 
 
 class Half:
     transfer = offload = None
+    due: ClassVar[dict[str, int]] = {}
 
     def __init__(self):
         self.resets, self.orders = 0, Orders()

@@ -15,11 +15,10 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.offload.halves import SchedulerHalf
+from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.filled import FilledBlocks
 from kvconnect.vllm.loaded import ResetWatch
 from kvconnect.vllm.recovery import WAIT_S, Recovery
 from kvconnect.vllm.reports import AddressMetadata, ReportMetadata
@@ -30,7 +29,7 @@ KEPT, MOVED = (0,), (0, 1)
 """A cache of which one group is replayed after a hit, unless a peer sends it."""
 
 
-def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConnect:
+def connector(half: SchedulerComposite | None = None, engine: str = "none") -> KVConnect:
     """Of both roles, without what it reads of vLLM's configuration."""
     made = object.__new__(KVConnect)
     made._config = parse_kv_transfer_config(
@@ -44,8 +43,8 @@ def connector(half: SchedulerHalf | None = None, engine: str = "none") -> KVConn
     made._scheduler, made._kept, made._moved = half, KEPT, MOVED
     made._cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
     made._recovery = Recovery(expects=made._awaits_workers, clock=lambda: 0.0)
-    made._filled = FilledBlocks([True], is_zeroed_first=False)
-    made._steps, made._takes_all_but_one = Steps(), False
+    made._steps = Steps(is_zeroed_first=False)
+    made._takes_all_but_one = False
     made._reset_watch, made._weights = ResetWatch(), None
     return made
 
@@ -67,7 +66,7 @@ def arrived(stack: Stack, name: str) -> Any:
 def test_vllm_is_told_until_a_request_ends_that_its_restore_brought_no_replayed_group():
     """It asks before the blocks are given, and again once the load was reported, to replay the rest."""
     stack = stored()
-    hooks = connector(SchedulerHalf(None, stack.half))
+    hooks = connector(SchedulerComposite(None, stack.half))
     hooks._told = {0: AddressMetadata(0, None, {0: 64})}
     request = stack.add("again", range(64))
     assert hooks.get_num_new_matched_tokens(request, 0) == (56, True)
@@ -153,7 +152,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
     monkeypatch.setattr(
         module,
         "make_scheduler_half",
-        lambda *given: made.append(given[-1]) or SchedulerHalf(None, stack.half),
+        lambda *given: made.append(given[-1]) or SchedulerComposite(None, stack.half),
     )
     ours, theirs = connector(), Theirs()
     ours._worker = Worker(None)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.orders import GroupBlocks, Preempted, Progress
 from kvconnect.scheduler.params import TRANSFER_KEY
 from kvconnect.vllm.steps import Steps
+from tests.scheduler.test_connector import Request
 from tests.scheduler.test_streams import arrived, finish, prefill_of
 from tests.scheduler.test_transfer_ids import ON_P
 
@@ -50,10 +51,19 @@ def prefill():
 class Told:
     """The orders of each step in turn."""
 
-    def __init__(self, half):
-        self.half, self.steps = half, Steps()
+    def __init__(self, half, *names):
+        self.half, self.steps = half, Steps(is_zeroed_first=False)
+        for name in names or ("p", "x", "y"):
+            self.steps.begin(
+                SimpleNamespace(
+                    request_id=name, num_prompt_tokens=100, num_tokens=100, num_computed_tokens=16
+                )
+            )
 
-    def __call__(self, scheduled):
+    def __call__(self, scheduled, admitted=()):
+        for name in admitted:
+            self.steps.admitted(name)
+            self.half.update_after_alloc(Request(name, 40, ON_P), ([1],), 0)
         self.steps.tell(self.half, scheduled)
         orders = self.half.build_orders()
         return [*orders.preempted, *orders.progress]
@@ -98,21 +108,21 @@ def test_a_preempted_request_begins_anew(prefill, resumed_as, at_once):
 
 
 @pytest.mark.parametrize("resumed_as", ["new", "resumed"])
-def test_a_request_that_comes_back_with_all_its_blocks_was_preempted_even_if_nobody_said_so(
-    prefill, resumed_as
-):
+def test_a_request_that_is_admitted_again_was_preempted_even_if_no_output_has_it(prefill, resumed_as):
     told = Told(prefill)
     told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
     told(output())
-    told(output(**{resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}))
-    assert told(output()) == [Preempted(HANDLE), progress(20, (0, (4, 5)))]
+    assert told(output(**{resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}), ["p"]) == [
+        Preempted(HANDLE)
+    ]
+    assert told(output()) == [progress(20, (0, (4, 5)))]
 
 
 def test_a_request_that_ended_is_not_mixed_up_with_another_of_its_name(prefill):
     told = Told(prefill)
     told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
+    told.steps.end(prefill, "p")
     finish(prefill, arrived(prefill), ([7],), delivered=False)
-    told.steps.forget("p")
     arrived(prefill)
     assert told(output()) == []
 
@@ -142,7 +152,7 @@ def test_what_is_told_was_launched_in_earlier_steps(seed):
     """Against the blocks and tokens that each request had when the step before was over."""
     rng = random.Random(seed)
     half, ids = prefill_of(), iter(range(1, 10**6))
-    told, waiting, running, known = Told(half), [], {}, {}
+    told, waiting, running, known = Told(half, *(f"p{n}" for n in range(4))), [], {}, {}
     for number in range(4):
         arrived(half, f"p{number}", rng.randint(32, 90), params={**ON_P, TRANSFER_KEY: str(number)})
         waiting.append(f"p{number}")
@@ -209,4 +219,4 @@ def test_the_vllm_that_is_installed_has_what_is_read():
     half.build_orders()
     told = Told(half)
     told(sched.SchedulerOutput.make_empty())
-    assert not told.steps._refusal
+    assert not told.steps.refusal

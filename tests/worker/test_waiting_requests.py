@@ -41,7 +41,6 @@ class Queue:
             KVCacheConfig(
                 50, (KVCacheGroup(("layer0",), FullAttentionSpec(BLOCK_TOKENS, 2, 4, torch.float16)),)
             ),
-            {},
             directory=[RankAddress(0, "h", 1)],
         )
 

@@ -25,7 +25,8 @@ from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
 from kvconnect.offload.scheduler.stores import Hashes, Stores
 from kvconnect.offload.tiers import sought_tier_names
-from kvconnect.orders import OffloadOrders, RequestView, Results, TierChange
+from kvconnect.orders import OffloadOrders, Results, TierChange
+from kvconnect.scheduler.stack import RequestView
 
 BlockIdsByGroup = Sequence[Sequence[int]]
 HOST = "host"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
-from kvconnect.orders import RequestView
+from kvconnect.scheduler.stack import RequestView
 
 NEVER = 1 << 62
 """A token count that no request reaches."""

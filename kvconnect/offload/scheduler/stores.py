@@ -14,7 +14,8 @@ from kvconnect.offload.scheduler.failures import FailureCounts
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.jobs import JobKind, Jobs
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
-from kvconnect.orders import RequestView, RowCopies, Store
+from kvconnect.orders import RowCopies, Store
+from kvconnect.scheduler.stack import RequestView
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""

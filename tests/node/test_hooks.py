@@ -1,4 +1,4 @@
-"""Content hashes, and what a connector that keeps blocks is asked and told of a node's steps."""
+"""Content hashes, and what a connector is asked and told of a node's steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.node.block_manager import RequestBlocks
 from kvconnect.node.hashes import extend_chain
-from kvconnect.node.keeping import Keeping, align_tokens
 from kvconnect.node.request import Request
 from kvconnect.node.step import Chunk, Step
+from kvconnect.node.transfers import Transfers, align_tokens
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -41,7 +41,7 @@ def test_a_chain_that_grows_is_that_of_all_tokens(tokens, size, cuts):
 
 
 @dataclass
-class Keeper:
+class Half:
     """A scheduler half that writes down what it is told."""
 
     places: tuple[int, ...] = ()
@@ -51,14 +51,9 @@ class Keeper:
     def checkpoints(self, request):
         return self.places
 
-    def state_at(self, request_id, group, num_tokens, block_id):
-        self.told.append(("state", request_id, group, num_tokens, block_id))
-
-    def computed(self, request_id, num_computed_tokens, new_block_ids):
-        self.told.append(("computed", request_id, num_computed_tokens, new_block_ids))
-
-    def is_restored(self, request_id):
-        return False
+    def launched(self, step):
+        self.told += [("state", *state[:4]) for state in step.states]
+        self.told += [("computed", *computed) for computed in step.computed]
 
 
 def config(*sizes: int, states: int = 0) -> KVCacheConfig:
@@ -72,6 +67,10 @@ def config(*sizes: int, states: int = 0) -> KVCacheConfig:
     return KVCacheConfig(8, (*attention, *recurrent))
 
 
+def transfers(half: Half, cache: KVCacheConfig) -> Transfers:
+    return Transfers(half, cache, recompute_failed_loads=False)
+
+
 def request(*blocks: list[int]) -> Request:
     made = Request("r", list(range(100)), 5, lambda _: None)
     made.blocks = RequestBlocks(list(blocks), [0] * len(blocks), [0] * len(blocks))
@@ -83,30 +82,30 @@ def test_blocks_align_at_their_least_common_multiple_and_states_do_not_count():
 
 
 def test_a_chunk_ends_at_the_next_checkpoint():
-    keeper = Keeper(places=(32, 64, 96))
-    keeping, one = Keeping(keeper, config(16, states=1)), request([1], [2])
-    assert keeping.admit(one, 100) == 32
+    half = Half(places=(32, 64, 96))
+    hooks, one = transfers(half, config(16, states=1)), request([1], [2])
+    assert hooks.first_chunk(one, 100) == 32
     one.num_computed_tokens = 40
-    assert keeping.admit(one, 100) == 24
-    assert [keeping.cut(one, computed, 100) for computed in (0, 31, 32, 95, 96)] == [32, 1, 32, 1, 100]
-    assert keeping.cut(one, 33, 5) == 5
+    assert hooks.first_chunk(one, 100) == 24
+    assert [hooks.cut(one, computed, 100) for computed in (0, 31, 32, 95, 96)] == [32, 1, 32, 1, 100]
+    assert hooks.cut(one, 33, 5) == 5
 
 
 def test_where_there_are_no_states_chunks_are_not_cut():
-    keeping, one = Keeping(Keeper(places=(32,)), config(16)), request([1])
-    assert keeping.admit(one, 100) == 100
-    assert keeping.cut(one, 0, 100) == 100
+    hooks, one = transfers(Half(places=(32,)), config(16)), request([1])
+    assert hooks.first_chunk(one, 100) == 100
+    assert hooks.cut(one, 0, 100) == 100
 
 
 def test_a_step_is_told_once_something_came_of_it():
-    keeper = Keeper(due={"r": 40, "other": 0})
-    keeping, one = Keeping(keeper, config(16, states=2)), request([5, 6, 7], [8], [9])
+    half = Half(due={"r": 40, "other": 0})
+    hooks, one = transfers(half, config(16, states=2)), request([5, 6, 7], [8], [9])
 
     def tell(start: int, end: int, **given) -> list[tuple]:
-        keeper.told = []
+        half.told = []
         step = Step(chunks=[Chunk("r", 3, start, list(range(start, end)), False)], **given)
-        keeping.tell(step, lambda name: one if name == "r" else None)
-        return keeper.told
+        hooks.launched(step, lambda name: one if name == "r" else None)
+        return half.told
 
     assert tell(0, 20, new_rows=[(3, [[5, 6], [8], [9]])]) == [("computed", "r", 20, [[5, 6], [8], [9]])]
     assert tell(20, 25) == []

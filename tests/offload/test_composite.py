@@ -9,7 +9,7 @@ import pytest
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
-from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import (
     Hold,
     OffloadOrders,
@@ -21,6 +21,7 @@ from kvconnect.orders import (
 )
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
+from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
 
 FULL = (Kind(4),)
@@ -41,11 +42,10 @@ def both(role="kv_both"):
     transfer = SchedulerConnector(
         TransferConfig(kv_role=role, engine_id="D"),
         KVCacheConfig(400, tuple(kind.spec() for kind in FULL)),
-        {},
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=HANDLES,
     )
-    half = SchedulerHalf(transfer, stack.half)
+    half = SchedulerComposite(transfer, stack.half)
     half.build_orders()
     return stack, half
 
@@ -94,7 +94,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     half.update_results(Results(received=("fetched",)))
     half.update_after_alloc(request, IDS, 0)
     stack.half.index.clear()
-    half.computed("fetched", 64, IDS)
+    half.launched(Step([Computed("fetched", 64, IDS)]))
     (store,) = half.build_orders().offload.stores
     assert store.copies.block_ids == tuple(IDS[0])
     # It lost its blocks: its handle is spent, but what was kept of it is not.
@@ -152,22 +152,20 @@ def test_reasons_to_count_of_both_parts_go_with_the_orders():
 
 def test_without_an_engine_or_without_offload():
     stack, half = both()
-    nothing = SchedulerHalf(None, None)
+    nothing = SchedulerComposite(None, None)
     assert nothing.matched_tokens(object(), 0) == (0, False)
     assert not nothing.build_orders()
-    only_transfer, only_offload = SchedulerHalf(half.transfer, None), SchedulerHalf(None, half.offload)
+    only_transfer = SchedulerComposite(half.transfer, None)
+    only_offload = SchedulerComposite(None, half.offload)
     for mine in (only_transfer, only_offload):
         request = request_of(stack, "r", range(64))
         mine.new_request(request, reads=False)
         assert mine.prefill_tokens(request) == 64
         assert mine.matched_tokens(request, 0) == (0, False)
         mine.update_after_alloc(request, IDS, 0)
-        mine.computed("r", 64, IDS)
-        mine.progress("r", 64, IDS)
-        mine.state_at("r", 0, 64, 3)
+        mine.launched(Step([Computed("r", 64, IDS)], [StateBlock("r", 0, 64, 3)]))
         mine.overwritten({5})
         mine.preempted("r")
-        assert list(mine.streaming) == []
         assert mine.checkpoints(request) == ()
         assert mine.sources("r", 0) == {}
         assert mine.request_finished(request, ([],), delivered=True) == (False, None)
@@ -209,7 +207,7 @@ class Part:
 
 def test_orders_reach_the_part_that_they_are_for():
     transfer, offload = Part(), Part()
-    half = WorkerHalf(transfer, offload)
+    half = WorkerComposite(transfer, offload)
     tiers = OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),))
     given = Orders(aborted=("r",), failures=("why",), offload=tiers)
     half.before_step(given)
@@ -224,24 +222,22 @@ def test_orders_reach_the_part_that_they_are_for():
 
 def test_without_a_transfer_part_somebody_still_counts():
     offload = Part()
-    half = WorkerHalf(None, offload)
+    half = WorkerComposite(None, offload)
     half.start(Orders(failures=("why",)))
     assert offload.calls == [("count_failures", ("why",))]
-    assert (half.engine_name, half.address(), half.drain()) == ("none", None, True)
+    assert (half.address(), half.drain()) == (None, True)
     with pytest.raises(LocalError):
         _ = half.table
-    with pytest.raises(LocalError):
-        WorkerHalf(None, None)
 
 
 def test_results_of_both_parts_come_back_once():
     report = OffloadReport(0, stored={3: ()})
     transfer = Part(Results(sent=("a",), received=("b", "c"), failed={"c": "late"}))
     offload = Part(Results(received=("d", "e"), failed={"e": "copy"}, offload=(report,)))
-    half = WorkerHalf(transfer, offload)
+    half = WorkerComposite(transfer, offload)
     assert half.results() == Results(("a",), ("b", "c", "d", "e"), {"c": "late", "e": "copy"}, (report,))
     assert not half.results()
     transfer.next = Results(sent=("f",))
     assert half.results() == Results(sent=("f",))
-    assert not WorkerHalf(None, offload).results()
-    assert not WorkerHalf(transfer, None).results()
+    assert not WorkerComposite(None, offload).results()
+    assert not WorkerComposite(transfer, None).results()

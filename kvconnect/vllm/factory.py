@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.halves import SchedulerHalf, WorkerHalf
+from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tiers import lower_tier_names
 from kvconnect.offload.worker.half import OffloadWorker
-from kvconnect.scheduler.early import LongestRequest
-from kvconnect.scheduler.factory import configured_scheduler
-from kvconnect.vllm.geometry import VllmCache, group_spec, held_back, is_state, scheduler_config, worker_cache
+from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from kvconnect.vllm.geometry import VllmCache, held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.memory import still_taken_bytes
 from kvconnect.vllm.offload import (
@@ -40,37 +40,31 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def told_groups(kv_cache_config: Any, kept: Sequence[int]) -> list[bool]:
-    """By group, whether its blocks are kept by their position in the sequence."""
-    return [
-        index in kept and not is_state(group_spec(group))
-        for index, group in enumerate(kv_cache_config.kv_cache_groups)
-    ]
-
-
 def make_scheduler_half(
     vllm_config: VllmConfig,
     kv_cache_config: Any,
     config: TransferConfig,
     told: Mapping[int, AddressMetadata],
-) -> SchedulerHalf:
+) -> SchedulerComposite:
     """The scheduler half, once the workers have told about themselves."""
     extra = config.extra
     transfer = None
     if extra.engine != "none":
-        transfer = configured_scheduler(
-            config,
-            scheduler_config(kv_cache_config),
-            {},
-            directory=tuple(meta.address for meta in told.values() if meta.address is not None),
+        traits = StackTraits(
             held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
-            environ=os.environ,
-            clock=time.time,
             parent_of=parent_of,
             prompt_digest=prompt_digest,
             longest=LongestRequest(
                 vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
             ),
+        )
+        transfer = SchedulerConnector.configured(
+            config,
+            scheduler_config(kv_cache_config),
+            traits,
+            directory=tuple(meta.address for meta in told.values() if meta.address is not None),
+            environ=os.environ,
+            clock=time.time,
         )
     offload = None
     if extra.offload is not None:
@@ -85,7 +79,7 @@ def make_scheduler_half(
             lower_tiers=lower_tier_names(extra.offload),
             clock=time.monotonic,
         )
-    return SchedulerHalf(transfer, offload)
+    return SchedulerComposite(transfer, offload)
 
 
 def make_worker_half(
@@ -95,7 +89,7 @@ def make_worker_half(
     kv_caches: Mapping[str, torch.Tensor],
     rank: int,
     weights: str,
-) -> tuple[WorkerHalf, dict[int, int]]:
+) -> tuple[WorkerComposite, dict[int, int]]:
     """The worker half, with the caches registered, and the bytes of its rows by cache group."""
     world_size = vllm_config.parallel_config.tensor_parallel_size
     counts = head_counts(vllm_config)
@@ -148,7 +142,7 @@ def make_worker_half(
             least_rows=least_rows(config.extra.offload, kv_cache_config),
         )
         offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
-    return WorkerHalf(transfer, offload), {} if offload is None else offload.row_bytes
+    return WorkerComposite(transfer, offload), {} if offload is None else offload.row_bytes
 
 
 def tensor_rank() -> int:

@@ -1,4 +1,4 @@
-"""Which blocks are told as filled, against a small scheduler that keeps every token's KV by its block.
+"""What is told of every request, against a small scheduler that keeps every token's KV by its block.
 
 The scheduler drafts, rejects, preempts, ends requests at any time, and may plan a step before it knows what
 the last one sampled.
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.vllm.filled import FilledBlocks
+from kvconnect.vllm.steps import Steps
 
 STATE_GROUP = 1
 
@@ -47,17 +47,25 @@ class Half:
         self.memory, self.block_tokens = memory, block_tokens
         self.tables: dict[str, list[int]] = {}
         self.certain: dict[str, int] = {}
+        self.known: set[str] = set()
         self.states: list[tuple] = []
         self.gone: list = []
 
     @property
     def due(self):
         tokens = self.block_tokens
-        return {name: (certain // tokens + 1) * tokens for name, certain in self.certain.items()}
+        due = {name: (certain // tokens + 1) * tokens for name, certain in self.certain.items()}
+        return {**dict.fromkeys(self.known, 0), **due}
+
+    def launched(self, step):
+        for request_id, group, num_tokens, block_id, is_chosen in step.states:
+            assert is_chosen
+            self.states.append((request_id, group, num_tokens, block_id))
+        for computed in step.computed:
+            self.computed(*computed)
 
     def computed(self, request_id, num_computed_tokens, new_block_ids):
         if new_block_ids is not None:
-            assert not new_block_ids[STATE_GROUP], "states are not told by position"
             self.tables.setdefault(request_id, []).extend(new_block_ids[0])
         table = self.tables[request_id]
         assert num_computed_tokens >= self.certain.get(request_id, 0)
@@ -65,10 +73,6 @@ class Half:
         for token in range(num_computed_tokens // self.block_tokens * self.block_tokens):
             block, slot = divmod(token, self.block_tokens)
             assert self.memory[table[block]][slot] == (request_id, token)
-
-    def state_at(self, request_id, group, num_tokens, block_id, *, chosen):
-        assert chosen
-        self.states.append((request_id, group, num_tokens, block_id))
 
     def preempted(self, request_id):
         self.tables.pop(request_id, None)
@@ -79,19 +83,20 @@ class Half:
 
 
 class Scheduler:
-    """Plans steps, carries them out in memory, and tells ``FilledBlocks`` of them."""
+    """Plans steps, carries them out in memory, and tells ``Steps`` of them."""
 
     def __init__(self, block_tokens, drafts, *, ahead):
         self.block_tokens, self.drafts, self.ahead = block_tokens, drafts, ahead
         self.memory: dict[int, dict[int, tuple]] = {}
         self.half = Half(self.memory, block_tokens)
-        self.filled = FilledBlocks((True, False), is_zeroed_first=False)
+        self.filled = Steps(is_zeroed_first=False)
         self.running: dict[str, Request] = {}
         self.ended: dict[str, tuple[Request, list[int]]] = {}
         self.late: list = []
 
     def begin(self, request):
         self.running[request.request_id] = request
+        self.half.known.add(request.request_id)
         self.filled.begin(request)
 
     def step(self, chosen, preempted, chunk, rng):
@@ -169,6 +174,7 @@ class Scheduler:
     def end(self, name):
         request = self.running.pop(name)
         self.filled.end(self.half, name)
+        self.half.known.discard(name)
         self.ended[name] = (request, self.half.tables.get(name, []))
 
 
@@ -243,8 +249,8 @@ class Silent:
         self.calls = []
         self.due = {f"r{number}": 5000 for number in range(256)}
 
-    def computed(self, request_id, num_computed_tokens, new_block_ids):
-        self.calls.append((request_id, num_computed_tokens))
+    def launched(self, step):
+        self.calls += [(request_id, num_tokens) for request_id, num_tokens, _ in step.computed]
 
     def preempted(self, request_id):
         self.calls.append(("preempted", request_id))
@@ -254,7 +260,7 @@ class Silent:
 
 
 def _running(count, *, is_zeroed_first=False):
-    filled = FilledBlocks((True, False), is_zeroed_first=is_zeroed_first)
+    filled = Steps(is_zeroed_first=is_zeroed_first)
     for number in range(count):
         filled.begin(SimpleNamespace(request_id=f"r{number}", num_prompt_tokens=500, num_tokens=1002))
     return filled

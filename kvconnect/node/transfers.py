@@ -1,0 +1,154 @@
+"""The node's side of the connector's contract, and the blocks that transfers keep alive.
+
+``Transfers`` calls the scheduler half's hooks, remembers which ended requests a peer may still read or
+write, says which blocks become free, where prefill chunks end so that states can be kept, and what a step
+has computed. It knows nothing of queues or tensors; all calls come from the engine loop thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.node.request import Request
+from kvconnect.node.step import Step
+from kvconnect.orders import Results
+from kvconnect.scheduler import stack
+from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock
+
+logger = logging.getLogger(__name__)
+
+
+def align_tokens(config: KVCacheConfig) -> int:
+    """The least number of tokens that is a whole number of blocks in every group that keeps tokens."""
+    return math.lcm(*(group.block_size for group in config.groups if group.has_cache and not group.is_state))
+
+
+@dataclass
+class Settled:
+    """Requests whose blocks are free now, those whose load succeeded, and those whose load failed.
+
+    Of the last, ``computed_here`` begin anew, and ``failed`` end, with the reason.
+    """
+
+    freed: list[Request] = field(default_factory=list)
+    loaded: list[Request] = field(default_factory=list)
+    computed_here: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+
+
+class Transfers:
+    """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent."""
+
+    def __init__(self, hooks: SchedulerHooks, config: KVCacheConfig, *, recompute_failed_loads: bool) -> None:
+        self.hooks = hooks
+        self._states = [index for index, group in enumerate(config.groups) if group.is_state]
+        self._align = align_tokens(config)
+        self.loading: dict[str, Request] = {}
+        self._recompute_failed_loads = recompute_failed_loads
+        self._abandoned: dict[str, Request] = {}
+        self._unsent: dict[str, Request] = {}
+        self._warned = False
+
+    @property
+    def num_abandoned(self) -> int:
+        """Loads under way whose request was aborted."""
+        return len(self._abandoned)
+
+    @property
+    def num_unsent(self) -> int:
+        """Ended requests whose blocks wait to be fetched."""
+        return len(self._unsent)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that a result is awaited for."""
+        return len(self.loading) + self.num_abandoned + self.num_unsent
+
+    def first_chunk(self, request: Request, count: int) -> int:
+        """A request was admitted: find out where its chunks end. Returns the tokens of the first."""
+        if self._states:
+            request.checkpoints = tuple(self.hooks.checkpoints(request))
+        return self.cut(request, request.num_computed_tokens, count)
+
+    def cut(self, request: Request, computed: int, count: int) -> int:
+        """How many of ``count`` tokens after ``computed`` the next chunk may take."""
+        places = request.checkpoints
+        index = bisect_right(places, computed)
+        return count if index == len(places) else min(count, places[index] - computed)
+
+    def launched(self, step: Step, find: Callable[[str], Request | None]) -> None:
+        """A step was computed, and its blocks are still those of its requests."""
+        due = self.hooks.due
+        if not due:
+            return
+        added, computed, states = dict([*step.new_rows, *step.grown_rows]), [], []
+        for chunk in step.chunks:
+            end, new_block_ids = chunk.start + len(chunk.token_ids), added.get(chunk.row)
+            if chunk.request_id not in due:
+                continue
+            if self._states and end % self._align == 0:
+                request = find(chunk.request_id)
+                assert request is not None
+                assert request.blocks is not None
+                for group in self._states:
+                    block_id = request.blocks.ids[group][-1]
+                    states.append(StateBlock(chunk.request_id, group, end, block_id))
+            if new_block_ids is not None or end >= due[chunk.request_id]:
+                computed.append(Computed(chunk.request_id, end, new_block_ids))
+        self.hooks.launched(stack.Step(computed, states))
+
+    def end(
+        self, request: Request, block_ids: tuple[list[int], ...], *, delivered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Tell the connector that a request ended. Whether its blocks are free now, and parameters."""
+        keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
+        if self.loading.pop(request.request_id, None) is not None:
+            self._abandoned[request.request_id] = request
+            return False, params
+        if keep:
+            self._unsent[request.request_id] = request
+        return not keep, params
+
+    def settle(self, results: Results) -> Settled:
+        """What became of the requests that results came for."""
+        settled = Settled()
+        self.hooks.update_results(results)
+        for request_id in results.sent:
+            request = self._unsent.pop(request_id, None)
+            if request is None:
+                self._report_unknown("sent", request_id)
+            else:
+                settled.freed.append(request)
+        for request_id in results.received:
+            if request_id in self._abandoned:
+                settled.freed.append(self._abandoned.pop(request_id))
+                continue
+            request = self.loading.pop(request_id, None)
+            if request is None:
+                self._report_unknown("received", request_id)
+            elif request_id not in results.failed:
+                settled.loaded.append(request)
+            elif self._recompute_failed_loads or self.hooks.is_restored(request_id):
+                logger.warning(
+                    "loading %s failed, it is computed here: %s", request_id, results.failed[request_id]
+                )
+                settled.computed_here.append(request)
+            else:
+                settled.failed.append((request, results.failed[request_id]))
+        return settled
+
+    def _report_unknown(self, what: str, request_id: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.error(
+                "the connector reported request %r as %s, but nothing is awaited for it; "
+                "further reports like this are not logged",
+                request_id,
+                what,
+            )

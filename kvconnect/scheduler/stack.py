@@ -1,0 +1,239 @@
+"""The contract of a serving stack and the connector: what a stack calls, in which order, and what it tells.
+
+A stack has a request scheduler, and workers, one a rank, that hold its tensors. ``SchedulerHooks`` lives
+beside the scheduler and ``WorkerHooks`` beside each worker. Of a request:
+
+    new_request, matched_tokens (each time it may be admitted), update_after_alloc (it was),
+    launched (steps that computed some of it), preempted (it begins anew, with matched_tokens),
+    request_finished
+
+and of a step, in this order:
+
+    scheduler   update_results     what all ranks have reported
+                launched           the steps that the device was given since these orders were built last
+                build_orders       once for each step, one without tokens too
+    each rank   before_step        before the kernels of the step that the orders come with are launched
+                start              after that
+                results            taken with every step, and whenever ``on_results`` wakes the stack
+
+Blocks are named by cache group and position. What a block id means in one group says nothing of another:
+groups may share a pool, or have pools of their own. A stack with a scheduler in every rank makes a scheduler
+half in each, and gives it its own engine id; no hook waits for anything but ``drain``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvconnect.orders import Orders, Results
+
+BlockIdsByGroup = Sequence[Sequence[int]]
+"""Block ids by cache group and position in the sequence; 0 where a position has no block."""
+
+
+class RequestView(Protocol):
+    """What the scheduler half reads of a serving stack's request. It never changes one."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests that this node currently holds."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request so far: the prompt, and what was generated."""
+        ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """The dictionary that came with the request, or None."""
+        ...
+
+
+PromptDigest = Callable[[Any, int], bytes | None]
+"""The digest of a request's first so many tokens. None for a request that stands for another one, without its
+tokens, and ends at once. Raises nothing, whatever a client sent."""
+
+
+def no_digest(request: Any, num_tokens: int) -> bytes:
+    """Of a stack that does not say what its tokens are: all prompts of a length count as one."""
+    return b""
+
+
+class LongestRequest(NamedTuple):
+    """The most that a serving stack gives one request room for.
+
+    ``num_tokens`` are those of prompt and answer, ``step_tokens`` what a step computes of it: so many are
+    kept beside a window.
+    """
+
+    num_tokens: int
+    step_tokens: int
+
+
+@dataclass(frozen=True)
+class StackTraits:
+    """What a serving stack says of itself, once.
+
+    ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
+    caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests have in common
+    that the stack made of one. ``prompt_digest`` is asked only about requests that are handed over. For
+    ``longest`` see ``EarlyLoads``; None where the stack has no bound.
+    """
+
+    held_back: int = 0
+    parent_of: Callable[[str], str] = str
+    prompt_digest: PromptDigest = no_digest
+    longest: LongestRequest | None = None
+
+
+class Computed(NamedTuple):
+    """What the device was given makes so many tokens of a request.
+
+    ``new_block_ids`` are the blocks that it got since its admission or the last step told of it; after an
+    admission that is all of them, however they were filled. None for no new ones.
+    """
+
+    request_id: str
+    num_tokens: int
+    new_block_ids: BlockIdsByGroup | None
+
+
+class StateBlock(NamedTuple):
+    """Until the next orders are carried out a block holds a group's state after exactly so many tokens.
+
+    ``is_chosen``: the stack keeps states at counts of its own choice, and this is one.
+    """
+
+    request_id: str
+    group: int
+    num_tokens: int
+    block_id: int
+    is_chosen: bool = False
+
+
+class Step(NamedTuple):
+    """What one step, or several, computed. See ``SchedulerHooks.due`` for what may be left out."""
+
+    computed: Sequence[Computed] = ()
+    states: Sequence[StateBlock] = ()
+
+
+class SchedulerHooks(Protocol):
+    """The half of a connector that lives with a request scheduler. One thread calls it, but for ``drain``."""
+
+    def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
+        """A request arrived; before anything else is asked about it. Raises nothing.
+
+        ``reads`` and ``writes``: whether it may use what is kept in other memory, and whether it is kept.
+        """
+        ...
+
+    def prefill_tokens(self, request: RequestView) -> int:
+        """How many tokens of its prompt are to be computed."""
+        ...
+
+    def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
+        ...
+
+    def update_after_alloc(
+        self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
+    ) -> None:
+        """A request was admitted with these blocks, all that it has; those it had before are void.
+
+        ``num_external_tokens`` of what was offered are to be loaded, 0 for none.
+        """
+        ...
+
+    def checkpoints(self, request: RequestView) -> Sequence[int]:
+        """Token counts, rising, after which the state of an admitted request is wanted."""
+        ...
+
+    @property
+    def due(self) -> Mapping[str, int]:
+        """Which requests ``launched`` is to have: those that got blocks, or reached so many tokens.
+
+        Requests that are not in it are of no interest. It changes with every call of ``launched``.
+        """
+        ...
+
+    def launched(self, step: Step) -> None:
+        """The device was given this before it is given the step of the next orders."""
+        ...
+
+    def overwritten(self, block_ids: Collection[int]) -> None:
+        """The step of the next orders overwrites these blocks before a worker is given the orders."""
+        ...
+
+    def preempted(self, request_id: str) -> None:
+        """A running request lost its blocks, and will be computed anew."""
+        ...
+
+    def is_restored(self, request_id: str) -> bool:
+        """Whether what a request was offered last is in memory of this node. True until the request ends."""
+        ...
+
+    def build_orders(self) -> Orders:
+        """The orders since the last call."""
+        ...
+
+    def request_finished(
+        self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, and its blocks are about to be freed. Exactly once per request.
+
+        ``delivered``: it ended normally, so that the parameters returned here reach the client. Returns
+        whether the blocks must be kept until ``Results.sent`` has the request, and the parameters for D.
+        """
+        ...
+
+    def update_results(self, results: Results) -> None:
+        """What the workers reported, after all of them did."""
+        ...
+
+    def reset(self) -> None:
+        """What the device holds may be of other weights than what it computes next: nothing of it is kept."""
+        ...
+
+    def drain(self) -> None:
+        """Hold nothing any more. The only hook that any thread may call."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """Counts of what is remembered. All zero when idle."""
+        ...
+
+
+class WorkerHooks(Protocol):
+    """The half of a connector that lives with the tensors of one rank."""
+
+    def before_step(self, orders: Orders) -> None:
+        """Take note of what was computed so far, and read what the step may overwrite."""
+        ...
+
+    def start(self, orders: Orders) -> None:
+        """Begin what was ordered. Never waits."""
+        ...
+
+    def results(self) -> Results:
+        """What ended since the last call. Every ordered request comes back exactly once."""
+        ...
+
+    def on_results(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from any thread, when results are waiting."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Counts of what is held and under way, for people and tests. All zero when idle."""
+        ...
+
+    def drain(self) -> bool:
+        """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""
+        ...
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        ...
