@@ -20,6 +20,7 @@ import torch
 
 from kvconnect.arithmetic import div_exact
 from kvconnect.cache.coverage import check_overlays, check_pages_apart
+from kvconnect.cache.retention import Retention, parse
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, LayerSpec, MLASpec, StateSpec
 from kvconnect.errors import LayoutError
@@ -106,14 +107,23 @@ class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
     """What two sides must know of a cache group to line up its blocks by token.
 
     ``block_tokens`` is the kernel block in tokens, ``blocks_per_kv_block`` how many of them make a
-    logical block. A state group keeps one block per request, whatever its length.
+    logical block. ``retention`` is the text of the rule of what its layers see.
     """
 
     group: int
     block_tokens: int
     blocks_per_kv_block: int
-    is_state: bool
-    sliding_window: int | None
+    retention: str
+
+    @property
+    def rule(self) -> Retention:
+        """Which tokens the group's layers see."""
+        return parse(self.retention)
+
+    @property
+    def is_state(self) -> bool:
+        """One block per request, whatever its length."""
+        return not self.rule.by_position
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,7 @@ class RegionTable:
                 group=index,
                 block_tokens=kernel_block_sizes[index],
                 blocks_per_kv_block=div_exact(group.block_size, kernel_block_sizes[index]),
-                is_state=group.is_state,
-                sliding_window=group.sliding_window,
+                retention=group.retention.text,
             )
             for index, group in enumerate(config.groups)
             if index in kernel_block_sizes

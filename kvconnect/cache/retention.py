@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from kvconnect.arithmetic import div_ceil
@@ -70,6 +70,23 @@ class Retention(ABC):
             for part in self.kept(num_tokens, replay)
         )
 
+    def num_freed(self, num_tokens: int, block_tokens: int) -> int:
+        """How many blocks at the beginning the next token and all later ones have no use for."""
+        parts = self.seen(num_tokens)
+        return (parts[0].start if parts else num_tokens) // block_tokens
+
+    def only_kept(
+        self, block_ids: Sequence[int], first: int, num_tokens: int, block_tokens: int, replay: int = 0
+    ) -> Sequence[int]:
+        """Block ids from position ``first`` on, with 0 for those of which nothing is in ``kept``."""
+        if self.sees_all or not self.by_position:
+            return block_ids
+        made = [0] * len(block_ids)
+        for part in self.blocks(num_tokens, block_tokens, replay):
+            within = slice(max(0, part.start - first), max(0, part.stop - first))
+            made[within] = block_ids[within]
+        return made
+
     def most_blocks(self, num_tokens: int, block_tokens: int, step_tokens: int = 0) -> int:
         """Blocks that a sequence of ``num_tokens`` can hold at once, ``step_tokens`` of it computed in one
         step: what is out of sight is freed before a step, and not while it runs."""
@@ -102,6 +119,9 @@ class Full(Retention):
     def sees_all(self) -> bool:
         """See ``Retention``."""
         return True
+
+
+FULL = Full()
 
 
 @dataclass(frozen=True)
@@ -174,7 +194,7 @@ class Draft(Retention):
         return 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def parse(text: str) -> Retention:
     """The rule that a text stands for; any subclass of ``Retention`` is known by its name.
 

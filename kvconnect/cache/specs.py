@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvconnect.cache.retention import Chunked, Full, Retention, State, Window
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.retention import FULL, Chunked, Retention, State, Window
 from kvconnect.errors import LayoutError
 
 
@@ -82,7 +83,7 @@ class FullAttentionSpec:
     @property
     def retention(self) -> Retention:
         """Which tokens the layer sees."""
-        return Full()
+        return FULL
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ class MLASpec:
     """One latent row per stored token, shared by all heads.
 
     ``stored_block_size`` is the number of rows that a block of ``block_size`` tokens really keeps.
-    Compressed and indexer caches keep fewer rows than tokens. With ``sliding_window`` only the blocks of
-    the last so many tokens are kept.
+    Compressed and indexer caches keep fewer rows than tokens. ``retention`` says which tokens the layer sees.
     """
 
     block_size: int
@@ -131,7 +131,7 @@ class MLASpec:
     dtype: torch.dtype
     stored_block_size: int | None = None
     page_size_padded: int | None = None
-    sliding_window: int | None = None
+    retention: Retention = FULL
 
     def __post_init__(self) -> None:
         _positive("MLASpec", block_size=self.block_size, head_size=self.head_size)
@@ -152,11 +152,6 @@ class MLASpec:
     def page_size_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return _padded("MLASpec", self.content_bytes, self.page_size_padded)
-
-    @property
-    def retention(self) -> Retention:
-        """Which tokens the layer sees."""
-        return Full() if self.sliding_window is None else Window(self.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -257,7 +252,7 @@ class KVCacheGroup:
     @functools.cached_property
     def retention(self) -> Retention:
         """Which tokens the group's layers see."""
-        return next((spec.retention for _, spec in self.layer_specs()), Full())
+        return next((spec.retention for _, spec in self.layer_specs()), FULL)
 
     @property
     def block_size(self) -> int:
@@ -267,23 +262,22 @@ class KVCacheGroup:
     @property
     def is_state(self) -> bool:
         """Every layer of the group keeps recurrent state."""
-        return all(isinstance(spec, StateSpec) for _, spec in self.layer_specs()) and self.has_cache
+        return not self.retention.by_position
 
     @property
     def has_cache(self) -> bool:
         """False for encoder-only layers."""
         return not isinstance(self.spec, EncoderOnlySpec)
 
-    @property
-    def sliding_window(self) -> int | None:
-        """The group's window in tokens, the widest of its layers, or None if a layer sees all."""
-        windows = [
-            spec.sliding_window if isinstance(spec, (SlidingWindowSpec, MLASpec)) else None
-            for _, spec in self.layer_specs()
-        ]
-        if not windows or None in windows:
-            return None
-        return max(window for window in windows if window is not None)
+    def num_positions(self, num_tokens: int) -> int:
+        """How many positions a request of so many tokens has in its list of blocks."""
+        return div_ceil(num_tokens, self.block_size) if self.retention.by_position else 1
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Blocks that a request of so many tokens can hold at once; see ``Retention.most_blocks``."""
+        if not self.retention.by_position:
+            return 1
+        return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:
         """The spec of one layer.

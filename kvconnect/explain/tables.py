@@ -82,12 +82,11 @@ def request_blocks(
     """
     rng, made = random.Random(seed), []
     for index, kind in enumerate(cache.layers):
-        positions = 1 if isinstance(kind, StateLayers) else div_ceil(num_tokens, kind.block_size)
+        group = KVCacheGroup((kind.label,), _spec(kind, 1))
+        positions = group.num_positions(num_tokens)
         ids = rng.sample(range(1, num_blocks), positions) if scattered else list(range(1, 1 + positions))
-        if isinstance(kind, SlidingLayers):
-            first = max(0, num_tokens - kind.sliding_window) // kind.block_size
-            ids[:first] = [0] * first
-        made.append(GroupBlocks(index, 0, tuple(ids)))
+        kept = group.retention.only_kept(ids, 0, num_tokens, kind.block_size, replay=1)
+        made.append(GroupBlocks(index, 0, tuple(kept)))
     return made
 
 

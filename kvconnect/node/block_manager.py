@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.node.block_pool import NULL_BLOCK, BlockPool
 from kvconnect.node.hashes import extend_chain
-from kvconnect.node.limits import Footprint, GroupSize
+from kvconnect.node.limits import Footprint
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,7 @@ class BlockManager:
     ) -> None:
         self.pool = pool
         self._groups = config.groups
-        self.footprint = Footprint(
-            tuple(GroupSize(g.block_size, g.sliding_window, g.is_state) for g in config.groups),
-            max_step_tokens,
-        )
+        self.footprint = Footprint(config.groups, max_step_tokens)
         self._zeroes_new_blocks = zeroes_new_blocks
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
@@ -106,7 +102,7 @@ class BlockManager:
         limit = (len(token_ids) - 1) // size * size
         self._hash_blocks(blocks, token_ids)
         for index, group in enumerate(self._groups):
-            if group.sliding_window is None:
+            if group.retention.sees_all:
                 hashes = blocks.hashes[group.block_size][: limit // group.block_size]
                 known = 0
                 while known < len(hashes) and self.pool.find((index, hashes[known])) is not None:
@@ -137,9 +133,7 @@ class BlockManager:
     def _first_kept(self, index: int, next_position: int) -> int:
         """The first block of a group that computing ``next_position`` and later tokens can read."""
         group = self._groups[index]
-        if group.sliding_window is None or group.is_state:
-            return 0
-        return max(0, next_position - group.sliding_window + 1) // group.block_size
+        return 0 if group.is_state else group.retention.num_freed(next_position, group.block_size)
 
     def fits(self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int) -> bool:
         """Whether ``grow`` with the same arguments would succeed."""
@@ -157,7 +151,7 @@ class BlockManager:
             reused = hit.blocks[index] if hit else ()
             missing += sum(1 for block_id in reused[kept:] if self.pool.is_free(block_id))
             have = len(blocks.ids[index]) + len(reused)
-            wanted = 1 if group.is_state else div_ceil(num_tokens, group.block_size)
+            wanted = group.num_positions(num_tokens)
             missing += max(0, wanted - max(have, kept))
             leaving = blocks.ids[index][blocks.left[index] : kept]
             missing -= sum(1 for b in leaving if b != NULL_BLOCK and self.pool.has_one_holder(b))
@@ -192,7 +186,7 @@ class BlockManager:
         added, zero_blocks, to_zero = [], {}, []
         for index, group in enumerate(self._groups):
             ids = blocks.ids[index]
-            wanted = 1 if group.is_state else div_ceil(num_tokens, group.block_size)
+            wanted = group.num_positions(num_tokens)
             skipped = max(0, min(wanted, self._first_kept(index, num_computed)) - len(ids))
             fresh = self.pool.allocate(max(0, wanted - len(ids) - skipped))
             first = len(ids) + skipped

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvconnect.arithmetic import div_ceil, div_exact
+from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, UniformTypeSpec
 from kvconnect.errors import ConfigError, LayoutError
@@ -115,8 +115,7 @@ class NodeCache:
         self.tables = BlockTables(
             max_requests=max_num_seqs,
             max_blocks={
-                index: 1 if group.is_state else div_ceil(max_model_len, group.block_size)
-                for index, group in enumerate(self.config.groups)
+                index: group.num_positions(max_model_len) for index, group in enumerate(self.config.groups)
             },
             block_sizes={index: group.block_size for index, group in enumerate(self.config.groups)},
             kernel_block_sizes=self.kernel_block_sizes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.errors import ConfigError
 
 
@@ -23,35 +23,15 @@ class SchedulerLimits:
 
 
 @dataclass(frozen=True)
-class GroupSize:
-    """What decides how many blocks a cache group takes: block and window in tokens; a state takes one."""
-
-    block_size: int
-    sliding_window: int | None
-    is_state: bool
-
-
-@dataclass(frozen=True)
 class Footprint:
     """How many blocks a sequence can hold, over all groups. ``max_step_tokens`` are computed in a step."""
 
-    groups: tuple[GroupSize, ...]
+    groups: tuple[KVCacheGroup, ...]
     max_step_tokens: int
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that computing ``num_tokens`` positions can hold at once."""
-        total = 0
-        for group in self.groups:
-            if group.is_state:
-                total += 1
-                continue
-            needed = div_ceil(num_tokens, group.block_size)
-            if group.sliding_window is not None:
-                reach = group.sliding_window - 1 + self.max_step_tokens
-                # Plus one: the window may begin inside a block.
-                needed = min(needed, div_ceil(reach, group.block_size) + 1)
-            total += needed
-        return total
+        return sum(group.most_blocks(num_tokens, self.max_step_tokens) for group in self.groups)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable
+from kvconnect.cache.retention import Retention
 from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
 from kvconnect.errors import LocalError
 
@@ -113,6 +114,8 @@ def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
         if name in left_out:
             continue
         value = getattr(spec, name)
+        if isinstance(value, Retention):
+            value = value.text
         facts[name] = str(value) if isinstance(value, torch.dtype) else value
     if isinstance(spec, StateSpec):
         facts["dtypes"] = [str(dtype) for dtype in spec.dtypes]
@@ -131,11 +134,10 @@ def row_facts(table: RegionTable) -> dict[str, Any]:
 
 
 def _group_facts(geometry: GroupGeometry) -> dict[str, Any]:
-    facts: dict[str, Any] = {"group": geometry.group, "is_state": geometry.is_state}
+    facts: dict[str, Any] = {"group": geometry.group, "retention": geometry.retention}
     if not geometry.is_state:
         facts["block_tokens"] = geometry.block_tokens
         facts["blocks_per_kv_block"] = geometry.blocks_per_kv_block
-        facts["sliding_window"] = geometry.sliding_window
     return facts
 
 

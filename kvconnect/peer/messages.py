@@ -30,7 +30,7 @@ MAX_HANDLES = 4096
 """Most handles that one message names."""
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 OTHER_WEIGHTS = "peer has other weights"

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable, are_scales
+from kvconnect.cache.retention import parse
 from kvconnect.errors import LayoutError
 from kvconnect.plan.pieces import Pieces, page_pieces
 
@@ -51,14 +52,16 @@ def card_refusal(card: TableCard) -> str | None:
     if len(card.regions) > _MOST_REGIONS or len(groups) != len(card.groups):
         return f"a table of {len(card.regions)} regions and {len(card.groups)} groups, some of them alike"
     for geometry in card.groups:
-        window = geometry.sliding_window
         if not (
             0 <= geometry.group < _MOST_ROWS
             and 0 < geometry.block_tokens < _MOST_BLOCKS
             and 0 < geometry.blocks_per_kv_block <= _MOST_ROWS
-            and (window is None or 0 < window < _MOST_BLOCKS)
         ):
             return f"cache group {geometry.group} of the peer's table has impossible block sizes"
+        try:
+            parse(geometry.retention)
+        except LayoutError as error:
+            return f"cache group {geometry.group} of the peer's table: {error}"
     for region in card.regions:
         axes = region.axes
         counts = (axes.planes, axes.heads, axes.tokens)

@@ -40,7 +40,7 @@ def pair_blocks(
     """Pair the blocks of two sides that hold the first ``num_tokens`` tokens of one sequence.
 
     Positions that the target does not want (null) are left out. Positions that the source no longer
-    keeps may be left out only where no later token can see them: before the sliding window.
+    keeps may be left out only where no later token can see them.
 
     Raises:
         LayoutError: the target wants a block that the source does not hold.
@@ -59,19 +59,28 @@ def pair_blocks(
     )
     present = source_ids != NULL_BLOCK
     asked = wanted != NULL_BLOCK
-    missing = asked & ~present
-    if target_geometry.sliding_window is not None:
-        # The next token to be computed on the target is the last of these, at num_tokens at the
-        # latest; it sees the window before it. A block that ends earlier is read by nobody.
-        missing &= (position + 1) * block_tokens > num_tokens - target_geometry.sliding_window
-    if missing.any():
-        at = int(position[np.argmax(missing)])
+    at = first_needed(position[asked & ~present], target_geometry, num_tokens)
+    if at is not None:
         raise LayoutError(
             f"cache group {target.group}: tokens {at * block_tokens} to {(at + 1) * block_tokens - 1} are "
             f"wanted, but the source holds no block for them"
         )
     take = asked & present
     return _sorted(source_ids[take], wanted[take])
+
+
+def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
+    """The first of these positions of kernel blocks that the next token, or a later one, reads.
+
+    The next token is the last of the ``num_tokens``, where the target computes it again.
+    """
+    if not len(positions):
+        return None
+    for part in geometry.rule.blocks(num_tokens, geometry.block_tokens, replay=1):
+        found = positions[(positions >= part.start) & (positions < part.stop)]
+        if len(found):
+            return int(found[0])
+    return None
 
 
 def _pair_state(source: GroupBlocks, target: GroupBlocks) -> BlockPairs:

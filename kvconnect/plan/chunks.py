@@ -19,7 +19,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import Count, GroupBlocks, Index
-from kvconnect.plan.blocks import NULL_BLOCK, kernel_positions
+from kvconnect.plan.blocks import NULL_BLOCK, first_needed, kernel_positions
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 
@@ -288,18 +288,14 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
     """Every position that a later token can see is held: none of ``ids``, from ``first`` on, is missing.
 
     Raises:
-        LayoutError: one is, and not because it lies before the sliding window.
+        LayoutError: one is missing.
     """
     if np.count_nonzero(ids) == len(ids):
         return
-    missing = ids == NULL_BLOCK
-    tokens = geometry.block_tokens
-    if geometry.sliding_window is not None and not geometry.is_state:
-        # As in `pair_blocks`: a block that ends before the window of the next token is read by nobody.
-        position = first + np.arange(len(ids))
-        missing &= (position + 1) * tokens > num_tokens - geometry.sliding_window
-    if missing.any():
-        at = first + int(np.argmax(missing))
+    missing = first + np.flatnonzero(ids == NULL_BLOCK)
+    at = int(missing[0]) if geometry.is_state else first_needed(missing, geometry, num_tokens)
+    if at is not None:
+        tokens = geometry.block_tokens
         what = "the state" if geometry.is_state else f"tokens {at * tokens} to {(at + 1) * tokens - 1}"
         raise LayoutError(
             f"cache group {geometry.group}: {what} of the request shall be packed, but no block holds it"

@@ -195,7 +195,7 @@ class DecodeRequests:
 
     def _part_refusal(self, taken: int, offered: int) -> str:
         """A peer holds windows and states as they are after the last token of all that it holds."""
-        is_whole = not any(group.is_state or group.sliding_window for group in self._groups)
+        is_whole = all(group.retention.sees_all for group in self._groups)
         if taken == offered or (taken < offered and is_whole):
             return ""
         return (

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.scheduler.stack import LongestRequest
 
@@ -83,12 +82,6 @@ class EarlyLoads:
         """A load is over."""
         self._blocks_of.pop(request_id, None)
 
-    def _blocks(self, num_tokens: int, step_tokens: int = 0) -> int:
+    def _blocks(self, num_tokens: int, step_tokens: int = 1) -> int:
         """Blocks of a request of so many tokens, at most."""
-        total = 0
-        for group in self._groups:
-            kept = num_tokens
-            if not group.is_state and group.sliding_window is not None:
-                kept = min(kept, group.sliding_window + step_tokens + group.block_size)
-            total += 1 if group.is_state else div_ceil(kept, group.block_size)
-        return total
+        return sum(group.most_blocks(num_tokens, step_tokens) for group in self._groups)

@@ -16,6 +16,7 @@ import torch
 
 from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, Scales
+from kvconnect.cache.retention import FULL, Chunked, Retention, Window
 from kvconnect.cache.shard import HeadInterval, shard_heads
 from kvconnect.cache.specs import (
     ChunkedLocalSpec,
@@ -119,8 +120,7 @@ def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
 
 def _forgets(spec: Any) -> bool:
     """vLLM frees blocks of a running request, or overwrites them, once later tokens cannot see them."""
-    kind = type(spec).__name__
-    return is_state(spec) or "SlidingWindow" in kind or "ChunkedLocal" in kind
+    return is_state(spec) or not _retention(spec).sees_all
 
 
 def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
@@ -153,12 +153,8 @@ def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
             kind = EncoderOnlySpec(block_size)
         elif is_state(group_spec(group)):
             kind = StateSpec(block_size, ((1,),), (torch.int8,))
-        elif window := _window(group_spec(group)):
-            kind = SlidingWindowSpec(block_size, 1, 1, torch.int8, sliding_window=window)
-        elif chunk := _chunk(group_spec(group)):
-            kind = ChunkedLocalSpec(block_size, 1, 1, torch.int8, chunk_tokens=chunk)
         else:
-            kind = FullAttentionSpec(block_size, 1, 1, torch.int8)
+            kind = _rows_by_head(group_spec(group), 1, 1, torch.int8)
         groups.append(KVCacheGroup(names, kind))
     return KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
 
@@ -273,20 +269,26 @@ def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tenso
     return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
 
 
-def _window(theirs: Any) -> int | None:
-    """The last tokens of which blocks are kept, those that a draft model computes anew included."""
-    # A full-attention spec may name a window too, where vLLM keeps all blocks all the same.
-    if "SlidingWindow" not in type(theirs).__name__:
-        return None
-    return int(theirs.sliding_window) + int(getattr(theirs, "extra_retained_tokens", 0))
+def _retention(theirs: Any) -> Retention:
+    """Which tokens a layer sees, those that a draft model computes anew included."""
+    # A full-attention spec may name a window or a chunk too, where vLLM keeps all blocks all the same.
+    kind = type(theirs).__name__
+    if "SlidingWindow" in kind:
+        return Window(int(theirs.sliding_window) + int(getattr(theirs, "extra_retained_tokens", 0)))
+    return Chunked(int(theirs.attention_chunk_size)) if "ChunkedLocal" in kind else FULL
 
 
-def _chunk(theirs: Any) -> int | None:
-    """The tokens of a local chunk, at whose end its blocks are freed."""
-    # As for windows, a full-attention spec may name a chunk too.
-    if "ChunkedLocal" not in type(theirs).__name__:
-        return None
-    return int(theirs.attention_chunk_size)
+def _rows_by_head(
+    theirs: Any, heads: int, key: int, dtype: torch.dtype, value: int | None = None, rows: int | None = None
+) -> FullAttentionSpec:
+    """Rows of each head, one for each token, or ``rows`` of them in a block."""
+    sizes = (int(theirs.block_size), heads, key, dtype, value, None, rows)
+    match _retention(theirs):
+        case Window(tokens):
+            return SlidingWindowSpec(*sizes, sliding_window=tokens)
+        case Chunked(tokens):
+            return ChunkedLocalSpec(*sizes, chunk_tokens=tokens)
+    return FullAttentionSpec(*sizes)
 
 
 def _by_block(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,36 +306,16 @@ def _spec(
     kind = type(theirs).__name__
     if is_state(theirs):
         return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
-    window = _window(theirs)
     if divisible and tokens == 1 and "MLA" not in kind:
-        return _by_head(block_size, heads, content, tensor.dtype, ratio, window)
+        # One row of each head for each of a block's kernel blocks.
+        return _rows_by_head(theirs, heads, content, tensor.dtype, value=0, rows=ratio)
     if not divisible or not _is_divided(theirs, tensor, ratio):
         # Latent rows, caches that keep fewer rows than tokens, heads of which nobody says which they are:
         # nothing in them can be divided by head.
+        rows = tokens * ratio
         return MLASpec(
-            block_size, heads * content, tensor.dtype, stored_block_size=tokens * ratio, sliding_window=window
+            block_size, heads * content, tensor.dtype, stored_block_size=rows, retention=_retention(theirs)
         )
     # Where K ends is asked of scaled values only.
     key = content if quantised is None else quantised.key_width
-    if window:
-        return SlidingWindowSpec(
-            block_size, heads, key, tensor.dtype, head_size_v=content - key, sliding_window=window
-        )
-    return FullAttentionSpec(block_size, heads, key, tensor.dtype, head_size_v=content - key)
-
-
-def _by_head(
-    block_size: int, heads: int, content: int, dtype: torch.dtype, rows: int, window: int | None
-) -> LayerSpec:
-    """One row of each head for each of a block's ``rows`` kernel blocks."""
-    if window:
-        return SlidingWindowSpec(
-            block_size,
-            heads,
-            content,
-            dtype,
-            head_size_v=0,
-            stored_block_size=rows,
-            sliding_window=window,
-        )
-    return FullAttentionSpec(block_size, heads, content, dtype, head_size_v=0, stored_block_size=rows)
+    return _rows_by_head(theirs, heads, key, tensor.dtype, value=content - key)

@@ -88,16 +88,15 @@ class Growing(Claims):
             known = {group: (0, ids) for group, ids in self.blocks.items()}
         made = []
         for group in geometry:
-            first_known, ids = known.get(group.group, (0, ()))
-            first, stop = 0, len(ids)
+            first, ids = known.get(group.group, (0, ()))
             if not group.is_state:
                 tokens = group.block_tokens * group.blocks_per_kv_block
-                first, stop = start_token // tokens, div_ceil(stop_token, tokens)
-                if group.sliding_window is not None:
-                    # What no later token sees may be another request's by now.
-                    first = max(first, (self.num_tokens - group.sliding_window) // tokens)
-            first = max(first, first_known)
-            made.append(GroupBlocks(group.group, first, tuple(ids[first - first_known : stop - first_known])))
+                begin = max(first, start_token // tokens)
+                ids = ids[begin - first : max(begin, div_ceil(stop_token, tokens)) - first]
+                first = begin
+                # What no later token sees may be another request's by now.
+                ids = group.rule.only_kept(ids, first, self.num_tokens, tokens, replay=1)
+            made.append(GroupBlocks(group.group, first, tuple(ids)))
         return tuple(made)
 
 

@@ -95,7 +95,7 @@ def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
             for ids, group in zip(blocks.ids, CONFIGS[name].groups, strict=True):
                 own = [b for b in ids if b]
                 assert len(own) == len(set(own))
-                if group.sliding_window is None and not group.is_state:
+                if group.retention.sees_all:
                     assert len(own) == -(-computed // group.block_size)
         for key, (tokens, blocks, _, _) in live.items():
             for other, (tokens2, blocks2, _, _) in live.items():

@@ -6,14 +6,17 @@ import json
 
 import aiohttp
 import pytest
+import torch
 
+from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.node.engine_client import NodeInfo
 from kvconnect.node.http_limits import HttpLimits
-from kvconnect.node.limits import Footprint, GroupSize, RequestLimits
+from kvconnect.node.limits import Footprint, RequestLimits
 from kvconnect.node.output import Output
 from kvconnect.node.server import NodeServer
 
-LIMITS = RequestLimits(100, 64, Footprint((GroupSize(16, None, False),), 128))
+GROUP = KVCacheGroup(("layer",), FullAttentionSpec(16, 1, 1, torch.int8))
+LIMITS = RequestLimits(100, 64, Footprint((GROUP,), 128))
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, PageAxes, Region, RegionTable
+from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import (
     FullAttentionSpec,
@@ -30,7 +31,7 @@ SPECS = {
         16, 2, 8, torch.bfloat16, head_size_v=4, page_size_padded=1024, stored_block_size=8
     ),
     "window": SlidingWindowSpec(16, 2, 8, torch.float16, sliding_window=64),
-    "latent": MLASpec(16, 8, torch.bfloat16, stored_block_size=4, sliding_window=32),
+    "latent": MLASpec(16, 8, torch.bfloat16, stored_block_size=4, retention=Window(32)),
     "state": StateSpec(16, ((3, 4), (2, 2)), (torch.bfloat16, torch.float32), page_size_padded=4096),
 }
 
@@ -83,7 +84,10 @@ def changed_specs():
             elif isinstance(value, torch.dtype):
                 others = [torch.float16 if value is torch.bfloat16 else torch.bfloat16]
             else:
-                others = [value * 2 if value else 4, *([None] if field.default is None else [])]
+                others = [
+                    Window(7) if field.name == "retention" else value * 2 if value else 4,
+                    *([None] if field.default is None else []),
+                ]
             for other in others:
                 if other != value:
                     yield pytest.param(name, {field.name: other}, id=f"{name}-{field.name}-{other}")
@@ -190,14 +194,12 @@ def test_the_inner_order_of_a_page_is_a_fact(field):
     assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
 
 
-@pytest.mark.parametrize(
-    "field", ["group", "block_tokens", "blocks_per_kv_block", "is_state", "sliding_window"]
-)
+@pytest.mark.parametrize("field", ["group", "block_tokens", "blocks_per_kv_block", "retention"])
 def test_the_geometry_of_a_group_is_a_fact(field):
     table = a_table()
     group = table.groups[0]
-    value = getattr(group, field)
-    changed = msgspec.structs.replace(group, **{field: 7 if value is None else value + 1})
+    value = "Window 7" if field == "retention" else getattr(group, field) + 1
+    changed = msgspec.structs.replace(group, **{field: value})
     other = dataclasses.replace(table, groups=(changed,))
     assert Namespace.of(row_facts(other)) != Namespace.of(row_facts(table))
 

@@ -190,7 +190,7 @@ def test_a_greeting_of_version_4_has_its_fields_in_this_order():
     meaning = m.CacheMeaning("model", 8, 2, "files 1f")
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
-    table = TableCard((region,), (GroupGeometry(0, 16, 1, False, None),))
+    table = TableCard((region,), (GroupGeometry(0, 16, 1, "Full"),))
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
     read = msgspec.msgpack.decode(m.encode(m.Hello(4, ours)))
     assert read[:2] == ["hello", 4]

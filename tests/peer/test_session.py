@@ -106,16 +106,14 @@ def test_a_peer_that_disagrees_is_refused_with_both_values(difference, match):
 @pytest.mark.parametrize(
     "card",
     [
-        TableCard((), (GroupGeometry(0, 16, 10**9, False, None),)),
-        TableCard((), (GroupGeometry(0, 0, 1, False, None),)),
-        TableCard((), (GroupGeometry(0, 16, 1, False, None),) * 2),
-        TableCard((region(group=3),), (GroupGeometry(0, 16, 1, False, None),)),
-        TableCard((region(address=2**63 - 1),), (GroupGeometry(0, 16, 1, False, None),)),
-        TableCard((region(block_stride=2**60),), (GroupGeometry(0, 16, 1, False, None),)),
-        TableCard((region(page_bytes=0),), (GroupGeometry(0, 16, 1, False, None),)),
-        TableCard(
-            (region(axes=PageAxes(1, 2**20, 2**20, 1, 1, 1, 1)),), (GroupGeometry(0, 16, 1, False, None),)
-        ),
+        TableCard((), (GroupGeometry(0, 16, 10**9, "Full"),)),
+        TableCard((), (GroupGeometry(0, 0, 1, "Full"),)),
+        TableCard((), (GroupGeometry(0, 16, 1, "Full"),) * 2),
+        TableCard((region(group=3),), (GroupGeometry(0, 16, 1, "Full"),)),
+        TableCard((region(address=2**63 - 1),), (GroupGeometry(0, 16, 1, "Full"),)),
+        TableCard((region(block_stride=2**60),), (GroupGeometry(0, 16, 1, "Full"),)),
+        TableCard((region(page_bytes=0),), (GroupGeometry(0, 16, 1, "Full"),)),
+        TableCard((region(axes=PageAxes(1, 2**20, 2**20, 1, 1, 1, 1)),), (GroupGeometry(0, 16, 1, "Full"),)),
     ],
 )
 def test_a_table_that_no_cache_can_have_is_refused_before_it_is_used(card):
@@ -205,7 +203,7 @@ def test_silence_is_noticed_where_nothing_is_owed_if_that_is_wanted():
 def test_another_protocol_version_is_refused():
     prefill = session(Side.PREFILL)
     (ended,) = prefill.receive(m.encode(m.Hello(99, introduction("D"))), 0)
-    assert "protocol version is 99, accepted: 4" in ended.reason
+    assert "protocol version is 99, accepted: 5" in ended.reason
 
 
 @pytest.mark.parametrize("message", [FETCH, m.Granted(1, (GRANT,)), m.Cancel(1), m.LetGo("h", 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from tests.simulator.pool import NULL_BLOCK, Pool
 from tests.simulator.request import Request
@@ -19,10 +18,8 @@ class Blocks:
 
     def __init__(self, pool: Pool, groups: Sequence[KVCacheGroup], reuses_prefixes: bool) -> None:
         self.pool = pool
-        # A group works these out of its layers whenever it is asked.
+        self._groups = groups
         self._sizes = [group.block_size for group in groups]
-        self._has_state = [group.is_state for group in groups]
-        self._windows = [None if group.is_state else group.sliding_window for group in groups]
         self._reuses_prefixes = reuses_prefixes
 
     def begin(self, request: Request) -> None:
@@ -92,11 +89,11 @@ class Blocks:
         self.begin(request)
 
     def _needed(self, index: int, num_tokens: int) -> int:
-        return 1 if self._has_state[index] else div_ceil(num_tokens, self._sizes[index])
+        return self._groups[index].num_positions(num_tokens)
 
     def _first_kept(self, index: int, next_token: int) -> int:
-        window = self._windows[index]
-        return 0 if window is None else max(0, next_token - window + 1) // self._sizes[index]
+        rule = self._groups[index].retention
+        return rule.num_freed(next_token, self._sizes[index]) if rule.by_position else 0
 
     def _leaving(self, request: Request, kept: Sequence[int]) -> int:
         leaving = 0

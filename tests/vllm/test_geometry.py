@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import RegionTable
+from kvconnect.cache.retention import Window
 from kvconnect.cache.shard import HeadInterval, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
@@ -198,7 +199,7 @@ def test_of_a_state_group_only_the_running_state_counts(scratch, before, state):
 def test_a_window_of_latent_rows_keeps_its_window():
     tensors = {"layer": attention(5, 1, 4)}
     _, table = build(Config(5, [(("layer",), SlidingWindowMLASpec())]), tensors, 0, 1, HeadCounts(None))
-    assert table.groups[0].sliding_window == 16
+    assert table.groups[0].rule == Window(16)
 
 
 def test_what_prefill_leaves_to_decode():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
 from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
@@ -66,7 +67,7 @@ def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
     groups = offload_config(cache).groups
     assert isinstance(groups[1].spec, EncoderOnlySpec)
     assert isinstance(groups[2].spec, SlidingWindowSpec)
-    assert groups[2].sliding_window == 102
+    assert groups[2].retention == Window(102)
     assert isinstance(groups[3].spec, StateSpec)
     assert kept_groups(cache_of(attention(16), prefix_cacheable_group_ids=(7,))) == (7,)
 

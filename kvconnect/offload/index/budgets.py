@@ -188,11 +188,10 @@ def usual_shares(
     for group, length in row_bytes.items():
         spec = groups[group]
         blocks = max(1, prompt_tokens // spec.block_size)
-        window = spec.sliding_window
         if spec.is_state:
             blocks = ends
-        elif window is not None:
-            blocks = min(blocks, ends * (div_ceil(window, spec.block_size) + 1))
+        elif not spec.retention.sees_all:
+            blocks = min(blocks, ends * spec.most_blocks(prompt_tokens, 1))
         left[group] = blocks * aligned_row_bytes(length)
     whole = sum(left.values())
     return {group: length / whole for group, length in left.items()}
