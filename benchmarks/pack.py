@@ -25,7 +25,7 @@ from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer, StagedChunk
 from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
 _LAYERS = 64
@@ -111,7 +111,7 @@ class _Case:
             digest_sample=max(1, digest_sample),
         )
         tokens = self.blocks * _TOKENS
-        chunk = Chunk(0, len(wire.streams), (Span(0, 0, tokens),))
+        chunk = Chunk(0, len(wire.streams), (TokenSpan(0, 0, tokens),))
         (staged,) = packer.stage([GroupBlocks(0, 0, self.ids)], [chunk], tokens)
         return packer, staged
 

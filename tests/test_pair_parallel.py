@@ -165,7 +165,7 @@ def test_an_aborted_prefill_fails_the_decode_request_at_once(nodes):
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         asked = pool.submit(ask_d, nodes, prompt, "aborted", channel)
         deadline = time.monotonic() + DEADLINE_S
-        while not fetch_json(nodes["prefill"] + "/debug/state")["connector"]["waiting"]:
+        while not fetch_json(nodes["prefill"] + "/debug/state")["connector"]["pending_fetches"]:
             assert time.monotonic() < deadline, "the fetch does not wait for the prefill"
             time.sleep(0.01)
         connection.close()

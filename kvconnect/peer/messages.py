@@ -140,7 +140,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     until_s: float = math.inf
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
+class CreditGrant(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
     """D to P: more slots for the chunks of a fetch."""
 
     transfer_id: int
@@ -157,7 +157,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
     epoch: Epoch
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
+class CreditRequest(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
     """P to D: of the chunks of a fetch so many, in all, can be packed by now: slots are of use for them.
 
     The slots of ``spared`` were not written, and will not be. Said only where not all chunks can be
@@ -193,16 +193,16 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     """P to D: the one answer to a fetch.
 
-    ``quiet`` says that P will not write to D's blocks and slots any more on behalf of this fetch.
+    ``quiescent``: P will not write to D's blocks and slots any more on behalf of this fetch.
     ``ok`` implies it, and that every byte was written under the lease of ``epoch``. ``again``: what was
     sent came from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
-    ``unsettled``, where it is not quiet, are the generations of the slots that may still be written, to all
-    others of the fetch nothing will be; None where P cannot say.
+    ``unsettled``, where it is not quiescent, are the generations of the slots that may still be written; None
+    where P cannot say.
     """
 
     transfer_id: int
     ok: bool
-    quiet: bool
+    quiescent: bool
     total_bytes: Bytes
     copies: Count
     seconds: float
@@ -218,7 +218,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     transfer_id: int
 
 
-class LetGo(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
+class Release(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
     """D to P: a rank that would have fetched this request will not. No answer."""
 
     handle: str
@@ -260,8 +260,10 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = Hello | Fetch | Granted | Cancel | LetGo | Renew | Alive | Bad
-ToDecode = Welcome | Refused | Accepted | Wanted | Declined | Landed | Written | Renewed | StillAlive | Bad
+ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Bad
+ToDecode = (
+    Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed | StillAlive | Bad
+)
 Message = ToPrefill | ToDecode
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,21 +19,21 @@ from kvconnect.peer.messages import (
     Alive,
     Bad,
     Cancel,
+    CreditGrant,
+    CreditRequest,
     Declined,
     Fetch,
-    Granted,
     Hello,
     Introduction,
     Landed,
-    LetGo,
     Message,
     Refused,
+    Release,
     Renew,
     Renewed,
     StillAlive,
     ToDecode,
     ToPrefill,
-    Wanted,
     Welcome,
     Written,
     decode_to_decode,
@@ -59,13 +59,13 @@ class Side(enum.Enum):
     PREFILL = "prefill"
 
 
-MOVES: dict[tuple[Side, State, type], State] = {
+TRANSITIONS: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.GREETED, Welcome): State.READY,
     (Side.DECODE, State.GREETED, Refused): State.ENDED,
     (Side.DECODE, State.GREETED, Bad): State.ENDED,
     (Side.DECODE, State.READY, Welcome): State.READY,
     (Side.DECODE, State.READY, Accepted): State.READY,
-    (Side.DECODE, State.READY, Wanted): State.READY,
+    (Side.DECODE, State.READY, CreditRequest): State.READY,
     (Side.DECODE, State.READY, Declined): State.READY,
     (Side.DECODE, State.READY, Landed): State.READY,
     (Side.DECODE, State.READY, Written): State.READY,
@@ -76,9 +76,9 @@ MOVES: dict[tuple[Side, State, type], State] = {
     (Side.PREFILL, State.NEW, Hello): State.READY,
     (Side.PREFILL, State.READY, Hello): State.READY,
     (Side.PREFILL, State.READY, Fetch): State.READY,
-    (Side.PREFILL, State.READY, Granted): State.READY,
+    (Side.PREFILL, State.READY, CreditGrant): State.READY,
     (Side.PREFILL, State.READY, Cancel): State.READY,
-    (Side.PREFILL, State.READY, LetGo): State.READY,
+    (Side.PREFILL, State.READY, Release): State.READY,
     (Side.PREFILL, State.READY, Renew): State.READY,
     (Side.PREFILL, State.READY, Alive): State.READY,
     (Side.PREFILL, State.NEW, Bad): State.NEW,
@@ -226,7 +226,7 @@ class Session:
             message = self._decode(frame)
         except PeerError as error:
             return self._misused(str(error))
-        after = MOVES.get((self.side, self.state, type(message)))
+        after = TRANSITIONS.get((self.side, self.state, type(message)))
         if after is None:
             return self._illegal(message)
         self._heard_at, self._questioned_at = now, None

@@ -20,10 +20,10 @@ from zmq.utils.monitor import recv_monitor_message
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Arrival, Frame, LinkLost
-from kvconnect.peer.gate import Gate
 from kvconnect.peer.keyring import Keyring
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.probe import PROBE_INTERVAL_S, PortProbe
+from kvconnect.peer.zap_authenticator import ZapAuthenticator
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class ZmqChannel:
         self._router = self._socket(zmq.ROUTER)
         # A frame for a peer that left is an error to us, not silence.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate = Gate(self._context, self._router, keyring, max_connections=max_connections, count=count)
+        self._gate = ZapAuthenticator(
+            self._context, self._router, keyring, max_connections=max_connections, count=count
+        )
         address = f"tcp://{_bracketed(host)}:{port if port else '*'}"
         try:
             self._router.bind(address)

@@ -106,7 +106,7 @@ class PageRows:
 
 
 @dataclass(frozen=True)
-class GroupLink:
+class GroupAlignment:
     """A cache group of the source and the group of the target that holds the same layers."""
 
     source: GroupGeometry
@@ -120,13 +120,13 @@ class GroupLink:
 
 
 @dataclass(frozen=True)
-class Link:
+class TableAlignment:
     """Everything that the plan of a transfer between two workers needs, by target group."""
 
-    groups: dict[int, GroupLink]
+    groups: dict[int, GroupAlignment]
 
 
-def align_tables(source: TableCard, target: TableCard) -> Link:
+def align_tables(source: TableCard, target: TableCard) -> TableAlignment:
     """Line up the regions of two workers.
 
     Raises:
@@ -167,9 +167,9 @@ def align_tables(source: TableCard, target: TableCard) -> Link:
     )
     if refusals:
         raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
-    return Link(
+    return TableAlignment(
         {
-            group: GroupLink(
+            group: GroupAlignment(
                 source_groups[next(iter(partner[group]))], target_groups[group], _page_rows(pairs)
             )
             for group, pairs in matches.items()

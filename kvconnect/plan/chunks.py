@@ -31,7 +31,7 @@ Column = NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
     """The tokens ``start <= t < stop`` of a cache group of the target; of a state group ``0..1``."""
 
     group: Index
@@ -48,7 +48,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     first_stream: Count
     stop_stream: Count
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Chunker:
                 )
         return self._place(chunk.first_stream, chunk.stop_stream, chunk.spans)
 
-    def cut(self, spans: Sequence[Span], slot_bytes: int, align_tokens: int = 1) -> tuple[Chunk, ...]:
+    def cut(self, spans: Sequence[TokenSpan], slot_bytes: int, align_tokens: int = 1) -> tuple[Chunk, ...]:
         """Cut a request into chunks that fit a slot: by tokens, and by streams only where that is not enough.
 
         Each chunk takes as many tokens as fit, up to a multiple of ``align_tokens``: with a block's tokens,
@@ -136,7 +136,7 @@ class Chunker:
                 align_tokens,
                 *{stream.row_tokens for stream in self.wire.streams if stream.target_group in wanted},
             )
-            one_step = tuple(Span(group, 0, step) for group in sorted(wanted))
+            one_step = tuple(TokenSpan(group, 0, step) for group in sorted(wanted))
             for first, stop in self._parts(one_step, slot_bytes):
                 chunks.extend(self._by_tokens(first, stop, tokens, step, slot_bytes))
         if states:
@@ -147,7 +147,7 @@ class Chunker:
             chunks.extend(Chunk(first, stop, states) for first, stop in self._parts(states, slot_bytes))
         return tuple(chunks)
 
-    def _place(self, first: int, stop: int, spans: Iterable[Span]) -> Placement:
+    def _place(self, first: int, stop: int, spans: Iterable[TokenSpan]) -> Placement:
         start_of, stop_of = np.zeros((2, len(self._groups)), dtype=np.int64)
         for span in spans:
             index = self._groups[span.group][0]
@@ -160,7 +160,7 @@ class Chunker:
         ends = np.cumsum(sizes)
         return Placement(first_row, rows, ends - sizes, int(ends[-1]))
 
-    def _parts(self, spans: tuple[Span, ...], slot_bytes: int) -> list[tuple[int, int]]:
+    def _parts(self, spans: tuple[TokenSpan, ...], slot_bytes: int) -> list[tuple[int, int]]:
         """Ranges of streams of which these spans fit a slot; as few as possible."""
         placed = self._place(0, len(self.wire.streams), spans)
         if placed.total_bytes <= slot_bytes:
@@ -181,7 +181,7 @@ class Chunker:
         return parts
 
     def _by_tokens(
-        self, first: int, stop: int, spans: tuple[Span, ...], step: int, slot_bytes: int
+        self, first: int, stop: int, spans: tuple[TokenSpan, ...], step: int, slot_bytes: int
     ) -> Iterator[Chunk]:
         """Chunks of whole steps of tokens; one step always fits."""
         groups = {stream.target_group for stream in self.wire.streams[first:stop]}
@@ -211,15 +211,15 @@ class Chunker:
             at = low
 
     def _steps_bytes(
-        self, first: int, stop: int, spans: Iterable[Span], step: int, start_step: int, stop_step: int
+        self, first: int, stop: int, spans: Iterable[TokenSpan], step: int, start_step: int, stop_step: int
     ) -> int:
         """Bytes of some steps of tokens. Where they begin makes no difference: rows divide a step."""
         start = start_step * step
         clipped = _clip(spans, start, stop_step * step)
-        moved = tuple(Span(span.group, span.start - start, span.stop - start) for span in clipped)
+        moved = tuple(TokenSpan(span.group, span.start - start, span.stop - start) for span in clipped)
         return self._bytes_of(first, stop, moved)
 
-    def _measure(self, first: int, stop: int, spans: tuple[Span, ...]) -> int:
+    def _measure(self, first: int, stop: int, spans: tuple[TokenSpan, ...]) -> int:
         return self._place(first, stop, spans).total_bytes
 
     def _at_least(self, first: int, stop: int, step: int, slot_bytes: int) -> int:
@@ -228,14 +228,14 @@ class Chunker:
         return max(1, (slot_bytes - ALIGN_BYTES * (stop - first)) // width)
 
 
-def _clip(spans: Iterable[Span], start: int, stop: int) -> tuple[Span, ...]:
-    clipped = (Span(span.group, max(span.start, start), min(span.stop, stop)) for span in spans)
+def _clip(spans: Iterable[TokenSpan], start: int, stop: int) -> tuple[TokenSpan, ...]:
+    clipped = (TokenSpan(span.group, max(span.start, start), min(span.stop, stop)) for span in spans)
     return tuple(span for span in clipped if span.start < span.stop)
 
 
 def wanted_spans(
     geometry: Iterable[GroupGeometry], wanted: Sequence[GroupBlocks], num_tokens: int
-) -> tuple[Span, ...]:
+) -> tuple[TokenSpan, ...]:
     """The span of every group that the target wants: from its first real block to ``num_tokens``.
 
     Raises:
@@ -251,14 +251,14 @@ def wanted_spans(
         if first is None:
             continue
         if group.is_state:
-            spans.append(Span(blocks.group, 0, 1))
+            spans.append(TokenSpan(blocks.group, 0, 1))
             continue
         tokens = group.block_tokens * group.blocks_per_kv_block
         end = len(blocks.block_ids) - (_first_real(reversed(blocks.block_ids)) or 0)
         start = (blocks.first_block + first) * tokens
         stop = min(num_tokens, (blocks.first_block + end) * tokens)
         if start < stop:
-            spans.append(Span(blocks.group, start, stop))
+            spans.append(TokenSpan(blocks.group, start, stop))
     return tuple(spans)
 
 

@@ -11,7 +11,7 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Chunker, Span, wanted_spans
+from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan, wanted_spans
 
 SECONDS_PER_CHUNK = 400e-6
 """What a chunk costs whatever its size: a launch, a post and a message on either side."""
@@ -67,7 +67,7 @@ class RequestCutter:
         # No slot holds a whole block: blocks are cut where they must be.
         return self._chunker.cut(spans, self._slot_bytes)
 
-    def _bytes_of(self, spans: tuple[Span, ...]) -> int:
+    def _bytes_of(self, spans: tuple[TokenSpan, ...]) -> int:
         return self._chunker.place(Chunk(0, len(self._chunker.wire.streams), spans)).total_bytes
 
 
@@ -81,6 +81,6 @@ def chunks_in_turn(total_bytes: int, pack_bytes_per_s: float) -> int:
     return max(1, min(_MOST_CHUNKS, round(best)))
 
 
-def _one_step(geometry: Sequence[GroupGeometry], align_tokens: int) -> tuple[Span, ...]:
+def _one_step(geometry: Sequence[GroupGeometry], align_tokens: int) -> tuple[TokenSpan, ...]:
     """What chunks grow by, in every group."""
-    return tuple(Span(group.group, 0, 1 if group.is_state else align_tokens) for group in geometry)
+    return tuple(TokenSpan(group.group, 0, 1 if group.is_state else align_tokens) for group in geometry)

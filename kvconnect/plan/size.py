@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconnect.orders import GroupBlocks
-from kvconnect.plan.align import Link, PageRows
+from kvconnect.plan.align import PageRows, TableAlignment
 from kvconnect.plan.blocks import BlockPairs
 from kvconnect.plan.pieces import run_lengths, run_starts
 from kvconnect.plan.transfer import pair_groups
@@ -23,7 +23,7 @@ class PlanSize:
 
 
 def plan_size(
-    link: Link, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
+    link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
 ) -> PlanSize:
     """The size of the plan that ``make_plan`` makes of the same arguments.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.plan.align import GroupLink, Link, PageRows
+from kvconnect.plan.align import GroupAlignment, PageRows, TableAlignment
 from kvconnect.plan.blocks import BlockPairs, pair_blocks
 from kvconnect.plan.pieces import run_lengths, run_starts
 
@@ -71,8 +71,8 @@ def _split_long(
 
 
 def pair_groups(
-    link: Link, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
-) -> Iterator[tuple[GroupLink, BlockPairs]]:
+    link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
+) -> Iterator[tuple[GroupAlignment, BlockPairs]]:
     """The groups that the target wants, each with the blocks of both sides that hold the same tokens.
 
     Raises:
@@ -91,7 +91,7 @@ def pair_groups(
 
 
 def make_plan(
-    link: Link, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
+    link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
 ) -> Plan:
     """Plan the copy of the first ``num_tokens`` tokens of one request.
 

@@ -10,7 +10,7 @@ import enum
 import random
 from dataclasses import dataclass
 
-from kvconnect.worker.moves import next_state
+from kvconnect.worker.state_machine import next_state
 
 _FIRST_RETRY_S = 0.25
 
@@ -31,7 +31,7 @@ class BreakerEvent(enum.Enum):
     TRY = "it is tried again"
 
 
-BREAKER_MOVES: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
+BREAKER_TRANSITIONS: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (BreakerState.CLOSED, BreakerEvent.MET): BreakerState.CLOSED,
     (BreakerState.CLOSED, BreakerEvent.FAILED): BreakerState.OPEN,
     (BreakerState.OPEN, BreakerEvent.TRY): BreakerState.PROBING,
@@ -56,9 +56,9 @@ class Breaker:
         """Change state.
 
         Raises:
-            IllegalMove: the event is not legal in this state.
+            IllegalTransition: the event is not legal in this state.
         """
-        self.state = next_state(BREAKER_MOVES, self.state, event, f"peer {self.name}")
+        self.state = next_state(BREAKER_TRANSITIONS, self.state, event, f"peer {self.name}")
 
     def met(self) -> None:
         """The peer introduced itself."""

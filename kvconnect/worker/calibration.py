@@ -15,7 +15,7 @@ import torch
 
 from kvconnect.engine.base import Completion
 from kvconnect.pack.arena import Arena
-from kvconnect.plan.align import Link
+from kvconnect.plan.align import TableAlignment
 from kvconnect.plan.cost import Sample
 from kvconnect.worker.outbox import Arrived, Columns
 
@@ -119,7 +119,7 @@ def pack_bytes_per_s(arena: Arena) -> float:
     return length / seconds * (_CUDA_SHARE if target.is_cuda else _CPU_SHARE)
 
 
-def typical_page_bytes(link: Link) -> int:
+def typical_page_bytes(link: TableAlignment) -> int:
     """The page length that most of the bytes of this link travel in."""
     lengths = [rows.length for group in link.groups.values() for rows in group.rows]
     ordered = np.sort(np.concatenate([*lengths, np.ones(1, dtype=np.int64)]))

@@ -332,15 +332,15 @@ class WorkerConnector:
         return {
             "engine": self.engine_name,
             "leases": len(prefill.leases),
-            "expected": len(prefill.waiting.expected),
-            "waiting": len(prefill.waiting),
-            "growing": len(prefill.growing),
+            "expected": len(prefill.pending.expected),
+            "pending_fetches": len(prefill.pending),
+            "streaming_prefills": len(prefill.streaming),
             "sendings": len(prefill.sender.sendings),
             "loads": len(decode.loads),
             "awaited": len(decode.renewals.awaited),
             "slots": prefill.sender.slots_taken + decode.bay.taken,
             "peers": len(decode.peers),
-            "visitors": len(prefill.visitors),
+            "inbound_peers": len(prefill.inbound_peers),
         }
 
     def drain(self, timeout_s: float | None = None) -> bool:

@@ -22,23 +22,23 @@ from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
     CacheMeaning,
+    CreditGrant,
+    CreditRequest,
     Declined,
     Fetch,
-    Granted,
     Introduction,
     Landed,
     Message,
     Renewed,
-    Wanted,
     Written,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
+from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import Leg, LegState, LoadEvent, Loading
-from kvconnect.worker.legs import Legs
+from kvconnect.worker.ledger import LoadEvent, LoadRecord, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
-from kvconnect.worker.moves import count_error
 from kvconnect.worker.peers import Peers
+from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.remote import Peer, RankLink
 from kvconnect.worker.renewals import Renewals
 from kvconnect.worker.routes import Route, make_route
@@ -73,25 +73,25 @@ class DecodeSide:
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
-        self.loads: dict[str, Loading] = {}
+        self.loads: dict[str, LoadRecord] = {}
         self.peers = Peers(config, channel, rank, meaning, introduce, metrics, randomness)
         self.renewals = Renewals(config, self.peers, self.loads, metrics, report_settled)
         self.bay = LandingBay(local.landing, config.check_digest, metrics)
         can_renew = engine.capabilities.can_renew
-        self.legs = Legs(config, self.bay, self._say, metrics, can_renew=can_renew)
+        self.rank_fetches = RankFetches(config, self.bay, self._say, metrics, can_renew=can_renew)
         self._engine = engine
         self._config = config
         self._local = local
         self._report_received = report_received
         self._metrics = metrics
-        self._queue: deque[Loading] = deque()
+        self._queue: deque[LoadRecord] = deque()
 
     # Orders of the scheduler
 
     def load(self, order: Load, ready: Callable[[], bool], now: float) -> None:
         """Begin to fetch a request."""
         key = (order.engine_id, order.host, order.port)
-        loading = Loading(order, key, now, now + self._config.load_timeout_s, ready)
+        loading = LoadRecord(order, key, now, now + self._config.load_timeout_s, ready)
         self.peers.adopt(key, self.renewals.peers_in_use())
         self.loads[order.request_id] = loading
         self.renewals.load(loading)
@@ -150,10 +150,10 @@ class DecodeSide:
         """Let time pass: deadlines, waiting loads, and reports of what is over."""
         for peer, rank, link, event in self.peers.tick(now):
             self._handle(peer, rank, link, event, now)
-        if self.legs.has_unproven(self.loads.values(), now):
+        if self.rank_fetches.has_unproven(self.loads.values(), now):
             self._renew_registration()
         for transfer_id, grants in self.bay.advance(now):
-            self._grant(transfer_id, Granted(transfer_id, grants))
+            self._grant(transfer_id, CreditGrant(transfer_id, grants))
         is_any_wrong = self.bay.take_wrong()
         self._look_after(
             [load for load in self.loads.values() if is_any_wrong or load.error or load.is_due(now)], now
@@ -163,26 +163,26 @@ class DecodeSide:
         # What came to nothing there would wait to be reported until something else wakes us.
         self._look_after([load for load in self.loads.values() if load.error], now)
         self.renewals.advance(now)
-        owed = {leg.link for load in self.loads.values() for leg in load.legs.values() if leg.owed}
+        owed = {fetch.link for load in self.loads.values() for fetch in load.fetches.values() if fetch.owed}
         self.peers.owe(owed | self.renewals.owed(), now)
         self.peers.advance(now)
         self.peers.forget_idle(self.renewals.peers_in_use)
         self._count()
 
-    def _look_after(self, loads: Sequence[Loading], now: float) -> None:
+    def _look_after(self, loads: Sequence[LoadRecord], now: float) -> None:
         for loading in loads:
             try:
                 self._move_on(loading, now)
             except Exception as error:
                 count_error(self._metrics, error, f"request {loading.order.request_id}")
 
-    def _move_on(self, loading: Loading, now: float) -> None:
+    def _move_on(self, loading: LoadRecord, now: float) -> None:
         if now >= loading.deadline and not loading.error:
             loading.fail(f"it did not arrive within {self._config.load_timeout_s} s")
-        for leg in loading.legs.values():
-            self.legs.check_landing(loading, leg)
+        for fetch in loading.fetches.values():
+            self.rank_fetches.check_landing(loading, fetch)
         if loading.error:
-            self.legs.wind_up(loading, now)
+            self.rank_fetches.wind_up(loading, now)
             self._give_back(loading, now)
         if loading.over:
             self._finish(loading, now)
@@ -191,10 +191,10 @@ class DecodeSide:
         """The time by which ``advance`` has something to do even if nothing arrives."""
         times = [loading.deadline for loading in self.loads.values() if not loading.error]
         times += [
-            leg.quarantine.until
+            fetch.quarantine.until
             for loading in self.loads.values()
-            for leg in loading.legs.values()
-            if leg.state is LegState.BUSY
+            for fetch in loading.fetches.values()
+            if fetch.state is RankFetchState.BUSY
         ]
         times.append(self.renewals.next_deadline())
         others = (self.peers.next_deadline(), self.bay.next_deadline())
@@ -204,9 +204,9 @@ class DecodeSide:
     def waiting_for_writes(self) -> bool:
         """A peer may be writing to us right now."""
         return any(
-            leg.state in (LegState.ASKED, LegState.BUSY)
+            fetch.state in (RankFetchState.ASKED, RankFetchState.BUSY)
             for loading in self.loads.values()
-            for leg in loading.legs.values()
+            for fetch in loading.fetches.values()
         )
 
     @property
@@ -220,8 +220,10 @@ class DecodeSide:
         match event:
             case Ready():
                 self._met(peer, rank, event, now)
-            case Received(message=Accepted() | Declined() | Landed() | Wanted() | Written() as message):
-                self.legs.hear(message, link.name, now)
+            case Received(
+                message=Accepted() | Declined() | Landed() | CreditRequest() | Written() as message
+            ):
+                self.rank_fetches.hear(message, link.name, now)
             case Received(message=Renewed() as renewed):
                 self.renewals.heard(peer, rank, renewed, now)
             case Misused(reason=reason):
@@ -254,27 +256,27 @@ class DecodeSide:
             peer.was_met = False
         loads = [loading for loading in self.loads.values() if loading.peer == peer.key]
         for loading in loads:
-            leg = loading.legs.get(rank)
-            if leg is None:
-                is_waiting = rank == 0 and loading.admitted and not loading.legs
+            fetch = loading.fetches.get(rank)
+            if fetch is None:
+                is_waiting = rank == 0 and loading.admitted and not loading.fetches
             else:
-                is_waiting = leg.state is LegState.MEETING
+                is_waiting = fetch.state is RankFetchState.MEETING
             if is_waiting:
                 loading.fail(reason)
-        if self.legs.lose(self.loads.values(), rank, link.name, loss, reason, now):
+        if self.rank_fetches.lose(self.loads.values(), rank, link.name, loss, reason, now):
             self.peers.reach(peer.key, now)
         self._end_writes(loss, peer, rank, now)
         if rank == 0 and 0 not in peer.links:
             # Only rank 0 knows where the others listen: what they were not asked for cannot be asked.
             for loading in loads:
-                if loading.legs and loading.is_to_ask and not loading.error:
+                if loading.fetches and loading.is_to_ask and not loading.error:
                     loading.fail(reason)
 
     def _end_writes(self, loss: PeerLoss, peer: Peer, rank: int, now: float, incarnation: str = "") -> None:
         """When writes over past connections to a rank end, but for those to ``incarnation``."""
         writes_end_s = LOSS_RULES[loss].writes_end_s
         if writes_end_s is not None and (links := self.peers.past_links(peer, rank, incarnation)):
-            self.legs.hasten(self.loads.values(), links, now + writes_end_s, proven=True)
+            self.rank_fetches.hasten(self.loads.values(), links, now + writes_end_s, proven=True)
 
     def _renew_registration(self) -> None:
         """Keep out whoever may still write, and tell all peers where our memory is to be found now."""
@@ -289,7 +291,7 @@ class DecodeSide:
         logger.warning(
             "a peer did not say that it stopped: our memory is registered anew, without its access"
         )
-        self.legs.renewed(self.loads.values())
+        self.rank_fetches.renewed(self.loads.values())
         self.peers.greet_anew()
 
     # Loads
@@ -316,40 +318,44 @@ class DecodeSide:
             if loading.admitted and not loading.error and loading.is_to_ask:
                 self._ask(loading, now)
 
-    def _ask(self, loading: Loading, now: float) -> None:
+    def _ask(self, loading: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(loading.peer)
         if peer is None or peer.world_size is None:
             return
-        if not loading.legs:
-            loading.legs = {rank: Leg(rank) for rank in peer.partners}
+        if not loading.fetches:
+            loading.fetches = {rank: RankFetch(rank) for rank in peer.partners}
             self.peers.release(peer, self.peers.unused_ranks(peer), loading.order.handle, now)
-        for leg in loading.legs.values():
-            link = self.peers.connect_rank(peer, leg.rank, now)
-            if leg.state is not LegState.MEETING or link is None or link.session.state is not State.READY:
+        for fetch in loading.fetches.values():
+            link = self.peers.connect_rank(peer, fetch.rank, now)
+            if (
+                fetch.state is not RankFetchState.MEETING
+                or link is None
+                or link.session.state is not State.READY
+            ):
                 continue
-            if self.legs.is_unpacking(leg):
+            if self.rank_fetches.is_unpacking(fetch):
                 continue
-            transfer_id = self.legs.new_transfer_id()
+            transfer_id = self.rank_fetches.new_transfer_id()
             try:
-                fetch = self._route(link).fetch(self.bay, loading.order, transfer_id, _holder(peer))
+                asked = self._route(link).fetch(self.bay, loading.order, transfer_id, _holder(peer))
             except Exception as error:
                 # What one request meets must not end what others asked for.
                 logger.exception("request %s could not be asked for", loading.order.request_id)
-                fetch = f"it could not be planned: {type(error).__name__}: {error}"
-            if isinstance(fetch, str):
-                loading.fail(fetch)
+                asked = f"it could not be planned: {type(error).__name__}: {error}"
+            if isinstance(asked, str):
+                loading.fail(asked)
                 return
-            self.legs.asked(loading, leg, transfer_id, link.name, fetch)
+            self.rank_fetches.asked(loading, fetch, transfer_id, link.name, asked)
             link.session.send(
                 Fetch(
                     transfer_id=transfer_id,
                     handle=loading.order.handle,
                     num_tokens=loading.order.num_tokens,
-                    groups=fetch.groups,
-                    consumers=peer.consumers[leg.rank],
+                    groups=asked.groups,
+                    consumers=peer.consumers[fetch.rank],
                     timeout_s=max(0.001, loading.deadline - now),
-                    chunks=fetch.chunks,
-                    grants=fetch.grants,
+                    chunks=asked.chunks,
+                    grants=asked.grants,
                     until_s=loading.deadline + link.clock_ahead_s,
                 )
             )
@@ -362,19 +368,19 @@ class DecodeSide:
                 logger.info("%s: the packed path is closed: %s", link.name, link.route.refusal)
         return link.route
 
-    def _grant(self, transfer_id: int, granted: Granted) -> None:
-        found = self.legs.find(transfer_id)
-        if found is not None and found[1].state is LegState.ASKED:
+    def _grant(self, transfer_id: int, granted: CreditGrant) -> None:
+        found = self.rank_fetches.find(transfer_id)
+        if found is not None and found[1].state is RankFetchState.ASKED:
             self._say(*found, granted)
 
-    def _say(self, loading: Loading, leg: Leg, message: Message) -> None:
-        """Tell the rank that a leg was asked of, if that connection is still the one."""
-        link = self.peers.ready_link(loading.peer, leg.rank, leg.link)
+    def _say(self, loading: LoadRecord, fetch: RankFetch, message: Message) -> None:
+        """Tell the rank that a fetch was asked of, if that connection is still the one."""
+        link = self.peers.ready_link(loading.peer, fetch.rank, fetch.link)
         if link is not None:
             link.session.send(message)
             self.peers.flush(link)
 
-    def _finish(self, loading: Loading, now: float) -> None:
+    def _finish(self, loading: LoadRecord, now: float) -> None:
         order = loading.order
         loading.move(LoadEvent.END)
         del self.loads[order.request_id]
@@ -388,13 +394,13 @@ class DecodeSide:
             level = logging.DEBUG if loading.aborted else logging.WARNING
             logger.log(level, "request %s was not loaded: %s", order.request_id, loading.error)
 
-    def _give_back(self, loading: Loading, now: float) -> None:
+    def _give_back(self, loading: LoadRecord, now: float) -> None:
         """Tell the peer of a load that failed, once: it need not hold the blocks until its lease is over."""
         if loading.order.handle and not loading.given_back:
             loading.given_back = True
             self.peers.let_go(loading.peer, loading.order.handle, now)
 
-    def _count_ended(self, loading: Loading, now: float) -> None:
+    def _count_ended(self, loading: LoadRecord, now: float) -> None:
         if not loading.admitted and loading in self._queue:
             self._queue.remove(loading)
         count_loaded(self._metrics, loading, now)
@@ -405,7 +411,7 @@ class DecodeSide:
         self._metrics.loads_waiting.set(len(self._queue))
         self._metrics.quarantined.set(
             sum(
-                any(leg.state is LegState.BUSY for leg in loading.legs.values())
+                any(fetch.state is RankFetchState.BUSY for fetch in loading.fetches.values())
                 for loading in self.loads.values()
                 if loading.error
             )

@@ -16,7 +16,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer, StagedChunk, Ticket
 from kvconnect.peer.loss import Quarantine
-from kvconnect.peer.messages import Grant, Landed, Wanted, Written
+from kvconnect.peer.messages import CreditRequest, Grant, Landed, Written
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
@@ -137,7 +137,7 @@ class LandingBay:
         """The landing of a fetch that is under way."""
         return self._landings.get(transfer_id)
 
-    def wanted(self, message: Wanted) -> None:
+    def wanted(self, message: CreditRequest) -> None:
         """A peer says how many chunks it can send by now, and which slots it has no use for yet."""
         landing = self._landings.get(message.transfer_id)
         if landing is None or landing.closed:
@@ -245,7 +245,7 @@ class LandingBay:
         lost = self._lost.get(written.transfer_id)
         if lost is None or lost.link != link:
             return
-        if written.quiet:
+        if written.quiescent:
             self.settle(written.transfer_id)
             return
         lost.quarantine.hasten(until, proven=False)

@@ -14,9 +14,9 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold
 from kvconnect.peer.messages import MAX_HANDLES, Renewed
+from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, LeaseState
-from kvconnect.worker.moves import Counted
-from kvconnect.worker.waiting import WaitingRoom
+from kvconnect.worker.pending_fetches import PendingFetches
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class LeaseBook:
             return
         self._look_at = math.inf
         for lease in list(self.leases.values()):
-            with Counted(self._metrics, f"the lease of request {lease.order.request_id}"):
+            with ErrorsCounted(self._metrics, f"the lease of request {lease.order.request_id}"):
                 self.end_if_due(lease, now)
 
     def next_deadline(self) -> float | None:
@@ -126,7 +126,7 @@ class LeaseBook:
 
 
 def answer_renewal(
-    book: LeaseBook, waiting: WaitingRoom, handles: Sequence[str], engine_id: str, link: str, now: float
+    book: LeaseBook, waiting: PendingFetches, handles: Sequence[str], engine_id: str, link: str, now: float
 ) -> Renewed:
     """A peer will still fetch these, as soon as it is their turn: what is so of each."""
     epochs: list[tuple[str, int]] = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvconnect.errors import PeerError
 from kvconnect.orders import ABORTED, Hold, Load
 from kvconnect.peer.loss import Quarantine
-from kvconnect.worker.moves import next_state
+from kvconnect.worker.state_machine import next_state
 
 
 class LeaseState(enum.Enum):
@@ -35,7 +35,7 @@ class LeaseEvent(enum.Enum):
     EXPIRED = "the lease expires"
 
 
-LEASE_MOVES: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (LeaseState.HELD, LeaseEvent.FETCH): LeaseState.SENDING,
     (LeaseState.SENDING, LeaseEvent.FETCH): LeaseState.SENDING,
     (LeaseState.SENDING, LeaseEvent.LAST_ENDED): LeaseState.HELD,
@@ -58,10 +58,10 @@ class LoadEvent(enum.Enum):
 
     ADMIT = "it is its turn"
     FAIL = "something went wrong with it"
-    END = "all of its legs are over"
+    END = "all of its rank fetches are over"
 
 
-LOAD_MOVES: dict[tuple[LoadState, LoadEvent], LoadState] = {
+LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
     (LoadState.QUEUED, LoadEvent.ADMIT): LoadState.FETCHING,
     (LoadState.QUEUED, LoadEvent.FAIL): LoadState.FAILED,
     (LoadState.FETCHING, LoadEvent.FAIL): LoadState.FAILED,
@@ -86,7 +86,7 @@ class SendEvent(enum.Enum):
     END = "nothing of it is under way"
 
 
-SEND_MOVES: dict[tuple[SendState, SendEvent], SendState] = {
+SEND_TRANSITIONS: dict[tuple[SendState, SendEvent], SendState] = {
     (SendState.MOVING, SendEvent.STOP): SendState.STOPPING,
     (SendState.STOPPING, SendEvent.STOP): SendState.STOPPING,
     (SendState.MOVING, SendEvent.END): SendState.OVER,
@@ -94,7 +94,7 @@ SEND_MOVES: dict[tuple[SendState, SendEvent], SendState] = {
 }
 
 
-class LegState(enum.Enum):
+class RankFetchState(enum.Enum):
     """One rank's part of a request that D fetches."""
 
     MEETING = "meeting the peer"
@@ -105,8 +105,8 @@ class LegState(enum.Enum):
     FAILED = "failed, memory is quiet"
 
 
-class LegEvent(enum.Enum):
-    """What can happen to a leg."""
+class RankFetchEvent(enum.Enum):
+    """What can happen to a fetch."""
 
     ASK = "the fetch is sent"
     FORGET = "the peer had forgotten us, and does nothing"
@@ -118,21 +118,21 @@ class LegEvent(enum.Enum):
     SETTLE = "the peer says, or time proves, that nothing writes any more"
 
 
-LEG_MOVES: dict[tuple[LegState, LegEvent], LegState] = {
-    (LegState.MEETING, LegEvent.ASK): LegState.ASKED,
-    (LegState.MEETING, LegEvent.FAIL): LegState.FAILED,
-    (LegState.ASKED, LegEvent.LAND): LegState.LANDED,
-    (LegState.ASKED, LegEvent.ARRIVE): LegState.UNPACKING,
-    (LegState.UNPACKING, LegEvent.LAND): LegState.LANDED,
-    (LegState.UNPACKING, LegEvent.FAIL): LegState.FAILED,
-    (LegState.ASKED, LegEvent.FORGET): LegState.MEETING,
-    (LegState.ASKED, LegEvent.REPEAT): LegState.MEETING,
-    (LegState.ASKED, LegEvent.FAIL): LegState.FAILED,
-    (LegState.ASKED, LegEvent.LOSE): LegState.BUSY,
-    (LegState.BUSY, LegEvent.SETTLE): LegState.FAILED,
+RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchState] = {
+    (RankFetchState.MEETING, RankFetchEvent.ASK): RankFetchState.ASKED,
+    (RankFetchState.MEETING, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.LAND): RankFetchState.LANDED,
+    (RankFetchState.ASKED, RankFetchEvent.ARRIVE): RankFetchState.UNPACKING,
+    (RankFetchState.UNPACKING, RankFetchEvent.LAND): RankFetchState.LANDED,
+    (RankFetchState.UNPACKING, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.FORGET): RankFetchState.MEETING,
+    (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
+    (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.LOSE): RankFetchState.BUSY,
+    (RankFetchState.BUSY, RankFetchEvent.SETTLE): RankFetchState.FAILED,
 }
 
-_WAITING = (LegState.MEETING, LegState.ASKED)
+_WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
 
 PeerKey = tuple[str, str, int]
 """A remote engine as a request names it: engine id, host, port of rank 0."""
@@ -205,13 +205,13 @@ class Lease(Claims):
         """Change state.
 
         Raises:
-            IllegalMove: the event is not legal in this state.
+            IllegalTransition: the event is not legal in this state.
         """
-        self.state = next_state(LEASE_MOVES, self.state, event, f"lease of {self.order.request_id}")
+        self.state = next_state(LEASE_TRANSITIONS, self.state, event, f"lease of {self.order.request_id}")
 
 
 @dataclass(eq=False)
-class Leg:
+class RankFetch:
     """One rank's part of a load.
 
     ``path`` is empty while the peer has not said which one it takes. ``quarantine`` is that of its memory
@@ -222,7 +222,7 @@ class Leg:
     """
 
     rank: int
-    state: LegState = LegState.MEETING
+    state: RankFetchState = RankFetchState.MEETING
     path: str = ""
     transfer_id: int = -1
     link: str = ""
@@ -233,30 +233,32 @@ class Leg:
     is_cut: bool = False
     is_answered: bool = False
 
-    def move(self, event: LegEvent) -> None:
+    def move(self, event: RankFetchEvent) -> None:
         """Change state.
 
         Raises:
-            IllegalMove: the event is not legal in this state.
+            IllegalTransition: the event is not legal in this state.
         """
-        self.state = next_state(LEG_MOVES, self.state, event, f"leg {self.transfer_id} of rank {self.rank}")
+        self.state = next_state(
+            RANK_FETCH_TRANSITIONS, self.state, event, f"fetch {self.transfer_id} of rank {self.rank}"
+        )
 
     @property
     def owed(self) -> bool:
         """The peer owes us an answer: that it is done, or that it stopped."""
-        return self.state in (LegState.ASKED, LegState.BUSY)
+        return self.state in (RankFetchState.ASKED, RankFetchState.BUSY)
 
     @property
     def over(self) -> bool:
-        """Nothing of this leg can touch memory any more."""
-        return self.state in (LegState.LANDED, LegState.FAILED)
+        """Nothing of this fetch can touch memory any more."""
+        return self.state in (RankFetchState.LANDED, RankFetchState.FAILED)
 
 
 @dataclass(eq=False)
-class Loading:
+class LoadRecord:
     """D's record of one request.
 
-    ``admitted`` once it was its turn; ``legs`` is empty until the peer said how many ranks it has;
+    ``admitted`` once it was its turn; ``fetches`` is empty until the peer said how many ranks it has;
     ``met_again`` once a peer had forgotten us and was greeted anew; ``given_back`` once it failed and the
     peer was told that it will not be fetched; ``moved`` are bytes and copies by path.
     ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
@@ -271,7 +273,7 @@ class Loading:
     admitted: bool = False
     met_again: bool = False
     given_back: bool = False
-    legs: dict[int, Leg] = field(default_factory=dict)
+    fetches: dict[int, RankFetch] = field(default_factory=dict)
     error: str = ""
     moved: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -287,26 +289,26 @@ class Loading:
 
     def counts_on(self, rank: int) -> bool:
         """Whether it still wants what a rank of its peer holds."""
-        leg = self.legs.get(rank)
-        return not self.error and (leg is None or leg.state in _WAITING)
+        fetch = self.fetches.get(rank)
+        return not self.error and (fetch is None or fetch.state in _WAITING)
 
     def is_to_ask_of(self, rank: int) -> bool:
         """Whether a rank of its peer was not asked for it."""
-        return rank not in self.legs or self.legs[rank].state is LegState.MEETING
+        return rank not in self.fetches or self.fetches[rank].state is RankFetchState.MEETING
 
     def move(self, event: LoadEvent) -> None:
         """Change state.
 
         Raises:
-            IllegalMove: the event is not legal in this state.
+            IllegalTransition: the event is not legal in this state.
         """
-        self.state = next_state(LOAD_MOVES, self.state, event, f"load of {self.order.request_id}")
+        self.state = next_state(LOAD_TRANSITIONS, self.state, event, f"load of {self.order.request_id}")
 
     def fail(self, reason: str) -> None:
         """It will not be loaded. The first reason is the one that is told.
 
         Raises:
-            IllegalMove: it was reported already.
+            IllegalTransition: it was reported already.
         """
         self.move(LoadEvent.FAIL)
         self.error = self.error or reason
@@ -320,17 +322,19 @@ class Loading:
         """Something is to be done about it that nobody tells us: more than to wait for its peer."""
         if now >= self.deadline:
             return True
-        return any(leg.state not in _WAITING for leg in self.legs.values())
+        return any(fetch.state not in _WAITING for fetch in self.fetches.values())
 
     @property
     def is_to_ask(self) -> bool:
         """A rank of its peer, or the peer for its ranks, is still to be asked."""
-        return not self.legs or any(leg.state is LegState.MEETING for leg in self.legs.values())
+        return not self.fetches or any(
+            fetch.state is RankFetchState.MEETING for fetch in self.fetches.values()
+        )
 
     @property
     def over(self) -> bool:
-        """Every leg is over, and there was one or there will be none."""
-        return all(leg.over for leg in self.legs.values()) and bool(self.legs or self.error)
+        """Every fetch is over, and there was one or there will be none."""
+        return all(fetch.over for fetch in self.fetches.values()) and bool(self.fetches or self.error)
 
 
 @dataclass(eq=False)
@@ -360,7 +364,7 @@ class Sending:
     error: str = ""
     again: bool = False
     cancelled: bool = False
-    quiet: bool = True
+    quiescent: bool = True
     told_due: int | None = None
     unsettled: list[int] = field(default_factory=list)
     state: SendState = SendState.MOVING
@@ -369,15 +373,17 @@ class Sending:
         """Change state.
 
         Raises:
-            IllegalMove: the event is not legal in this state.
+            IllegalTransition: the event is not legal in this state.
         """
-        self.state = next_state(SEND_MOVES, self.state, event, f"transfer {self.key[1]} over {self.key[0]}")
+        self.state = next_state(
+            SEND_TRANSITIONS, self.state, event, f"transfer {self.key[1]} over {self.key[0]}"
+        )
 
     def stop(self, reason: str, *, again: bool = False) -> None:
         """Let it end early. The first reason is the one that is told; ``again``: the peer may fetch anew.
 
         Raises:
-            IllegalMove: it was answered already.
+            IllegalTransition: it was answered already.
         """
         self.move(SendEvent.STOP)
         if not self.error:

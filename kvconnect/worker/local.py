@@ -12,7 +12,7 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
 from kvconnect.worker.slots import SlotPool
 
@@ -77,7 +77,7 @@ class Local:
 def _one_token(packer: Packer, slot_bytes: int) -> tuple[Chunk, ...]:
     groups = {stream.target_group for stream in packer.chunker.wire.streams}
     try:
-        return packer.chunker.cut([Span(group, 0, 1) for group in sorted(groups)], slot_bytes)
+        return packer.chunker.cut([TokenSpan(group, 0, 1) for group in sorted(groups)], slot_bytes)
     except LayoutError:
         return ()
 

@@ -22,8 +22,8 @@ from kvconnect.orders import Orders, Results
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS, CacheMeaning, Introduction
 from kvconnect.worker.decode_side import DecodeSide
+from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.local import Local
-from kvconnect.worker.moves import Counted
 from kvconnect.worker.prefill_side import PrefillSide
 
 logger = logging.getLogger(__name__)
@@ -105,40 +105,40 @@ class Mover:
     ) -> None:
         """Queue one step's orders. ``ready`` says when the device is done with what they name.
 
-        ``computed`` says that of what is held and what is growing alone; left out, it is ``ready``.
+        ``computed`` says that of what is held and what is streamed alone; left out, it is ``ready``.
         """
         is_computed = computed or ready
 
         def carry_out(now: float) -> None:
             if orders.directory:
-                self.prefill.visitors.directory = orders.directory
+                self.prefill.inbound_peers.directory = orders.directory
             # In this order: a handle may be withdrawn, expected anew and held, all in one step.
             for withdrawn in orders.withdrawn:
-                with Counted(self._metrics, "an order to withdraw"):
+                with ErrorsCounted(self._metrics, "an order to withdraw"):
                     self.prefill.withdraw(withdrawn)
             for expected in orders.expected:
-                with Counted(self._metrics, "an order to expect"):
+                with ErrorsCounted(self._metrics, "an order to expect"):
                     self.prefill.expect(expected)
             for preempted in orders.preempted:
-                with Counted(self._metrics, "an order of a preemption"):
+                with ErrorsCounted(self._metrics, "an order of a preemption"):
                     self.prefill.preempted(preempted)
             for progress in orders.progress:
-                with Counted(self._metrics, "an order of progress"):
+                with ErrorsCounted(self._metrics, "an order of progress"):
                     self.prefill.progress(progress, is_computed)
             for hold in orders.holds:
-                with Counted(self._metrics, "an order to hold"):
+                with ErrorsCounted(self._metrics, "an order to hold"):
                     self.prefill.hold(hold, is_computed, now)
             for load in orders.loads:
-                with Counted(self._metrics, "an order to load"):
+                with ErrorsCounted(self._metrics, "an order to load"):
                     self.decode.load(load, ready, now)
             for release in orders.let_go:
-                with Counted(self._metrics, "an order to let go"):
+                with ErrorsCounted(self._metrics, "an order to let go"):
                     self.decode.let_go(release, now)
             for awaited in orders.awaited:
-                with Counted(self._metrics, "an order to await"):
+                with ErrorsCounted(self._metrics, "an order to await"):
                     self.decode.wait(awaited, now)
             for request_id in orders.aborted:
-                with Counted(self._metrics, "an order to abort"):
+                with ErrorsCounted(self._metrics, "an order to abort"):
                     self.decode.abort(request_id)
             if self._rank == 0:
                 # Every rank gets the orders, but what happened to the scheduler half happened once.
@@ -188,19 +188,19 @@ class Mover:
         progress = False
         while self._commands:
             progress = True
-            with Counted(self._metrics, "an order"):
+            with ErrorsCounted(self._metrics, "an order"):
                 self._commands.popleft()(now)
         for arrival in self._channel.receive():
             progress = True
-            with Counted(self._metrics, "a message"):
+            with ErrorsCounted(self._metrics, "a message"):
                 self._take(arrival, now)
         for completion in self._engine.poll():
             progress = True
-            with Counted(self._metrics, "a completion"):
+            with ErrorsCounted(self._metrics, "a completion"):
                 self.prefill.completed(completion, now)
-        with Counted(self._metrics, "the loads"):
+        with ErrorsCounted(self._metrics, "the loads"):
             self.decode.advance(now)
-        with Counted(self._metrics, "the leases"):
+        with ErrorsCounted(self._metrics, "the leases"):
             self.prefill.advance(now)
         if self._drained is not None and self.prefill.drained:
             drained, self._drained = self._drained, None

@@ -12,10 +12,10 @@ from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.cost import LinkCost, fit
 from kvconnect.plan.size import plan_size
+from kvconnect.worker.inbound_peers import Way
 from kvconnect.worker.ledger import Claims, Lease, Sending, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.sender import Sender
-from kvconnect.worker.visitors import Way
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import CacheMeaning, Introduction, LetGo
+from kvconnect.peer.messages import CacheMeaning, Introduction, Release
 from kvconnect.peer.session import Event, Ready, Session, Side, State
 from kvconnect.worker.breaker import BreakerEvent, BreakerState
 from kvconnect.worker.ledger import PeerKey
@@ -292,7 +292,7 @@ class Peers:
             if link is None or link.session.state is not State.READY:
                 continue
             for handle in peer.releases.pop(rank):
-                link.session.send(LetGo(handle, max(1, peer.consumers.get(rank, 0))))
+                link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
             self.flush(link)
 
     def owe(self, owed: set[str], now: float) -> None:

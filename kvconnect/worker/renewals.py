@@ -16,7 +16,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Await
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.peer.session import State
-from kvconnect.worker.ledger import Loading, PeerKey
+from kvconnect.worker.ledger import LoadRecord, PeerKey
 from kvconnect.worker.peers import Peers
 from kvconnect.worker.remote import Peer
 
@@ -60,7 +60,7 @@ class Awaited:
         self.error = self.error or reason
 
 
-Wanted = Awaited | Loading
+Renewable = Awaited | LoadRecord
 
 
 def interval_s(lease_s: float) -> float:
@@ -69,7 +69,7 @@ def interval_s(lease_s: float) -> float:
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
 
-def plan_first(wanted: Wanted, peer: Peer, now: float, *, at_once: bool) -> None:
+def plan_first(wanted: Renewable, peer: Peer, now: float, *, at_once: bool) -> None:
     """Set when something of a peer that was met is renewed first; ``at_once`` unless it was asked for."""
     every = interval_s(peer.lease_s)
     if wanted.renew_at == math.inf:
@@ -77,7 +77,7 @@ def plan_first(wanted: Wanted, peer: Peer, now: float, *, at_once: bool) -> None
         wanted.renew_at = soon if wanted.is_to_ask else now + every
 
 
-def take_due(pending: Iterable[Wanted], lease_s: float, now: float) -> list[Wanted]:
+def take_due(pending: Iterable[Renewable], lease_s: float, now: float) -> list[Renewable]:
     """What of one peer is to be renewed now: all that is due soon, if anything is due."""
     first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
     if not first or now < first[0].renew_at:
@@ -103,7 +103,7 @@ class Renewals:
         self,
         config: ExtraConfig,
         peers: Peers,
-        loads: Mapping[str, Loading],
+        loads: Mapping[str, LoadRecord],
         metrics: Metrics,
         settled: Callable[[str], None],
     ) -> None:
@@ -113,7 +113,7 @@ class Renewals:
         self._loads = loads
         self._metrics = metrics
         self._settled = settled
-        self._unplanned: list[Wanted] = []
+        self._unplanned: list[Renewable] = []
         self._just_met: set[PeerKey] = set()
         self._look_at = math.inf
 
@@ -134,7 +134,7 @@ class Renewals:
         """It is loaded, or let go."""
         return self.awaited.pop(handle, None)
 
-    def load(self, loading: Loading) -> None:
+    def load(self, loading: LoadRecord) -> None:
         """A load begins, with what is known of its handle."""
         awaited = self.end(loading.handle)
         if awaited is not None and awaited.peer == loading.peer:
@@ -186,7 +186,7 @@ class Renewals:
         self._just_met.clear()
         if now < self._look_at:
             return
-        by_peer: dict[PeerKey, list[Wanted]] = {}
+        by_peer: dict[PeerKey, list[Renewable]] = {}
         self._give_up(now)
         for wanted in self._all():
             by_peer.setdefault(wanted.peer, []).append(wanted)
@@ -202,7 +202,7 @@ class Renewals:
 
     def heard(self, peer: Peer, rank: int, renewed: Renewed, now: float) -> None:
         """A peer says what it still holds. What it was asked for already it answers for by itself."""
-        found: dict[str, Wanted] = {
+        found: dict[str, Renewable] = {
             wanted.handle: wanted
             for wanted in self._all()
             if wanted.peer == peer.key and wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
@@ -233,14 +233,14 @@ class Renewals:
     def _asked(self) -> set[PeerKey]:
         return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
 
-    def _all(self) -> Iterator[Wanted]:
+    def _all(self) -> Iterator[Renewable]:
         """Everything that is not lost."""
         for records in (self.awaited, self._loads):
             for wanted in records.values():
                 if wanted.handle and not wanted.error:
                     yield wanted
 
-    def _tell(self, wanted: Wanted) -> None:
+    def _tell(self, wanted: Renewable) -> None:
         if isinstance(wanted, Awaited) and wanted.reports and wanted.is_settled:
             wanted.reports = False
             self._settled(wanted.handle)
@@ -258,7 +258,7 @@ class Renewals:
         if awaited.reports or awaited.peer in self._peers.peers or len(self._peers) < self._config.max_peers:
             self._peers.reach(awaited.peer, now)
 
-    def _try(self, key: PeerKey, pending: Iterable[Wanted], now: float) -> None:
+    def _try(self, key: PeerKey, pending: Iterable[Renewable], now: float) -> None:
         """Meet a peer that requests wait for."""
         for wanted in pending:
             if not isinstance(wanted, Awaited):
@@ -270,7 +270,7 @@ class Renewals:
         if reason := self._peers.refusal(key, now):
             self.failed(key, reason)
 
-    def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Wanted], now: float) -> None:
+    def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
         link = self._peers.connect_rank(peer, rank, now)
         handles = tuple(dict.fromkeys(wanted.handle for wanted in due if wanted.counts_on(rank)))
         if link is not None and link.session.state is State.READY and handles:

@@ -140,7 +140,7 @@ class Sender:
         if completion.ok:
             sending.total_bytes += completion.total_bytes
         else:
-            sending.quiet &= completion.quiet
+            sending.quiescent &= completion.quiet
             sending.stop(completion.error or "the engine gave no reason")
         if isinstance(outbox, SlotOutbox):
             for slot, generation in outbox.take_lost():

@@ -8,34 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnect.peer.messages import Grant, Landed, Wanted
+from kvconnect.peer.messages import CreditRequest, Grant, Landed
+from kvconnect.worker.inbound_peers import InboundPeers
 from kvconnect.worker.ledger import Sending, TransferKey
 from kvconnect.worker.outbox import Arrived
+from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches
 from kvconnect.worker.sender import Sender
-from kvconnect.worker.visitors import Visitors
-from kvconnect.worker.waiting import EarlyFetch, WaitingRoom
 
 
 class SlotTalk:
     """The slots of all fetches, those that wait and those that are being served."""
 
-    def __init__(self, sender: Sender, waiting: WaitingRoom, visitors: Visitors) -> None:
+    def __init__(self, sender: Sender, waiting: PendingFetches, inbound_peers: InboundPeers) -> None:
         self._sender = sender
         self._waiting = waiting
-        self._visitors = visitors
+        self._peers = inbound_peers
 
-    def waits(self, early: EarlyFetch) -> None:
+    def waits(self, early: PendingFetch) -> None:
         """A fetch has to wait: its slots are of no use yet."""
         fetch = early.fetch
         if fetch.chunks and not early.has_waited:
-            self._visitors.tell(early.key, Wanted(fetch.transfer_id, 0, _generations(fetch.grants)))
+            self._peers.tell(early.key, CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants)))
 
     def want(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Say for how many chunks slots are of use, and which slots are of none, if that is news."""
         due = self._sender.due(sending.key)
         if spared or due != sending.told_due:
             sending.told_due = due
-            self._visitors.tell(sending.key, Wanted(sending.key[1], due, _generations(spared)))
+            self._peers.tell(sending.key, CreditRequest(sending.key[1], due, _generations(spared)))
 
     def want_more(self) -> None:
         """Say so of all that is sent while it is computed."""
@@ -51,12 +51,12 @@ class SlotTalk:
             if sending.told_due is not None and not sending.error:
                 self.want(sending, spared)
         elif self._waiting.has(key):
-            self._visitors.tell(key, Wanted(key[1], 0, _generations(grants)))
+            self._peers.tell(key, CreditRequest(key[1], 0, _generations(grants)))
 
     def arrived(self, key: TransferKey, arrived: Arrived) -> None:
         """A chunk lies in its slot."""
         epoch = self._sender.sendings[key].claims.epoch
-        self._visitors.tell(
+        self._peers.tell(
             key,
             Landed(key[1], arrived.chunk, arrived.generation, arrived.length_bytes, arrived.digest, epoch),
         )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconnect.errors import LocalError
-from kvconnect.worker.moves import next_state
+from kvconnect.worker.state_machine import next_state
 
 
 class SlotState(enum.Enum):
@@ -35,7 +35,7 @@ class SlotEvent(enum.Enum):
     LOSE = "nobody knows who still touches it"
 
 
-SLOT_MOVES: dict[tuple[SlotState, SlotEvent], SlotState] = {
+SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.FREE, SlotEvent.LEND): SlotState.THEIRS,
     (SlotState.THEIRS, SlotEvent.LANDED): SlotState.OURS,
     (SlotState.FREE, SlotEvent.PACK): SlotState.OURS,
@@ -113,7 +113,7 @@ class SlotPool:
         Raises:
             LocalError: the event is not legal in this state.
         """
-        slot.state = next_state(SLOT_MOVES, slot.state, event, f"slot of generation {slot.generation}")
+        slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
         if slot.state is SlotState.FREE:
             self._free.append(slot)
             self._taken_for[slot.holder] -= 1

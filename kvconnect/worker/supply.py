@@ -13,7 +13,7 @@ from typing import Protocol
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.pack.packer import Packer, StagedChunk
 from kvconnect.plan.chunks import Chunk
-from kvconnect.worker.growing import Growing
+from kvconnect.worker.streaming_prefill import StreamingPrefill
 
 
 class Supply(Protocol):
@@ -97,7 +97,7 @@ class StagedChunks:
         return self._next - 1, self._staged[self._next - 1]
 
 
-class GrowingChunks:
+class StreamedChunks:
     """Chunks of a prefill under way: each can be packed once its tokens are computed, states at the end.
 
     In the order in which that happens, which need not be that of the fetch.
@@ -107,10 +107,14 @@ class GrowingChunks:
     """
 
     def __init__(
-        self, growing: Growing, packer: Packer, geometry: Sequence[GroupGeometry], chunks: Sequence[Chunk]
+        self,
+        prefill: StreamingPrefill,
+        packer: Packer,
+        geometry: Sequence[GroupGeometry],
+        chunks: Sequence[Chunk],
     ) -> None:
         self.count = len(chunks)
-        self._growing = growing
+        self._prefill = prefill
         self._packer = packer
         self._geometry = geometry
         self._chunks = chunks
@@ -135,7 +139,7 @@ class GrowingChunks:
             -(-span.stop // self._row_tokens[span.group]) * self._row_tokens[span.group]
             for span in chunk.spans
         )
-        return min(self._growing.num_tokens, max(ends, default=0))
+        return min(self._prefill.num_tokens, max(ends, default=0))
 
     @property
     def left(self) -> int:
@@ -145,11 +149,11 @@ class GrowingChunks:
     @property
     def due(self) -> int:
         """See ``Supply``."""
-        growing = self._growing
-        growing.advance()
-        if growing.is_whole:
+        prefill = self._prefill
+        prefill.advance()
+        if prefill.is_whole:
             return self.count
-        return bisect.bisect_right(self._needs_in_order, growing.ready_tokens)
+        return bisect.bisect_right(self._needs_in_order, prefill.ready_tokens)
 
     @property
     def has_next(self) -> bool:
@@ -159,12 +163,12 @@ class GrowingChunks:
     @property
     def is_due(self) -> bool:
         """See ``Supply``."""
-        return self.left > 0 and (self._growing.hold is not None or self.has_next)
+        return self.left > 0 and (self._prefill.hold is not None or self.has_next)
 
     @property
     def is_over(self) -> bool:
         """See ``Supply``."""
-        return not self.left and self._growing.hold is not None
+        return not self.left and self._prefill.hold is not None
 
     def take(self) -> tuple[int, StagedChunk]:
         """See ``Supply``."""
@@ -173,7 +177,7 @@ class GrowingChunks:
         tokens = [span for span in chunk.spans if span.group not in self._states]
         first = min((span.start for span in tokens), default=0)
         stop = max((span.stop for span in tokens), default=0)
-        blocks = self._growing.blocks_of(self._geometry, first, stop)
-        (staged,) = self._packer.stage(blocks, [chunk], self._growing.num_tokens)
+        blocks = self._prefill.blocks_of(self._geometry, first, stop)
+        (staged,) = self._packer.stage(blocks, [chunk], self._prefill.num_tokens)
         self._next += 1
         return index, staged

@@ -6,7 +6,7 @@ import logging
 
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
-from kvconnect.worker.ledger import Lease, Loading, Sending
+from kvconnect.worker.ledger import Lease, LoadRecord, Sending
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
         logger.warning("%s could not be sent: %s", what, sending.error)
 
 
-def count_loaded(metrics: Metrics, loading: Loading, now: float) -> None:
+def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
     """A request that D fetched is over."""
     outcome = "aborted" if loading.aborted else "failed" if loading.error else "ok"
     metrics.transfers.labels("received", outcome).inc()

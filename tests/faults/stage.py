@@ -42,7 +42,7 @@ DEADLINES: dict[str, float] = {
 }
 """Settings under which whatever hangs is over within seconds."""
 
-_NO_FAULT = ("peers", "visitors")
+_NO_FAULT = ("peers", "inbound_peers")
 """What a worker's state counts that need not be zero at rest."""
 
 

@@ -76,7 +76,7 @@ def test_a_wrong_or_late_answer_is_a_problem_and_a_refusal_is_not():
 def test_whatever_is_held_is_left_over():
     at_rest = {
         "blocks": {"held": 0, "free": 9, "total": 9},
-        "connector": {"engine": "nixl", "leases": 0, "peers": 3, "visitors": 1},
+        "connector": {"engine": "nixl", "leases": 0, "peers": 3, "inbound_peers": 1},
     }
     assert left_over(at_rest) == {}
     assert left_over({**at_rest, "connector": {"leases": 2, "new": 1}}) == {"leases": 2, "new": 1}

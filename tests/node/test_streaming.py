@@ -53,7 +53,7 @@ def ask_both(prefill: Client, decode: Client, prompt: list[int], name: str = "a"
 def ask_and_wait(prefill: Client, decode: Client, prompt: list[int], name: str = "a") -> None:
     """Both are asked, and D's fetch waits at P."""
     ask_both(prefill, decode, prompt, name)
-    until(decode, lambda: prefill.engine.worker.state()["waiting"])
+    until(decode, lambda: prefill.engine.worker.state()["pending_fetches"])
 
 
 def counted(name: str, **labels: str) -> float:

@@ -19,7 +19,7 @@ from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack import packer_torch
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 from tests.pack.sides import (
     DEVICE,
@@ -193,10 +193,10 @@ def exchanges(draw):
     spans = []
     for group in model.groups:
         if any(layer.kind == "state" and layer.group == group for layer in model.layers):
-            spans.append(Span(group, 0, 1))
+            spans.append(TokenSpan(group, 0, 1))
             continue
         start = draw(st.integers(0, model.num_tokens - 1))
-        spans.append(Span(group, start, draw(st.integers(start, model.num_tokens))))
+        spans.append(TokenSpan(group, start, draw(st.integers(start, model.num_tokens))))
     ours, theirs = draw(shapes(model)), draw(shapes(other))
     return (
         (model, ours, draw(held_blocks(model, ours, False))),
@@ -259,7 +259,7 @@ def whole(side: Side, packer: Packer):
     """All tokens of the cache as one chunk."""
     tokens = side.model.num_tokens
     blocks = tuple(range(2, 2 + tokens // side.shape.kernel[0]))
-    (staged,) = packer.stage([GroupBlocks(0, 0, blocks)], [Chunk(0, 1, (Span(0, 0, tokens),))], tokens)
+    (staged,) = packer.stage([GroupBlocks(0, 0, blocks)], [Chunk(0, 1, (TokenSpan(0, 0, tokens),))], tokens)
     return staged
 
 
@@ -328,7 +328,7 @@ def test_zeros_travel_where_the_source_has_no_block_and_nothing_lands_where_the_
     scales = {"a": (0.5, 2.0)}
     source, target = (Side(model(name), shape, HeadInterval(0, 2), 8, 1, scales) for name in pair)
     held, wanted = {0: GroupBlocks(0, 0, (0, 3, 0, 5))}, {0: GroupBlocks(0, 0, (2, 0, 7, 1))}
-    exchange(kernels, source, held, target, wanted, [Span(0, 1, 16)], 1 << 20, 5, scales)
+    exchange(kernels, source, held, target, wanted, [TokenSpan(0, 1, 16)], 1 << 20, 5, scales)
 
 
 class _Allocated(TorchDispatchMode):

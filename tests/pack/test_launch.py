@@ -12,7 +12,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 
 pytest.importorskip("triton")
@@ -62,7 +62,9 @@ def test_a_compiled_kernel_is_started_with_the_same_arguments(monkeypatch):
     card = TableCard.of(table)
     packer = Packer(table, align_wire(card, card), side="source", device="cpu", kernels="triton")
     staged = packer.stage(
-        [GroupBlocks(0, 0, (3, 5))], [Chunk(0, 1, (Span(0, 0, 4),)), Chunk(0, 1, (Span(0, 0, 8),))], 8
+        [GroupBlocks(0, 0, (3, 5))],
+        [Chunk(0, 1, (TokenSpan(0, 0, 4),)), Chunk(0, 1, (TokenSpan(0, 0, 8),))],
+        8,
     )
     slot = torch.zeros(4096, dtype=torch.uint8)
     for chunk in staged:

@@ -14,7 +14,7 @@ from kvconnect.cache.shard import HeadInterval, partner_ranks
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
 from tests.pack.sides import (
     DEVICE,
@@ -123,11 +123,11 @@ def exchanges(draw):
     spans = []
     for group in model.groups:
         if any(layer.kind == "state" and layer.group == group for layer in model.layers):
-            spans.append(Span(group, 0, 1))
+            spans.append(TokenSpan(group, 0, 1))
             continue
         start = draw(st.integers(0, model.num_tokens - 1))
         stop = draw(st.integers(start, model.num_tokens))
-        spans.append(Span(group, start, stop))
+        spans.append(TokenSpan(group, start, stop))
     ours, theirs = draw(shapes(model)), draw(shapes(model))
     worlds = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
     return (
@@ -222,7 +222,7 @@ def test_whole_pages_are_moved_as_they_are(kernels, case):
     wire = align_wire(source.card(), target.card())
     assert wire.order == "pages"
     spans = tuple(
-        Span(group, *((0, 1) if wire_state(wire, group) else (start[group], stop[group])))
+        TokenSpan(group, *((0, 1) if wire_state(wire, group) else (start[group], stop[group])))
         for group in model.groups
     )
     packer = Packer(source.table, wire, side="source", device=DEVICE, kernels=kernels)
@@ -303,7 +303,7 @@ def test_any_tensor_parallel_sizes(worlds, heads):
                 held,
                 target,
                 wanted,
-                [Span(0, 0, model.num_tokens)],
+                [TokenSpan(0, 0, model.num_tokens)],
                 1 << 20,
                 rank,
             )
@@ -334,7 +334,7 @@ def test_block_sizes_in_any_ratio(kernels, sizes):
         simple_blocks(model, ours),
         target,
         simple_blocks(model, theirs),
-        [Span(0, 3, 299)],
+        [TokenSpan(0, 3, 299)],
         20_000,
         5,
     )
@@ -345,7 +345,7 @@ def one_way(kernels, word_width=8):
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
     wire = align_wire(side.card(), side.card(), "rows")
     packer = Packer(side.table, wire, side="source", device=DEVICE, kernels=kernels)
-    chunk = Chunk(0, 2, (Span(0, 1, 11),))
+    chunk = Chunk(0, 2, (TokenSpan(0, 1, 11),))
     (staged,) = packer.stage(list(simple_blocks(model, shape).values()), [chunk], 12)
     return side, packer, staged
 
@@ -437,7 +437,7 @@ def test_what_cannot_be_staged_is_refused():
     side = Side(model, shape, HeadInterval(0, 4), NUM_BLOCKS, 1)
     wire = align_wire(side.card(), side.card(), "rows")
     packer = Packer(side.table, wire, side="source", device=DEVICE)
-    chunk = Chunk(0, 2, (Span(0, 0, 12),))
+    chunk = Chunk(0, 2, (TokenSpan(0, 0, 12),))
     with pytest.raises(LocalError, match=rf"the\s+cache has 0..{NUM_BLOCKS - 1}"):
         packer.stage([GroupBlocks(0, 0, (3, NUM_BLOCKS, 4))], [chunk], 12)
     with pytest.raises(LayoutError, match="tokens 4 to 7 of the request"):
@@ -447,13 +447,13 @@ def test_what_cannot_be_staged_is_refused():
     with pytest.raises(LayoutError, match="group 0 of this side, the request has \\[\\]"):
         packer.stage([], [chunk], 12)
     with pytest.raises(LayoutError, match="the cache 40"):
-        packer.stage([GroupBlocks(0, 0, (3,))], [Chunk(0, 2, (Span(0, 0, 2**31 - 1),))], 12)
+        packer.stage([GroupBlocks(0, 0, (3,))], [Chunk(0, 2, (TokenSpan(0, 0, 2**31 - 1),))], 12)
     for bad in (
         Chunk(0, 3, ()),
         Chunk(1, 1, ()),
-        Chunk(0, 2, (Span(1, 0, 1),)),
-        Chunk(0, 2, (Span(0, 4, 3),)),
-        Chunk(0, 2, (Span(0, 0, 1), Span(0, 1, 2))),
+        Chunk(0, 2, (TokenSpan(1, 0, 1),)),
+        Chunk(0, 2, (TokenSpan(0, 4, 3),)),
+        Chunk(0, 2, (TokenSpan(0, 0, 1), TokenSpan(0, 1, 2))),
     ):
         with pytest.raises(LayoutError, match="a chunk"):
             packer.stage([GroupBlocks(0, 0, (3, 4, 5))], [bad], 12)

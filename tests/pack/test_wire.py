@@ -15,7 +15,7 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import ALIGN_BYTES, Chunk, Chunker, Span, wanted_spans
+from kvconnect.plan.chunks import ALIGN_BYTES, Chunk, Chunker, TokenSpan, wanted_spans
 from kvconnect.plan.wire import Wire, WireStream, align_wire
 from tests.pack.sides import Layer, Model, Shape, Side
 
@@ -46,7 +46,7 @@ def wires(draw):
     spans = []
     for group in sorted({stream.target_group for stream in streams}):
         start, stop = sorted((draw(st.integers(0, 200)), draw(st.integers(0, 200))))
-        spans.append(Span(group, 0, 1) if states[group] else Span(group, start, stop))
+        spans.append(TokenSpan(group, 0, 1) if states[group] else TokenSpan(group, start, stop))
     return wire, spans, draw(st.integers(16, 20_000))
 
 
@@ -107,7 +107,7 @@ def test_as_few_chunks_as_the_tokens_allow(case):
         begun = {span.group: span.start for span in chunk.spans}
         earliest = min(begun.values())
         more = tuple(
-            Span(span.group, begun.get(span.group, max(span.start, earliest)), min(span.stop, reached))
+            TokenSpan(span.group, begun.get(span.group, max(span.start, earliest)), min(span.stop, reached))
             for span in spans
             if span.group not in states and (span.group in begun or span.stop > earliest)
         )
@@ -121,17 +121,17 @@ def test_as_few_chunks_as_the_tokens_allow(case):
 def test_a_slot_that_is_too_small_names_the_layer():
     wire = Wire("rows", (WireStream("big", 0, 0, False, 0, None, 16, 100, 100, 4),))
     with pytest.raises(LayoutError, match="a slot has 111 bytes, but layer 'big' needs at least 112"):
-        Chunker(wire).cut([Span(0, 0, 32)], 111)
-    assert len(Chunker(wire).cut([Span(0, 0, 32)], 112)) == 2
+        Chunker(wire).cut([TokenSpan(0, 0, 32)], 111)
+    assert len(Chunker(wire).cut([TokenSpan(0, 0, 32)], 112)) == 2
 
 
 def test_wires_and_chunks_survive_a_message():
     wire = Wire("rows", (WireStream("a", 1, 0, False, 0, HeadInterval(2, 4), 1, 8, 16, 8),))
-    chunk = Chunk(0, 1, (Span(0, 3, 9),))
+    chunk = Chunk(0, 1, (TokenSpan(0, 3, 9),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=Wire) == wire
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(chunk), type=Chunk) == chunk
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(Chunk(0, 1, (Span(0, -1, 9),))), type=Chunk)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(Chunk(0, 1, (TokenSpan(0, -1, 9),))), type=Chunk)
 
 
 def side(
@@ -181,11 +181,11 @@ def test_a_layer_that_the_source_lacks_is_named():
 
 def test_what_a_target_wants_begins_at_its_first_real_block():
     groups = side().card().groups
-    assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 100) == (Span(0, 8, 16),)
-    assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 13) == (Span(0, 8, 13),)
+    assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 100) == (TokenSpan(0, 8, 16),)
+    assert wanted_spans(groups, [GroupBlocks(0, 1, (0, 5, 6))], 13) == (TokenSpan(0, 8, 13),)
     assert wanted_spans(groups, [GroupBlocks(0, 0, (0, 0))], 13) == ()
     state = side(kind="state").card().groups
-    assert wanted_spans(state, [GroupBlocks(0, 0, (3,))], 100) == (Span(0, 0, 1),)
+    assert wanted_spans(state, [GroupBlocks(0, 0, (3,))], 100) == (TokenSpan(0, 0, 1),)
 
 
 @given(wires(), st.sampled_from([4, 16, 48]))

@@ -15,12 +15,12 @@ from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 
 LIMIT = 16 << 20
-TO_PREFILL = (m.Hello, m.Fetch, m.Granted, m.Cancel, m.LetGo, m.Renew, m.Alive, m.Bad)
+TO_PREFILL = (m.Hello, m.Fetch, m.CreditGrant, m.Cancel, m.Release, m.Renew, m.Alive, m.Bad)
 TO_DECODE = (
-    *(m.Welcome, m.Refused, m.Accepted, m.Wanted, m.Declined, m.Landed, m.Written, m.Renewed),
+    *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Declined, m.Landed, m.Written, m.Renewed),
     *(m.StillAlive, m.Bad),
 )
 
@@ -64,7 +64,7 @@ introductions = st.builds(
     table=tables,
     slot_bytes=sizes,
 )
-spans = st.builds(Span, indices, counts, counts)
+spans = st.builds(TokenSpan, indices, counts, counts)
 chunks = st.builds(Chunk, counts, counts, st.lists(spans, max_size=3).map(tuple))
 grants = st.builds(m.Grant, positive, sizes, positive)
 groups = st.builds(GroupBlocks, indices, counts, st.lists(counts, max_size=4).map(tuple))
@@ -97,10 +97,10 @@ messages = st.one_of(
         several(grants),
         seconds,
     ),
-    st.builds(m.Granted, transfer_ids, several(grants)),
+    st.builds(m.CreditGrant, transfer_ids, several(grants)),
     st.builds(m.Declined, transfer_ids),
     st.builds(m.Accepted, transfer_ids, sizes),
-    st.builds(m.Wanted, transfer_ids, counts, several(positive)),
+    st.builds(m.CreditRequest, transfer_ids, counts, several(positive)),
     st.builds(m.Renew, several(texts)),
     st.builds(m.Renewed, several(st.tuples(texts, sizes)), several(st.tuples(texts, texts)), several(texts)),
     st.builds(m.Landed, transfer_ids, counts, positive, sizes, st.none() | st.integers(0, 2**64 - 1), sizes),
@@ -109,7 +109,7 @@ messages = st.one_of(
         *(transfer_ids, st.booleans(), st.booleans(), sizes, counts, seconds, texts, st.booleans(), sizes),
     ),
     st.builds(m.Cancel, transfer_ids),
-    st.builds(m.LetGo, texts, st.integers(1, 256)),
+    st.builds(m.Release, texts, st.integers(1, 256)),
     st.just(m.Alive()),
     st.just(m.StillAlive()),
     st.builds(m.Bad, texts),
@@ -144,14 +144,14 @@ def test_the_kinds_of_messages_are_those_that_are_tested():
 
 
 GRANT = m.Grant(4096, 8192, 7)
-CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
+CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
 
 
 @pytest.mark.parametrize(
     ("message", "frame"),
     [
         (m.Cancel(7), "92a663616e63656c07"),
-        (m.LetGo("h", 2), "93a66c65745f676fa16802"),
+        (m.Release("h", 2), "93a66c65745f676fa16802"),
         (m.Alive(), "91a5616c697665"),
         (m.StillAlive(), "91ab7374696c6c5f616c697665"),
         (m.Bad("x"), "92a3626164a178"),
@@ -165,10 +165,10 @@ CHUNK = Chunk(0, 3, (Span(0, 16, 48), Span(1, 0, 1)))
             "9aa5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
             "cb4059000000000000",
         ),
-        (m.Granted(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
+        (m.CreditGrant(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
         (m.Declined(3), "92a86465636c696e656403"),
         (m.Accepted(3, 9), "93a861636365707465640309"),
-        (m.Wanted(3, 2, (7,)), "94a677616e74656403029107"),
+        (m.CreditRequest(3, 2, (7,)), "94a677616e74656403029107"),
         (m.Renew(("h",)), "92a572656e657791a168"),
         (m.Renewed((("h", 9),), (("i", "no"),), ("j",)), "94a772656e657765649192a168099192a169a26e6f91a16a"),
         (m.Landed(3, 1, 7, 4096, 2**64 - 1, 9), "97a66c616e646564030107cd1000cfffffffffffffffff09"),
@@ -217,17 +217,17 @@ def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
         m.Fetch(1, "h", 1, (), 257, 1.0),
         m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(-1, 1, ()),)),
         m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 2**31, ()),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (Span(0, -1, 1),)),)),
-        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (Span(4096, 0, 1),)),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (TokenSpan(0, -1, 1),)),)),
+        m.Fetch(1, "h", 1, (), 1, 1.0, (Chunk(0, 1, (TokenSpan(4096, 0, 1),)),)),
         m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(0, 1, 1),)),
         m.Fetch(1, "h", 1, (), 1, 1.0, (), (m.Grant(2**62, 1, 1),)),
         m.Fetch(1, "h", 1, (), 1, 1.0, (CHUNK,) * (m.MAX_CHUNKS + 1)),
         m.Fetch(1, "h", 1, (), 1, 1.0, (), (GRANT,) * (m.MAX_CHUNKS + 1)),
-        m.Granted(1, (m.Grant(4096, -1, 1),)),
-        m.Granted(1, (m.Grant(4096, 1, 0),)),
-        m.Granted(1, (m.Grant(-4096, 1, 1),)),
-        m.Granted(1, (GRANT,) * (m.MAX_CHUNKS + 1)),
-        m.LetGo("h", 10**6),
+        m.CreditGrant(1, (m.Grant(4096, -1, 1),)),
+        m.CreditGrant(1, (m.Grant(4096, 1, 0),)),
+        m.CreditGrant(1, (m.Grant(-4096, 1, 1),)),
+        m.CreditGrant(1, (GRANT,) * (m.MAX_CHUNKS + 1)),
+        m.Release("h", 10**6),
     ],
 )
 def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
@@ -254,6 +254,6 @@ def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
 
 
 def test_what_is_too_long_is_not_read():
-    frame = m.encode(m.Granted(1, (GRANT,) * 100))
+    frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
     with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
         m.decode_to_prefill(frame, 99)

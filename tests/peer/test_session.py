@@ -12,9 +12,9 @@ from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.session import MOVES, Ended, Misused, Ready, Received, Session, Side, State
+from kvconnect.peer.session import TRANSITIONS, Ended, Misused, Ready, Received, Session, Side, State
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.plan.chunks import Chunk, TokenSpan
 
 
 def introduction(engine_id="P", model="m", engine="memory", heads=None, weights="w", held_back=0):
@@ -69,7 +69,7 @@ def ready_pair():
 
 GRANT = m.Grant(4096, 8192, 7)
 FETCH = m.Fetch(
-    1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0, (Chunk(0, 1, (Span(0, 0, 10),)),), (GRANT,)
+    1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0, (Chunk(0, 1, (TokenSpan(0, 0, 10),)),), (GRANT,)
 )
 
 
@@ -126,7 +126,7 @@ def test_a_table_that_no_cache_can_have_is_refused_before_it_is_used(card):
 
 def test_numbers_out_of_bounds_are_not_read():
     _, prefill = ready_pair()
-    for message in (m.LetGo("h", 10**6), m.Granted(1, (m.Grant(0, 64, 7),))):
+    for message in (m.Release("h", 10**6), m.CreditGrant(1, (m.Grant(0, 64, 7),))):
         (event,) = prefill.receive(m.encode(message), 0)
         assert isinstance(event, Misused)
     assert prefill.state is State.READY
@@ -206,7 +206,7 @@ def test_another_protocol_version_is_refused():
     assert "protocol version is 99, accepted: 5" in ended.reason
 
 
-@pytest.mark.parametrize("message", [FETCH, m.Granted(1, (GRANT,)), m.Cancel(1), m.LetGo("h", 1)])
+@pytest.mark.parametrize("message", [FETCH, m.CreditGrant(1, (GRANT,)), m.Cancel(1), m.Release("h", 1)])
 def test_what_is_asked_passes_once_ready(message):
     decode, prefill = ready_pair()
     decode.send(message)
@@ -239,12 +239,12 @@ ALL_MESSAGES = [
     m.Welcome(m.PROTOCOL_VERSION, introduction(), ()),
     m.Refused(m.PROTOCOL_VERSION, "no"),
     FETCH,
-    m.Granted(1, (GRANT,)),
+    m.CreditGrant(1, (GRANT,)),
     m.Declined(1),
     m.Landed(1, 0, 7, 64, None),
     m.Written(1, True, True, 5, 1, 0.1, ""),
     m.Cancel(1),
-    m.LetGo("h", 1),
+    m.Release("h", 1),
     m.Alive(),
     m.StillAlive(),
     m.Bad("what"),
@@ -255,7 +255,7 @@ ALL_MESSAGES = [
 @pytest.mark.parametrize("state", [State.NEW, State.GREETED, State.READY])
 @pytest.mark.parametrize("message", ALL_MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_is_not_in_the_table_changes_nothing(side, state, message):
-    if (side, state, type(message)) in MOVES:
+    if (side, state, type(message)) in TRANSITIONS:
         return
     subject = session(side)
     if state is not State.NEW and side is Side.DECODE:

@@ -307,7 +307,7 @@ class Checks:
         config, prefill, decode = worker.config, worker.mover.prefill, worker.mover.decode
         asked = sum([loading.admitted for loading in decode.loads.values()])
         in_flight = sum([sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values()])
-        fetches, expected = len(prefill.waiting.fetches), len(prefill.waiting.expected)
+        fetches, expected = len(prefill.pending.fetches), len(prefill.pending.expected)
         # A chunk and a calibration are one batch each, whatever their size.
         most_bytes = config.max_inflight_bytes + max(
             config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes

@@ -6,7 +6,7 @@ Knows nothing of what the worker believes: only the frames that it sends and tak
 from __future__ import annotations
 
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import Fetch, Granted, Landed
+from kvconnect.peer.messages import CreditGrant, Fetch, Landed
 from tests.simulator.frames import read_frame, tag_of
 
 Grant = tuple[str, int, int]
@@ -25,7 +25,7 @@ class Grants:
         tag = tag_of(data)
         if b"fetch" in tag or b"granted" in tag:
             message = read_frame(data, to_decode=False)
-            assert isinstance(message, Fetch | Granted)
+            assert isinstance(message, Fetch | CreditGrant)
             for grant in message.grants:
                 self._granted[grant.address] = (link, message.transfer_id, grant.generation)
 

@@ -18,17 +18,17 @@ from kvconnect.peer.messages import (
     Alive,
     Bad,
     Cancel,
+    CreditGrant,
+    CreditRequest,
     Declined,
     Fetch,
-    Granted,
     Hello,
     Landed,
-    LetGo,
     Message,
+    Release,
     Renew,
     Renewed,
     StillAlive,
-    Wanted,
     Welcome,
     Written,
     encode,
@@ -57,6 +57,9 @@ def _read(data: bytes, to_decode: bool) -> Message:
         return Bad("a lie of its own")
 
 
+_NUMBERED = (Fetch, CreditGrant, Landed, Accepted, Written, CreditRequest)
+
+
 class Liar:
     """One worker's lies.
 
@@ -79,9 +82,9 @@ class Liar:
             return []
         self._overheard[to_decode].append(data)
         message = _read(data, to_decode)
-        if isinstance(message, Fetch | LetGo) and message.handle not in self._handles:
+        if isinstance(message, Fetch | Release) and message.handle not in self._handles:
             self._handles.append(message.handle)
-        if isinstance(message, Fetch | Granted):
+        if isinstance(message, Fetch | CreditGrant):
             self._generations.extend(grant.generation for grant in message.grants)
         rng = self._rng
         if not to_decode or rng.random() >= _ECHOED:
@@ -120,7 +123,9 @@ class Liar:
         kind = rng.random()
         if kind < 0.03:
             return rng.randbytes(rng.randrange(40))
-        if kind < 0.4 and isinstance(message, Fetch | Granted | Landed | Accepted | Written | Wanted):
+        if kind < 0.4 and isinstance(
+            message, Fetch | CreditGrant | Landed | Accepted | Written | CreditRequest
+        ):
             message = self._invented(message, to_decode)
         if kind < 0.9:
             message = self._changed(message)
@@ -138,7 +143,7 @@ class Liar:
         number = self._near(message.transfer_id)  # type: ignore[union-attr]
         if not to_decode:
             return rng.choice(
-                (Cancel(number), LetGo(rng.choice(self._handles), 1), Renew(tuple(self._handles)), Alive())
+                (Cancel(number), Release(rng.choice(self._handles), 1), Renew(tuple(self._handles)), Alive())
             )
         epoch = getattr(message, "epoch", 0)
         generation = getattr(message, "generation", 1)
@@ -148,7 +153,7 @@ class Liar:
                 Written(number, True, True, 0, 0, 0.0, "", epoch=epoch),
                 Written(number, False, rng.random() < 0.5, 0, 0, 0.0, "a lie", again=rng.random() < 0.5),
                 Accepted(number, self._near(epoch)),
-                Wanted(number, rng.randrange(9), spared),
+                CreditRequest(number, rng.randrange(9), spared),
                 Declined(number),
                 Renewed(over=((rng.choice(self._handles), "a lie"),)),
                 Renewed(epochs=tuple((handle, self._near(epoch)) for handle in self._handles)),
@@ -179,12 +184,12 @@ class Liar:
                 fields = {
                     "transfer_id": near(message.transfer_id),
                     "ok": not message.ok,
-                    "quiet": not message.quiet,
+                    "quiescent": not message.quiescent,
                     "again": not message.again,
                     "seconds": self._time(),
                     "epoch": near(message.epoch),
                 }
-            case Accepted() | Declined() | Cancel() | Wanted():
+            case Accepted() | Declined() | Cancel() | CreditRequest():
                 fields = {"transfer_id": near(message.transfer_id)}
             case Renewed():
                 fields = {"epochs": tuple((handle, near(epoch)) for handle, epoch in message.epochs)}
@@ -202,9 +207,9 @@ class Liar:
                     "grants": message.grants * 2,
                     "groups": message.groups * 2,
                 }
-            case Granted():
+            case CreditGrant():
                 fields = {"transfer_id": near(message.transfer_id), "grants": message.grants * 2}
-            case LetGo():
+            case Release():
                 fields = {"handle": rng.choice(self._handles), "consumers": rng.randint(1, 3)}
             case Renew():
                 fields = {"handles": tuple(self._handles)}

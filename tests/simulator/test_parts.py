@@ -12,7 +12,7 @@ from kvconnect.errors import PeerError
 from kvconnect.peer import messages as wire
 from kvconnect.peer.channel import Frame, LinkLost
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.messages import Fetch, Granted, Landed, encode
+from kvconnect.peer.messages import CreditGrant, Fetch, Landed, encode
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.simulator.content import Prompt
 from tests.simulator.grants import Grants
@@ -242,7 +242,7 @@ def test_a_slot_is_used_once_and_by_whom_it_was_granted_to():
     grants.heard("a", b"landed, but no message")
     assert [grants.use(704), grants.use(704)] == [True, False]
     assert not grants.use(640)
-    grants.said("a", encode(Granted(5, (wire.Grant(640, 64, 11),))))
+    grants.said("a", encode(CreditGrant(5, (wire.Grant(640, 64, 11),))))
     grants.heard("a", encode(Landed(5, 0, 9, 64, None)))
     assert not grants.use(640)
 

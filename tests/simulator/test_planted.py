@@ -12,15 +12,15 @@ from kvconnect.peer.loss import Quarantine
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
-from kvconnect.worker.growing import Growing
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, Leg, LegState
-from kvconnect.worker.legs import Legs
+from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, RankFetch, RankFetchState
 from kvconnect.worker.mover import Mover
+from kvconnect.worker.pending_fetches import PendingFetches
 from kvconnect.worker.prefill_side import PrefillSide
+from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
-from kvconnect.worker.waiting import WaitingRoom
+from kvconnect.worker.streaming_prefill import StreamingPrefill
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -38,8 +38,8 @@ def frees_while_sending(patch):
 
 def reports_before_quiet(patch):
     """D does not wait until nobody writes any more."""
-    over = (LegState.LANDED, LegState.FAILED, LegState.BUSY)
-    patch.setattr(Leg, "over", property(lambda self: self.state in over))
+    over = (RankFetchState.LANDED, RankFetchState.FAILED, RankFetchState.BUSY)
+    patch.setattr(RankFetch, "over", property(lambda self: self.state in over))
 
 
 def skips_the_quarantine(patch):
@@ -95,13 +95,13 @@ def takes_the_slots_of_others(patch):
 
 def believes_whoever_speaks(patch):
     """What is said of a fetch counts, over whatever connection it is said."""
-    hear = Legs.hear
+    hear = RankFetches.hear
 
     def hear_all(self, message, link, now):
-        _, leg = self.find(message.transfer_id) or (None, None)
-        hear(self, message, link if leg is None else leg.link, now)
+        _, rank_fetch = self.find(message.transfer_id) or (None, None)
+        hear(self, message, link if rank_fetch is None else rank_fetch.link, now)
 
-    patch.setattr(Legs, "hear", hear_all)
+    patch.setattr(RankFetches, "hear", hear_all)
 
 
 def gives_a_handle_twice(patch):
@@ -166,7 +166,7 @@ def trusts_lost_blocks(patch):
                 self.blocks.setdefault(news.group, []).extend(news.block_ids)
         return True
 
-    patch.setattr(Growing, "add", add)
+    patch.setattr(StreamingPrefill, "add", add)
     patch.setattr(PrefillSide, "preempted", lambda self, order: None)
     patch.setattr(PrefillSide, "_cut_short", lambda self, growing, reason, again: None)
 
@@ -212,7 +212,7 @@ def waits_too_long(patch):
 
 def refuses_whoever_comes_early(patch):
     """P has no patience with a fetch that comes before its request is held."""
-    patch.setattr(WaitingRoom, "admit", lambda self, early, is_held, now: "it is not held")
+    patch.setattr(PendingFetches, "admit", lambda self, early, held, now, is_served=False: "it is not held")
 
 
 def begins_early_without_a_bound(patch):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.peer.messages import Fetch, Granted, Hello, Welcome
+from kvconnect.peer.messages import CreditGrant, Fetch, Hello, Welcome
 from tests.simulator.frames import read_frame
 from tests.simulator.world import START_S
 
@@ -45,12 +45,12 @@ def _describe(link: str, data: bytes) -> str:
                 f"blocks {blocks}, "
                 f"{len(message.chunks)} chunks, {_granted(message)}, {message.timeout_s:.3f} s"
             )
-        case Granted():
-            return f"Granted {message.transfer_id}: {_granted(message)}"
+        case CreditGrant():
+            return f"CreditGrant {message.transfer_id}: {_granted(message)}"
     fields = [f"{key}={value}" for key, value in msgspec.structs.asdict(message).items()]
     return f"{name} {' '.join(fields)}"
 
 
-def _granted(message: Fetch | Granted) -> str:
+def _granted(message: Fetch | CreditGrant) -> str:
     """Grants without their addresses, which differ between processes."""
     return f"slots {[grant.generation for grant in message.grants]}"

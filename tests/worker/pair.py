@@ -234,11 +234,11 @@ class FakeWorker:
         assert not prefill.sender._of_peer
         assert not prefill.sender._in_flight_bytes
         assert not prefill.busy
-        assert not prefill.waiting
-        assert not prefill.waiting.expected
-        assert len(prefill.growing) == 0
+        assert not prefill.pending
+        assert not prefill.pending.expected
+        assert len(prefill.streaming) == 0
         assert not decode.loads
-        assert len(decode.legs) == 0
+        assert len(decode.rank_fetches) == 0
         assert not decode._queue
         assert not decode.waiting_for_writes
         assert not decode.waiting_for_device
@@ -256,7 +256,7 @@ class FakeWorker:
 def without_renewal(pair):
     """The same pair with an engine that cannot keep late writes out: only time proves that they are over."""
     for worker in pair.workers:
-        worker.mover.decode.legs._can_renew = False
+        worker.mover.decode.rank_fetches._can_renew = False
     return pair
 
 

@@ -104,7 +104,7 @@ def test_the_wait_for_a_prefill_ends_with_the_time_of_the_load(pair):
     pair.run(ExtraConfig().load_timeout_s + 1, step_s=0.5)
     assert pair.decode.received == ["a"]
     assert pair.decode.failed
-    assert not pair.prefill.mover.prefill.waiting.fetches
+    assert not pair.prefill.mover.prefill.pending.fetches
     withdraw(pair)
     pair.run(ExtraConfig().early_fetch_s + 1)
     pair.assert_idle()
@@ -121,7 +121,7 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
     assert pair.prefill.mover.prefill.busy, "nobody wakes it when the device is done"
-    assert not pair.prefill.mover.prefill.waiting.expected
+    assert not pair.prefill.mover.prefill.pending.expected
     done.append(True)
     pair.settle()
     assert pair.decode.received == ["a"]
@@ -196,7 +196,7 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     assert pair.prefill.sent == ["a"]
     let_go(pair, "made up")
     pair.run(1)
-    assert pair.prefill.mover.prefill.waiting.let_go
+    assert pair.prefill.mover.prefill.pending.let_go
     pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
@@ -216,7 +216,7 @@ def test_aborting_a_load_that_waits_for_a_prefill_frees_the_prefill_when_it_ends
 
 def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     pair = Pair()
-    waiting = pair.prefill.mover.prefill.waiting
+    waiting = pair.prefill.mover.prefill.pending
     waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
     waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
     said = waiting.hold(HANDLE)
@@ -272,7 +272,7 @@ def test_what_waits_is_bounded():
         pair.load(f"r{n}", (n + 1,), handle=f"h{n}")
         let_go(pair, f"other{n}")
     pair.run(0.1)
-    waiting = pair.prefill.mover.prefill.waiting
+    waiting = pair.prefill.mover.prefill.pending
     assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
     assert sum("fetches wait already" in why for why in pair.decode.failed.values()) == 2

@@ -334,7 +334,7 @@ def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog
     pair.settle()
     pair.abort("a")
     pair.settle()
-    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
     pair.prefill.channel.send(link, encode(late[0]))
     pair.settle()
     assert len(pair.network.heard(Written)) == 3

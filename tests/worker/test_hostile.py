@@ -30,9 +30,9 @@ def test_only_the_peer_that_was_asked_can_answer(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.1)
-    (leg,) = pair.decode.mover.decode.loads["a"].legs.values()
-    (link,) = other.mover.prefill.visitors._visitors
-    other.channel.send(link, encode(Written(leg.transfer_id, True, True, 1, 1, 0.1, "")))
+    (rank_fetch,) = pair.decode.mover.decode.loads["a"].fetches.values()
+    (link,) = other.mover.prefill.inbound_peers._peers
+    other.channel.send(link, encode(Written(rank_fetch.transfer_id, True, True, 1, 1, 0.1, "")))
     pair.run()
     assert pair.decode.received == ["b"]
     assert pair.decode.count("failures", reason="peer_message") == 1
@@ -88,7 +88,7 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
     pair.start()
     pair.run()
     prefill = pair.prefill.mover.prefill
-    (link,) = prefill.visitors._visitors
+    (link,) = prefill.inbound_peers._peers
     stranger = pair.decode.channel
     name = link.split(":", 2)[2]
 
@@ -97,8 +97,8 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
 
     stranger.send(name, encode(Cancel(99)))
     pair.run()
-    assert [(said.ok, said.quiet) for said in answers()] == [(False, True)]
-    prefill._not_quiet[link, 98] = pair.clock.now + 10
+    assert [(said.ok, said.quiescent) for said in answers()] == [(False, True)]
+    prefill._not_quiescent[link, 98] = pair.clock.now + 10
     stranger.send(name, encode(Cancel(98)))
     pair.run()
     assert len(answers()) == 1, "its last answer said that memory is not quiet, and that still holds"

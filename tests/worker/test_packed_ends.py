@@ -14,7 +14,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Fetch, Landed, Refused, Written, encode
-from kvconnect.worker.ledger import LegState
+from kvconnect.worker.ledger import RankFetchState
 from tests.worker.kernels import SlowKernels
 from tests.worker.pair import PAGE_BYTES, Pair, quarantined
 
@@ -60,9 +60,9 @@ def bring_to(pair, kernels, state):
         pair.settle(1)
         if state != "unpacking" and not (state == "written" and pair.network.heard(Written)):
             kernels.finish()
-    expected = {"written": LegState.UNPACKING}.get(state, LegState.ASKED)
-    (leg,) = pair.decode.mover.decode.loads["a"].legs.values()
-    assert leg.state is expected
+    expected = {"written": RankFetchState.UNPACKING}.get(state, RankFetchState.ASKED)
+    (rank_fetch,) = pair.decode.mover.decode.loads["a"].fetches.values()
+    assert rank_fetch.state is expected
     assert bool(kernels.pending) == (state in ("unpacking", "written"))
 
 
@@ -79,7 +79,7 @@ def end(pair, how):
         case "death":
             pair.network.kill(pair.prefill.channel.port)
         case "refusal":
-            (link,) = pair.prefill.mover.prefill.visitors._visitors
+            (link,) = pair.prefill.mover.prefill.inbound_peers._peers
             pair.prefill.channel.send(link, encode(Refused(2, "who are you?")))
 
 
@@ -143,7 +143,7 @@ def test_slots_come_back_when_the_peer_stops_while_we_unpack(pair, kernels):
     pair.abort("a")
     pair.settle()
     (written,) = pair.network.heard(Written)
-    assert (written.ok, written.quiet) == (False, True)
+    assert (written.ok, written.quiescent) == (False, True)
     assert not pair.decode.received
     assert pair.decode.landing.taken == len(kernels.pending)
     kernels.finish()
@@ -173,7 +173,7 @@ def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(p
 def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair, kernels, then):
     """The peer lost the blocks that it sent from; what it sent already is still being unpacked."""
     bring_to(pair, kernels, "unpacking")
-    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
     again = Written(1, False, True, 0, 0, 0.0, "the prefill was preempted", again=True)
     pair.prefill.channel.send(link, encode(again))
     pair.settle(2)

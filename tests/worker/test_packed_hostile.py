@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.peer.messages import MAX_CHUNKS, Declined, Fetch, Grant, Granted, Landed, Written, encode
-from kvconnect.plan.chunks import Chunk, Span
+from kvconnect.peer.messages import MAX_CHUNKS, CreditGrant, Declined, Fetch, Grant, Landed, Written, encode
+from kvconnect.plan.chunks import Chunk, TokenSpan
 from tests.worker.pair import D_IDS, P_IDS, SLOT_BYTES, Pair, quarantined
 
 PACKED = ExtraConfig(path="packed")
@@ -139,7 +139,7 @@ def two_nodes():
     pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
     pair.settle()
     assert pair.decode.received == ["b"]
-    (link,) = other.mover.prefill.visitors._visitors
+    (link,) = other.mover.prefill.inbound_peers._peers
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
@@ -185,21 +185,21 @@ def test_a_stranger_cannot_end_the_quarantine_of_slots():
     pair.assert_idle()
 
 
-@pytest.mark.parametrize("kind", [Landed, Declined, Granted])
+@pytest.mark.parametrize("kind", [Landed, Declined, CreditGrant])
 def test_a_number_that_nobody_uses_is_no_harm(kind):
-    """Granted may cross with the end of a transfer; the others never come unasked."""
+    """CreditGrant may cross with the end of a transfer; the others never come unasked."""
     pair = Pair(PACKED)
     pair.start()
     pair.settle()
-    (link,) = pair.prefill.mover.prefill.visitors._visitors
-    if kind is Granted:
-        unknown = Granted(99, (Grant(4096, 4096, 1),))
+    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    if kind is CreditGrant:
+        unknown = CreditGrant(99, (Grant(4096, 4096, 1),))
         pair.decode.channel.send(link.split(":", 2)[2], encode(unknown))
     else:
         unknown = Landed(99, 0, 1, 768, None) if kind is Landed else Declined(99)
         pair.prefill.channel.send(link, encode(unknown))
     pair.settle()
-    assert pair.decode.count("failures", reason="peer_message") == (kind is not Granted)
+    assert pair.decode.count("failures", reason="peer_message") == (kind is not CreditGrant)
     pair.start("good", *GOOD)
     pair.settle()
     assert pair.landed(*GOOD)
@@ -257,7 +257,7 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed():
     pair.start()
     pair.run(0.2)
     assert "2 chunks did not land" in pair.decode.failed["a"]
-    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
     for landed in late:
         pair.prefill.channel.send(link, encode(landed))
     pair.start("good", *GOOD)
@@ -290,7 +290,7 @@ def test_more_slots_than_chunks_are_not_kept():
     pair = Pair(PACKED)
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
     pair.prefill.engine.hold()
-    insert(pair, Fetch, lambda fetch: [fetch, *[Granted(fetch.transfer_id, flood)] * 20])
+    insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.start()
     pair.settle()
     (outbox,) = pair.prefill.mover.prefill.sender._outboxes.values()
@@ -304,10 +304,10 @@ def test_more_slots_than_chunks_are_not_kept():
 def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits():
     pair = Pair(PACKED)
     flood = tuple(Grant(4096 + index, SLOT_BYTES, 7 + index) for index in range(1000))
-    insert(pair, Fetch, lambda fetch: [fetch, *[Granted(fetch.transfer_id, flood)] * 20])
+    insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.load("a", D_IDS)
     pair.settle()
-    (early,) = pair.prefill.mover.prefill.waiting.fetches
+    (early,) = pair.prefill.mover.prefill.pending.fetches
     assert len(early.fetch.grants) <= 2
     pair.hold("a", P_IDS)
     pair.settle()
@@ -346,7 +346,7 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
     """Whatever size the landing slot is said to have: what lies behind a send slot is not ours to write."""
     pair = Pair(PACKED, prefill_blocks=80, decode_blocks=90)
     source, target = tuple(range(1, 41)), tuple(range(1, 41))
-    whole = (Chunk(0, 3, (Span(0, 0, 160),)),)
+    whole = (Chunk(0, 3, (TokenSpan(0, 0, 160),)),)
     insert(
         pair,
         Fetch,
@@ -370,13 +370,13 @@ def test_a_chunk_larger_than_our_own_slots_is_not_packed():
 @pytest.mark.parametrize(
     ("chunks", "match"),
     [
-        ((Chunk(0, 4, (Span(0, 0, 12),)),), "streams 0..3, the wire has 0..2"),
-        ((Chunk(2, 2, (Span(0, 0, 12),)),), "streams 2..1, the wire has 0..2"),
-        ((Chunk(0, 3, (Span(1, 0, 12),)),), "cache group 1"),
-        ((Chunk(0, 3, (Span(0, 12, 0),)),), "span 12..0"),
-        ((Chunk(0, 3, (Span(0, 0, 13),)),), "chunks go beyond the 12 tokens of the fetch"),
-        ((Chunk(0, 3, (Span(0, 0, 2**31 - 1),)),), "chunks go beyond the 12 tokens of the fetch"),
-        ((Chunk(0, 3, (Span(0, 0, 4), Span(0, 4, 8))),), "names a cache group twice"),
+        ((Chunk(0, 4, (TokenSpan(0, 0, 12),)),), "streams 0..3, the wire has 0..2"),
+        ((Chunk(2, 2, (TokenSpan(0, 0, 12),)),), "streams 2..1, the wire has 0..2"),
+        ((Chunk(0, 3, (TokenSpan(1, 0, 12),)),), "cache group 1"),
+        ((Chunk(0, 3, (TokenSpan(0, 12, 0),)),), "span 12..0"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 13),)),), "chunks go beyond the 12 tokens of the fetch"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 2**31 - 1),)),), "chunks go beyond the 12 tokens of the fetch"),
+        ((Chunk(0, 3, (TokenSpan(0, 0, 4), TokenSpan(0, 4, 8))),), "names a cache group twice"),
     ],
 )
 def test_chunks_that_are_none_of_the_request(chunks, match):
@@ -389,16 +389,16 @@ def test_chunks_that_are_none_of_the_request(chunks, match):
 def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(stop):
     """All of the request, or one token of it, 65 536 times: to plan that would take P seconds."""
     pair = Pair(PACKED)
-    change(pair, Fetch, chunks=(Chunk(0, 3, (Span(0, 0, stop),)),) * MAX_CHUNKS)
+    change(pair, Fetch, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
     staged = []
-    way_to = pair.prefill.mover.prefill.visitors.way_to
+    way_to = pair.prefill.mover.prefill.inbound_peers.way_to
 
-    def watched(visitor, in_use):
-        way = way_to(visitor, in_use)
+    def watched(inbound, in_use):
+        way = way_to(inbound, in_use)
         place = way.packer.chunker.place
         way.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
         return way
 
-    pair.prefill.mover.prefill.visitors.way_to = watched
+    pair.prefill.mover.prefill.inbound_peers.way_to = watched
     fails_alone(pair, "chunks")
     assert len(staged) < 100

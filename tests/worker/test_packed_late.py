@@ -160,14 +160,14 @@ def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land
     """P's answer to a cancel is that memory is not quiet: all of the slots, or those that it names."""
     pair = Pair(ExtraConfig(path="packed", num_slots=2))
 
-    def not_quiet(message):
+    def not_quiescent(message):
         if not isinstance(message, Written):
             return [message]
         lent = [slot.generation for slot in pair.decode.landing.slots]
         unsettled = None if names is None else tuple(lent[:names])
-        return [msgspec.structs.replace(message, quiet=False, unsettled=unsettled)]
+        return [msgspec.structs.replace(message, quiescent=False, unsettled=unsettled)]
 
-    pair.network.taps.append(not_quiet)
+    pair.network.taps.append(not_quiescent)
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()

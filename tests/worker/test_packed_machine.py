@@ -29,7 +29,7 @@ WEIGHTS = {
     "network fails": 0.4,
     "network works": 1,
     "message is lost": 0.3,
-    "visitors are forgotten": 0.3,
+    "inbound_peers are forgotten": 0.3,
     "kernels stall": 2,
     "kernels go on": 1,
     "kernel ends": 4,
@@ -142,11 +142,11 @@ class Chaos:
 
         self.pair.network.taps.append(lose)
 
-    def visitors_are_forgotten(self) -> None:
+    def inbound_peers_are_forgotten(self) -> None:
         prefill = self.any_prefill_node().mover.prefill
         in_use = {link for link, _ in prefill.sender.sendings}
-        for link in [link for link in prefill.visitors._visitors if link not in in_use]:
-            prefill.visitors.forget(link)
+        for link in [link for link in prefill.inbound_peers._peers if link not in in_use]:
+            prefill.inbound_peers.forget(link)
 
     # Progress
 

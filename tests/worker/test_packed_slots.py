@@ -6,7 +6,7 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Load, Orders
-from kvconnect.peer.messages import Declined, Fetch, Granted, Landed
+from kvconnect.peer.messages import CreditGrant, Declined, Fetch, Landed
 from tests.worker.pair import Pair, quarantined, without_renewal
 
 BLOCKS = 10
@@ -191,10 +191,10 @@ def test_a_fetch_without_a_slot_waits_and_is_granted_one_later():
     pair.settle()
     first, second = pair.network.heard(Fetch)
     assert (len(first.grants), len(second.grants)) == (1, 0)
-    assert not pair.network.heard(Granted)
+    assert not pair.network.heard(CreditGrant)
     pair.prefill.engine.release()
     pair.settle(40)
-    assert {granted.transfer_id for granted in pair.network.heard(Granted)} == {1, 2}
+    assert {granted.transfer_id for granted in pair.network.heard(CreditGrant)} == {1, 2}
     assert pair.landed(*blocks(0))
     assert pair.landed(*blocks(1))
     pair.assert_idle()
@@ -205,7 +205,7 @@ def test_no_generation_is_granted_twice():
     for number in range(6):
         pair.start(f"r{number}", *blocks(number))
     pair.settle(80)
-    said = pair.network.heard(Fetch) + pair.network.heard(Granted)
+    said = pair.network.heard(Fetch) + pair.network.heard(CreditGrant)
     generations = [grant.generation for message in said for grant in message.grants]
     assert len(generations) == 30 == len(set(generations))
     addresses = {grant.address for message in said for grant in message.grants}

@@ -10,7 +10,7 @@ import torch
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import EngineError
 from kvconnect.peer.messages import Fetch, Hello, encode
-from kvconnect.worker.legs import SILENT_S
+from kvconnect.worker.rank_fetches import SILENT_S
 from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined
 
 OTHER = (11, 12, 13), (31, 32, 33)
@@ -135,7 +135,7 @@ def test_a_fetch_that_is_read_late_is_not_served_after_its_time(late_s):
     pair.load("a", D_IDS)
     pair.run(late_s)
     pair.network.taps.clear()
-    (link,) = pair.prefill.mover.prefill.visitors._visitors
+    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
     pair.decode.channel.send(link.split(":", 2)[2], encode(kept[0]))
     pair.run(0.2)
     assert pair.landed() == (late_s == 0.0)

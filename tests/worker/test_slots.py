@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import LocalError
-from kvconnect.worker.slots import SLOT_MOVES, SlotEvent, SlotPool, SlotState
+from kvconnect.worker.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
 
 LEGAL = {
     ("free", "lend"): "theirs",
@@ -47,7 +47,7 @@ def slot_in(pool, state):
 def test_the_table_has_these_moves_and_no_others():
     table = {
         (state.name.lower(), event.name.lower()): after.name.lower()
-        for (state, event), after in SLOT_MOVES.items()
+        for (state, event), after in SLOT_TRANSITIONS.items()
     }
     assert table == LEGAL
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders, Preempted
 from kvconnect.peer.messages import Fetch, Landed, Written
-from kvconnect.plan.chunks import Chunk, Span
-from kvconnect.worker.legs import MOST_REPEATS
+from kvconnect.plan.chunks import Chunk, TokenSpan
+from kvconnect.worker.rank_fetches import MOST_REPEATS
 from tests.worker.kernels import SlowKernels
 from tests.worker.pair import BLOCK_TOKENS, Pair
 from tests.worker.prefills import Prefill
@@ -46,7 +46,7 @@ def idle(pair):
     pair.settle(2)
     pair.assert_idle()
     for worker in pair.workers:
-        assert not len(worker.mover.prefill.growing)
+        assert not len(worker.mover.prefill.streaming)
 
 
 def test_chunks_land_as_they_are_computed(pair):
@@ -199,7 +199,7 @@ def test_a_preempted_prefill_is_sent_again_from_its_new_blocks(pair, again_from)
     prefill.lose(OTHER)
     pair.settle()
     (written,) = pair.network.heard(Written)
-    assert (written.ok, written.quiet, written.again) == (False, True, True)
+    assert (written.ok, written.quiescent, written.again) == (False, True, True)
     assert not pair.decode.received
     prefill.to(again_from)
     pair.settle()
@@ -441,11 +441,11 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
     prefill.to(20)
     for number, chunks in enumerate(
         (
-            (Chunk(0, 3, (Span(7, 0, 4),)),),
-            (Chunk(0, 9, (Span(0, 0, 4),)),),
-            (Chunk(0, 3, (Span(0, 0, 4), Span(0, 4, 8))),),
-            (Chunk(0, 3, (Span(0, 0, 16),)),),
-            (Chunk(0, 3, (Span(0, 0, 4),)), Chunk(0, 3, (Span(0, 0, TOKENS + 1),))),
+            (Chunk(0, 3, (TokenSpan(7, 0, 4),)),),
+            (Chunk(0, 9, (TokenSpan(0, 0, 4),)),),
+            (Chunk(0, 3, (TokenSpan(0, 0, 4), TokenSpan(0, 4, 8))),),
+            (Chunk(0, 3, (TokenSpan(0, 0, 16),)),),
+            (Chunk(0, 3, (TokenSpan(0, 0, 4),)), Chunk(0, 3, (TokenSpan(0, 0, TOKENS + 1),))),
         )
     ):
         pair.network.taps = [
@@ -458,7 +458,7 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
         assert f"r{number}" in pair.decode.failed
         assert not pair.prefill.mover.prefill.sender.sendings
         # Whoever fails lets go of the handle, and of this one it is not to be taken.
-        pair.prefill.mover.prefill.waiting.let_go.clear()
+        pair.prefill.mover.prefill.pending.let_go.clear()
     pair.network.taps = []
     prefill.withdraw()
     pair.run(6)

@@ -16,10 +16,10 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Expect, GroupBlocks, Hold, Orders, Preempted, Progress
 from kvconnect.peer.messages import Landed
-from kvconnect.plan.chunks import Chunk, Chunker, Span
+from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
-from kvconnect.worker.growing import Growing
-from kvconnect.worker.supply import GrowingChunks
+from kvconnect.worker.streaming_prefill import StreamingPrefill
+from kvconnect.worker.supply import StreamedChunks
 from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, Truth, same_blocks
 from tests.worker.test_packed_geometry import models, shapes
@@ -119,7 +119,7 @@ def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupB
         assert worker.cache.differences(prefill.truth, blocks) == []
         for name, now in worker.cache.outside(blocks).items():
             assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    assert all(len(worker.mover.prefill.growing) == 0 for worker in ranks.prefill)
+    assert all(len(worker.mover.prefill.streaming) == 0 for worker in ranks.prefill)
 
 
 @settings(max_examples=80)
@@ -254,14 +254,14 @@ def test_what_a_window_has_left_is_not_read_any_more():
 def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     stream = WireStream("l", 0, 0, False, 0, None, row_tokens=4, head_bytes=64, width_bytes=64, word_bytes=8)
     packer = SimpleNamespace(chunker=Chunker(Wire("pages", (stream,))))
-    growing = Growing("handle", 11)
-    chunks = [Chunk(0, 1, (Span(0, 0, 6),)), Chunk(0, 1, (Span(0, 8, 11),))]
-    supply = GrowingChunks(growing, packer, (), chunks)
+    growing = StreamingPrefill("handle", 11)
+    chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
+    supply = StreamedChunks(growing, packer, (), chunks)
     growing.ready_tokens = 7
     assert not supply.has_next
     growing.ready_tokens = 8
     assert supply.has_next
-    supply = GrowingChunks(growing, packer, (), chunks[1:])
+    supply = StreamedChunks(growing, packer, (), chunks[1:])
     growing.ready_tokens = 10
     assert not supply.has_next
     growing.ready_tokens = 11

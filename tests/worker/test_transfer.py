@@ -134,7 +134,7 @@ def test_a_refused_order_is_reported_and_never_sent(pair):
 def test_a_peer_that_forgot_us_is_met_again(pair):
     pair.start()
     pair.run()
-    pair.prefill.mover.prefill.visitors._visitors.clear()
+    pair.prefill.mover.prefill.inbound_peers._peers.clear()
     pair.start("b", (7, 8), (30, 31))
     pair.run(0.1)
     assert pair.decode.received == ["a", "b"]

@@ -13,7 +13,7 @@ from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.orders import Await, Expect, Orders, RankAddress, Results, Withdraw
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.messages import LetGo, Message, Renew
+from kvconnect.peer.messages import Message, Release, Renew
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.worker.pair import BLOCK_TOKENS, Pair
@@ -154,7 +154,7 @@ def test_a_request_that_is_not_loaded_lets_go(ends):
         queue.half.update_after_alloc(request, ([7],), 0)
     queue.half.request_finished(request, ([],), delivered=False)
     queue.run(0.5)
-    assert len(queue.pair.network.heard(LetGo)) == 1
+    assert len(queue.pair.network.heard(Release)) == 1
     assert queue.pair.prefill.sent == ["a"]
     count = len(queue.renewals)
     queue.run(10)

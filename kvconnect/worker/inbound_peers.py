@@ -1,4 +1,4 @@
-"""Who fetches from us: P's connections, and by which paths each visitor's cache can be reached.
+"""Who fetches from us: P's connections, and by which paths each inbound's cache can be reached.
 
 Owned by the mover thread.
 """
@@ -21,7 +21,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Introduction, Message
 from kvconnect.peer.session import Session, Side, State
-from kvconnect.plan.align import Link, align_tables
+from kvconnect.plan.align import TableAlignment, align_tables
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
 from kvconnect.worker.ledger import TransferKey
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Way:
-    """How a visitor's cache is reached: ``name`` for the engine, and the paths, worked out when first used.
+    """How a inbound's cache is reached: ``name`` for the engine, and the paths, worked out when first used.
 
     ``direct`` and ``packer`` are None where that path is closed; ``refusals`` say why. Where both are
     open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
@@ -40,7 +40,7 @@ class Way:
     """
 
     name: str
-    direct: Link | None = None
+    direct: TableAlignment | None = None
     packer: Packer | None = None
     cost: LinkCost | None = None
     probe: ProbeOutbox | None = None
@@ -49,7 +49,7 @@ class Way:
 
 
 @dataclass
-class Visitor:
+class InboundPeer:
     """One connection that D opened to us, from ``host`` if the channel knows.
 
     ``has_misspoken``: something that it said was of no use.
@@ -61,11 +61,11 @@ class Visitor:
     has_misspoken: bool = False
 
 
-class Visitors:
+class InboundPeers:
     """All connections to us, the most recently heard last.
 
     Args:
-        introduce: our introduction, made anew for every visitor since the engine's card may change.
+        introduce: our introduction, made anew for every inbound since the engine's card may change.
         local: what there is to pack from.
         send: sends a frame over a connection; False if it cannot.
         give_up: ends what is being sent to a peer of the engine, before that is disconnected.
@@ -90,67 +90,67 @@ class Visitors:
         self._send = send
         self._give_up = give_up
         self._metrics = metrics
-        self._visitors: OrderedDict[str, Visitor] = OrderedDict()
+        self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
         self._connected: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._visitors)
+        return len(self._peers)
 
-    def get(self, link: str) -> Visitor | None:
-        """The visitor of a connection."""
-        return self._visitors.get(link)
+    def get(self, link: str) -> InboundPeer | None:
+        """The inbound of a connection."""
+        return self._peers.get(link)
 
-    def hear(self, link: str, host: str) -> Visitor:
+    def hear(self, link: str, host: str) -> InboundPeer:
         """Whoever says something. Who has not introduced itself is not remembered, and displaces nobody."""
-        visitor = self._visitors.get(link)
-        if visitor is None:
+        inbound = self._peers.get(link)
+        if inbound is None:
             return self._stranger(host)
-        self._visitors.move_to_end(link)
-        return visitor
+        self._peers.move_to_end(link)
+        return inbound
 
-    def met(self, link: str, visitor: Visitor, links_in_use: Callable[[], Container[str]]) -> None:
-        """A visitor has introduced itself, perhaps anew, and with another engine card than before.
+    def met(self, link: str, inbound: InboundPeer, links_in_use: Callable[[], Container[str]]) -> None:
+        """A inbound has introduced itself, perhaps anew, and with another engine card than before.
 
         ``links_in_use`` are those that must stay.
         """
-        visitor.way = None
-        if link not in self._visitors:
+        inbound.way = None
+        if link not in self._peers:
             self._make_room(links_in_use())
-            self._visitors[link] = visitor
+            self._peers[link] = inbound
 
     def tell(self, key: TransferKey, message: Message) -> None:
         """Say something about a fetch to whoever asked for it, if it still listens."""
-        visitor = self._visitors.get(key[0])
-        if visitor is not None and visitor.session.state is State.READY:
-            visitor.session.send(message)
-            self.flush(key[0], visitor)
+        inbound = self._peers.get(key[0])
+        if inbound is not None and inbound.session.state is State.READY:
+            inbound.session.send(message)
+            self.flush(key[0], inbound)
 
-    def flush(self, link: str, visitor: Visitor) -> None:
+    def flush(self, link: str, inbound: InboundPeer) -> None:
         """Send what a session has to say."""
-        for frame in visitor.session.outgoing():
+        for frame in inbound.session.outgoing():
             if not self._send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("an answer to %s could not be sent", link)
 
     def introduce_anew(self) -> None:
-        """Our introduction has changed: what visitors say from now on is compared with what it is now."""
-        for visitor in self._visitors.values():
-            visitor.session.ours = self._introduce()
+        """Our introduction has changed: messages are compared with the new one."""
+        for inbound in self._peers.values():
+            inbound.session.ours = self._introduce()
 
     def forget(self, link: str) -> None:
         """A conversation is over, if there was one."""
-        self._visitors.pop(link, None)
+        self._peers.pop(link, None)
 
     def _make_room(self, in_use: Container[str]) -> None:
-        while len(self._visitors) >= self._config.max_peers:
+        while len(self._peers) >= self._config.max_peers:
             # The one that has been silent longest. If it is still there it is told to greet again.
-            idle = next((name for name in self._visitors if name not in in_use), None)
+            idle = next((name for name in self._peers if name not in in_use), None)
             if idle is None:
                 break
-            del self._visitors[idle]
+            del self._peers[idle]
 
-    def _stranger(self, host: str) -> Visitor:
-        return Visitor(
+    def _stranger(self, host: str) -> InboundPeer:
+        return InboundPeer(
             Session(
                 Side.PREFILL,
                 self._introduce(),
@@ -163,8 +163,8 @@ class Visitors:
             host,
         )
 
-    def way_to(self, visitor: Visitor, in_use: set[str]) -> Way:
-        """How a visitor is reached: worked out when it first fetches, since it may only ask for directions.
+    def way_to(self, inbound: InboundPeer, in_use: set[str]) -> Way:
+        """How a inbound is reached: worked out when it first fetches, since it may only ask for directions.
 
         ``in_use`` are the engine's peers that must stay connected.
 
@@ -172,16 +172,16 @@ class Visitors:
             LayoutError: no path is open; the text has every reason.
             PeerError: the peer's engine card is no use, or it has not introduced itself.
         """
-        peer = visitor.session.peer
+        peer = inbound.session.peer
         if peer is None:
             raise PeerError("the peer has not introduced itself")
-        if visitor.way is None:
-            visitor.way = self._make_way(visitor.session.ours, peer)
-        way = visitor.way
+        if inbound.way is None:
+            inbound.way = self._make_way(inbound.session.ours, peer)
+        way = inbound.way
         if way.direct is None and way.packer is None:
             raise LayoutError("; ".join(f"{path}: {why}" for path, why in way.refusals.items()))
         if way.name not in self._connected:
-            self._check_host(visitor, peer)
+            self._check_host(inbound, peer)
             self._disconnect_former(_owner(peer))
             try:
                 self._engine.connect(way.name, peer.engine_card)
@@ -192,7 +192,7 @@ class Visitors:
         self._disconnect_idle(in_use | {way.name})
         return way
 
-    def _check_host(self, visitor: Visitor, peer: Introduction) -> None:
+    def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
         """Connect to nobody else for a peer: it would be given the KV that the peer asks for.
 
         Raises:
@@ -201,15 +201,15 @@ class Visitors:
         named = card_host(peer.engine_card)
         if (
             not named
-            or not visitor.host
-            or same_host(named, visitor.host)
+            or not inbound.host
+            or same_host(named, inbound.host)
             or self._allowed.allows_host(named)
         ):
             return
         self._metrics.failures.labels("peer_not_trusted").inc()
         raise PeerError(
             f"the engine card of {_owner(peer)} names host {named[:256]!r}, its connection comes from "
-            f"{visitor.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
+            f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
         )
 
     def _make_way(self, ours: Introduction, peer: Introduction) -> Way:
@@ -236,7 +236,7 @@ class Visitors:
             way.cost = None if way.probe else LinkCost()
         return way
 
-    def _make_probe(self, link: Link, ours: Introduction, peer: Introduction) -> ProbeOutbox | None:
+    def _make_probe(self, link: TableAlignment, ours: Introduction, peer: Introduction) -> ProbeOutbox | None:
         scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
         page_bytes = typical_page_bytes(link)
         if scratch_bytes < page_bytes:
@@ -250,7 +250,7 @@ class Visitors:
         )
 
     def _disconnect_former(self, owner: str) -> None:
-        """End what is under way to a visitor's memory as it was registered before: its owner gave that up.
+        """End what is under way to a inbound's memory as it was registered before: its owner gave that up.
 
         The engine's name of it has the card in it, so that nothing of that can go on under another one.
         """

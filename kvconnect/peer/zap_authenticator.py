@@ -38,7 +38,7 @@ _EVENTS = (
 )
 
 
-class Gate:
+class ZapAuthenticator:
     """Guards a listening socket.
 
     Args:

@@ -1,4 +1,4 @@
-"""Prefills that are under way at P: their blocks so far, and how much of them the device has computed.
+"""Prefills that P streams while it computes them: their blocks so far, and how much the device has computed.
 
 What is computed can be sent while the rest is not. Whether it was of any use is known only when the
 request is held: until then it may lose its blocks, and nothing that was sent of it counts. Pure
@@ -24,7 +24,7 @@ _DEVICE_POLL_S = 2e-3
 
 
 @dataclass(eq=False)
-class Growing(Claims):
+class StreamingPrefill(Claims):
     """P's record of one prefill: ``ready_tokens`` of ``num_tokens`` are computed, ``blocks`` are by group.
 
     ``marks`` are tokens that the device has been given, each with what says whether they are computed.
@@ -100,7 +100,7 @@ class Growing(Claims):
         return tuple(made)
 
 
-class Prefills:
+class StreamingPrefills:
     """All prefills under way that are told about, by handle.
 
     Args:
@@ -109,46 +109,46 @@ class Prefills:
 
     def __init__(self, epochs: Iterator[int]) -> None:
         self._epochs = epochs
-        self._growing: dict[str, Growing] = {}
+        self._prefills: dict[str, StreamingPrefill] = {}
 
     def __len__(self) -> int:
-        return len(self._growing)
+        return len(self._prefills)
 
     @property
     def handles(self) -> KeysView[str]:
         """Those of all prefills. A view."""
-        return self._growing.keys()
+        return self._prefills.keys()
 
-    def get(self, handle: str) -> Growing | None:
+    def get(self, handle: str) -> StreamingPrefill | None:
         """The prefill behind a handle."""
-        return self._growing.get(handle)
+        return self._prefills.get(handle)
 
-    def pop(self, handle: str) -> Growing | None:
+    def pop(self, handle: str) -> StreamingPrefill | None:
         """The prefill behind a handle, which is over."""
-        return self._growing.pop(handle, None)
+        return self._prefills.pop(handle, None)
 
-    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> Growing | None:
+    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> StreamingPrefill | None:
         """A prefill went on. What is returned is not known any further, and what was sent of it is void."""
-        growing = self._growing.get(order.handle)
-        if growing is None:
-            growing = Growing(order.handle, order.num_tokens, epoch=next(self._epochs))
-            self._growing[order.handle] = growing
-        if growing.add(order, is_computed):
+        prefill = self._prefills.get(order.handle)
+        if prefill is None:
+            prefill = StreamingPrefill(order.handle, order.num_tokens, epoch=next(self._epochs))
+            self._prefills[order.handle] = prefill
+        if prefill.add(order, is_computed):
             return None
         logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
-        growing.clear(next(self._epochs))
-        return growing
+        prefill.clear(next(self._epochs))
+        return prefill
 
-    def preempted(self, order: Preempted) -> Growing | None:
+    def preempted(self, order: Preempted) -> StreamingPrefill | None:
         """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
-        growing = self._growing.get(order.handle)
-        if growing is not None:
-            growing.clear(next(self._epochs))
-        return growing
+        prefill = self._prefills.get(order.handle)
+        if prefill is not None:
+            prefill.clear(next(self._epochs))
+        return prefill
 
     def next_poll(self, waited: Container[str], now: float) -> float | None:
         """When to look whether the device is further, if anybody waits for that or for one of ``waited``."""
-        for growing in self._growing.values():
-            if growing.marks and (growing.sending or growing.handle in waited):
+        for prefill in self._prefills.values():
+            if prefill.marks and (prefill.sending or prefill.handle in waited):
                 return now + _DEVICE_POLL_S
         return None

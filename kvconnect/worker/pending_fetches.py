@@ -31,7 +31,7 @@ _CHUNKS_PER_SLOT = 4
 
 
 @dataclass(frozen=True)
-class EarlyFetch:
+class PendingFetch:
     """A fetch that has to wait: its request is not held yet, its KV not complete, its link not known.
 
     ``has_waited``: its peer was told so, and its slots were given back.
@@ -63,7 +63,7 @@ class EarlyFetch:
 
 
 @dataclass
-class EarlyLetGo:
+class EarlyRelease:
     """Ranks of one engine that will not fetch what is not held yet. Others' words do not count."""
 
     owner: str
@@ -125,13 +125,13 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
         )
 
 
-class WaitingRoom:
+class PendingFetches:
     """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended."""
 
     def __init__(self, config: ExtraConfig) -> None:
-        self.fetches: list[EarlyFetch] = []
+        self.fetches: list[PendingFetch] = []
         self.expected: set[str] = set()
-        self.let_go: dict[str, EarlyLetGo] = {}
+        self.let_go: dict[str, EarlyRelease] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self._tombstones = Tombstones(config.max_leases)
         self._capacity = config.max_leases
@@ -166,14 +166,16 @@ class WaitingRoom:
         """Over which connections the fate of a handle is to be told, now that it is known. Asked once."""
         return self._watchers.pop(handle, set())
 
-    def hold(self, handle: str) -> EarlyLetGo | None:
+    def hold(self, handle: str) -> EarlyRelease | None:
         """The request is held now. Who said before that they will not fetch it."""
         self._learn_epoch(handle)
         self.expected.discard(handle)
         self._tombstones.lift(handle)
         return self.let_go.pop(handle, None)
 
-    def admit(self, early: EarlyFetch, held: Collection[str], now: float, *, is_served: bool = False) -> str:
+    def admit(
+        self, early: PendingFetch, held: Collection[str], now: float, *, is_served: bool = False
+    ) -> str:
         """Let a fetch wait, without its slots. Why it cannot, or nothing.
 
         ``held`` are the handles of all leases; ``is_served``: what it asks for is there, its link is not.
@@ -214,12 +216,12 @@ class WaitingRoom:
         if said is None:
             if len(self.let_go) >= self._capacity:
                 return
-            said = self.let_go[handle] = EarlyLetGo(consumer[0], consumers, now)
+            said = self.let_go[handle] = EarlyRelease(consumer[0], consumers, now)
         if said.owner == consumer[0]:
             said.consumers = consumers
             said.ranks.add(consumer)
 
-    def take(self, key: TransferKey) -> EarlyFetch | None:
+    def take(self, key: TransferKey) -> PendingFetch | None:
         """A fetch that is cancelled."""
         found = next((early for early in self.fetches if early.key == key), None)
         if found is not None:
@@ -227,14 +229,14 @@ class WaitingRoom:
         return found
 
     def take_due(
-        self, held: Container[str], is_ready: Callable[[EarlyFetch], bool], now: float
-    ) -> list[EarlyFetch]:
+        self, held: Container[str], is_ready: Callable[[PendingFetch], bool], now: float
+    ) -> list[PendingFetch]:
         """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of.
 
         ``held`` are the handles of all leases, ``is_ready`` says whether a fetch need not wait.
         """
-        due: list[EarlyFetch] = []
-        staying: list[EarlyFetch] = []
+        due: list[PendingFetch] = []
+        staying: list[PendingFetch] = []
         for early in self.fetches:
             handle = early.fetch.handle
             goes = (
@@ -268,7 +270,7 @@ class WaitingRoom:
             announced_id(known) == transfer_id for known in itertools.chain(held, self.expected)
         )
 
-    def _deadline(self, early: EarlyFetch, is_held: bool) -> float:
+    def _deadline(self, early: PendingFetch, is_held: bool) -> float:
         if is_held or early.fetch.handle in self.expected:
             return early.deadline
         return min(early.deadline, early.received_at + self._early_fetch_s)

@@ -10,28 +10,29 @@ from prometheus_client import CollectorRegistry
 
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Load
-from kvconnect.worker.breaker import BREAKER_MOVES, Breaker, BreakerEvent, BreakerState
+from kvconnect.worker.breaker import BREAKER_TRANSITIONS, Breaker, BreakerEvent, BreakerState
+from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.ledger import (
-    LEASE_MOVES,
-    LEG_MOVES,
-    LOAD_MOVES,
-    SEND_MOVES,
+    LEASE_TRANSITIONS,
+    LOAD_TRANSITIONS,
+    RANK_FETCH_TRANSITIONS,
+    SEND_TRANSITIONS,
     Claims,
     Lease,
     LeaseEvent,
     LeaseState,
-    Leg,
-    LegEvent,
-    LegState,
     LoadEvent,
-    Loading,
+    LoadRecord,
     LoadState,
+    RankFetch,
+    RankFetchEvent,
+    RankFetchState,
     SendEvent,
     Sending,
     SendState,
 )
-from kvconnect.worker.moves import Counted, IllegalMove
-from kvconnect.worker.slots import SLOT_MOVES, SlotEvent, SlotPool, SlotState
+from kvconnect.worker.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
+from kvconnect.worker.state_machine import IllegalTransition
 from tests.worker.pair import D_IDS, P_IDS, Pair
 
 
@@ -40,7 +41,7 @@ def lease():
 
 
 def loading():
-    return Loading(Load("r", "h", "P", "x", 1, 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True)
+    return LoadRecord(Load("r", "h", "P", "x", 1, 4, ()), ("P", "x", 1), 0.0, 1.0, lambda: True)
 
 
 def sending():
@@ -67,12 +68,12 @@ class PooledSlot:
 
 
 TABLES = {
-    "lease": (LEASE_MOVES, LeaseState, LeaseEvent, lease),
-    "load": (LOAD_MOVES, LoadState, LoadEvent, loading),
-    "leg": (LEG_MOVES, LegState, LegEvent, lambda: Leg(0)),
-    "sending": (SEND_MOVES, SendState, SendEvent, sending),
-    "peer": (BREAKER_MOVES, BreakerState, BreakerEvent, lambda: Breaker("p")),
-    "slot": (SLOT_MOVES, SlotState, SlotEvent, PooledSlot),
+    "lease": (LEASE_TRANSITIONS, LeaseState, LeaseEvent, lease),
+    "load": (LOAD_TRANSITIONS, LoadState, LoadEvent, loading),
+    "rank_fetch": (RANK_FETCH_TRANSITIONS, RankFetchState, RankFetchEvent, lambda: RankFetch(0)),
+    "sending": (SEND_TRANSITIONS, SendState, SendEvent, sending),
+    "peer": (BREAKER_TRANSITIONS, BreakerState, BreakerEvent, lambda: Breaker("p")),
+    "slot": (SLOT_TRANSITIONS, SlotState, SlotEvent, PooledSlot),
 }
 CASES = [
     pytest.param(name, state, event, id=f"{name}-{state.name}-{event.name}")
@@ -92,7 +93,7 @@ def test_an_event_is_legal_or_changes_nothing(name, state, event):
         record.move(event)
         assert record.state is after
         return
-    with pytest.raises(IllegalMove, match=f"{state.value}, but {event.value}"):
+    with pytest.raises(IllegalTransition, match=f"{state.value}, but {event.value}"):
         record.move(event)
     assert repr(vars(record)) == before
 
@@ -117,7 +118,7 @@ def test_a_load_keeps_its_first_reason_and_a_reported_one_takes_none():
     record.fail("second")
     assert record.error == "first"
     record.move(LoadEvent.END)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalTransition):
         record.fail("third")
     assert record.error == "first"
 
@@ -128,7 +129,7 @@ def test_a_sending_keeps_its_first_reason_and_an_answered_one_takes_none():
     record.stop("second")
     assert (record.error, record.again) == ("first", True)
     record.move(SendEvent.END)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalTransition):
         record.stop("third")
 
 
@@ -136,9 +137,9 @@ def test_illegal_moves_are_counted_apart_from_other_errors():
     metrics = Metrics(CollectorRegistry())
     record = loading()
     record.move(LoadEvent.ADMIT)
-    with Counted(metrics, "a request"):
+    with ErrorsCounted(metrics, "a request"):
         record.move(LoadEvent.ADMIT)
-    with Counted(metrics, "a request"):
+    with ErrorsCounted(metrics, "a request"):
         raise KeyError(1)
     assert metrics.failures.values() == {("illegal_move",): 1, ("internal",): 1}
 
@@ -168,7 +169,9 @@ def test_an_illegal_move_of_a_lease_keeps_no_other_from_ending():
     pair.hold("a", (1,))
     pair.hold("b", (2,))
     pair.run(1)
-    pair.prefill.mover.prefill.leases["handle-a"].move = lambda event: (_ for _ in ()).throw(IllegalMove("x"))
+    pair.prefill.mover.prefill.leases["handle-a"].move = lambda event: (_ for _ in ()).throw(
+        IllegalTransition("x")
+    )
     pair.run(31, step_s=1)
     assert pair.prefill.sent == ["b"]
     assert pair.prefill.count("failures", reason="illegal_move") >= 1
