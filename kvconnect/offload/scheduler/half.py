@@ -24,7 +24,6 @@ from kvconnect.offload.scheduler.reports import Reports
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
 from kvconnect.offload.scheduler.stores import Hashes, Stores
-from kvconnect.offload.tiers import sought_tier_names
 from kvconnect.orders import OffloadOrders, Results, TierChange
 from kvconnect.scheduler.stack import RequestView
 
@@ -98,10 +97,8 @@ class OffloadScheduler:
             self._jobs,
             hashes,
             self._failures,
+            config=config,
             tiers=lower_tiers,
-            sought=sought_tier_names(config),
-            min_tokens=config.min_tokens,
-            wait_s=config.wait_s,
         )
         self._stores = Stores(
             requirements,

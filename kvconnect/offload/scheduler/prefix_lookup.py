@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
 from kvconnect.offload.scheduler.failures import FailureCounts
@@ -16,6 +17,7 @@ from kvconnect.offload.scheduler.jobs import Job, JobKind, Jobs
 from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins, Search
 from kvconnect.offload.scheduler.stores import Hashes
 from kvconnect.offload.tier import Content
+from kvconnect.offload.tiers import sought_tier_names
 from kvconnect.orders import Fetch, Seek
 
 _NEGATIVE_TTL_S = 0.05
@@ -24,21 +26,12 @@ _NEGATIVE_TTL_S = 0.05
 _STRIDE = 8
 """How many more names are looked at each time that all were known: most prompts are new."""
 
-_MOST_ROUNDS = 16
-
 _REST_WAITS = 10
 """For how many times ``wait_s`` a tier that did not answer within one is not asked, unless it does."""
 
 
 class PrefixLookup:
-    """Looks for hits, and has them brought to host memory.
-
-    Args:
-        tiers: the lower tiers, nearest first.
-        sought: those of them that must be asked.
-        min_tokens: shorter hits are none.
-        wait_s: how long a request waits for lower tiers, and for what others store.
-    """
+    """Looks for hits, and has them brought to host memory. ``tiers`` are the lower tiers, nearest first."""
 
     def __init__(
         self,
@@ -49,15 +42,13 @@ class PrefixLookup:
         hashes: Hashes,
         failures: FailureCounts,
         *,
+        config: OffloadConfig,
         tiers: Sequence[str],
-        sought: Sequence[str],
-        min_tokens: int,
-        wait_s: float,
     ) -> None:
         self._requirements, self._index, self._lower = requirements, index, lower
         self._jobs, self._hashes, self._failures = jobs, hashes, failures
-        self._tiers, self._sought = tuple(tiers), tuple(sought)
-        self._min_tokens, self._wait_s = max(1, min_tokens), wait_s
+        self._tiers, self._sought = tuple(tiers), sought_tier_names(config)
+        self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
         self._waiters: dict[Content, list[Search]] = {}
         self._seekers: dict[int, Search] = {}
         self._stuck: set[Content] = set()
@@ -213,18 +204,16 @@ class PrefixLookup:
             search.was_asked = True
             if self._seek(request, search, start_tokens):
                 return None
-        for _ in range(_MOST_ROUNDS):
-            best, junction = self._longest(request, start_tokens, search)
-            if junction > max(best, start_tokens):
-                # Others share this much: keep what the next of them needs to begin there.
-                request.junction = junction
-            at_least = here if here - start_tokens >= self._min_tokens else start_tokens
-            if best - at_least < self._min_tokens:
-                break
+        best, junction = self._longest(request, start_tokens, search)
+        if junction > max(best, start_tokens):
+            # Others share this much: keep what the next of them needs to begin there.
+            request.junction = junction
+        at_least = here if here - start_tokens >= self._min_tokens else start_tokens
+        if best - at_least >= self._min_tokens:
             self._bring(request, search, start_tokens, best)
             if search.is_waiting:
                 return None
-            # Rows were short. What is here now may be less than it was.
+            # There was no row at all. What is here now may be less than it was.
             here, _ = self._longest(request, start_tokens, None)
         search.is_settled = True
         return here
@@ -235,16 +224,15 @@ class PrefixLookup:
         With ``search`` what is under way, and what lower tiers have, counts as there.
         """
 
-        def run(group: HitGroup, first: int, end: int) -> int:
-            return self._run(group.group, self._names(request, group, first, end), search)
+        def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
+            return group.names(self._hashes(request.view, group.block_tokens), first, end)
 
-        def known(group: HitGroup, first: int, end: int) -> list[bool]:
-            return self._known(group.group, self._names(request, group, first, end), search)
-
-        return self._requirements.hit(start_tokens, request.view.num_tokens - 1, run, known)
-
-    def _names(self, request: OffloadRequest, group: HitGroup, first: int, end: int) -> Sequence[bytes]:
-        return group.names(self._hashes(request.view, group.block_tokens), first, end)
+        return self._requirements.hit(
+            start_tokens,
+            request.view.num_tokens - 1,
+            lambda group, first, end: self._run(group.group, names(group, first, end), search),
+            lambda group, first, end: self._known(group.group, names(group, first, end), search),
+        )
 
     def _run(self, group: int, names: Sequence[bytes], search: Search | None) -> int:
         """How many of the names, from the first on, are known."""
@@ -331,7 +319,7 @@ class PrefixLookup:
         for tier in [tier for tier in self._sought if tier not in self._resting]:
             for group in self._requirements.groups:
                 first, end = start_tokens // group.block_tokens, limit // group.block_tokens
-                names = self._names(request, group, first, end)
+                names = group.names(self._hashes(request.view, group.block_tokens), first, end)
                 known = self._known(group.group, names, search)
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
