@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,6 @@ from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, OffloadMetrics
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
@@ -75,9 +75,8 @@ class OffloadWorker:
         registry: CollectorRegistry = REGISTRY,
         tiers: Tiers | None = None,
     ) -> None:
-        self._config, self._cache_config, self._facts = config, cache_config, dict(facts)
-        self._least_rows = least_rows
-        self._rank, self._world_size, self._weights = rank, world_size, weights
+        self._config, self._cache_config, self._least_rows = config, cache_config, least_rows
+        self._rank, self._world_size, self._facts, self._weights = rank, world_size, dict(facts), weights
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
@@ -134,40 +133,44 @@ class OffloadWorker:
         table = RegionTable.build(self._cache_config, self._kernel_block_sizes, tensors, heads, scales)
         # The tensors must outlive the copier, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
-        self._device = next(iter(tensors.values())).tensor.device
+        device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
         plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, self._least_rows)
         self._table = table
         self._namespace = self._name()
-        # Tiers first: what is wrong with a folder is said before memory is taken.
-        made = tuple(self._make_tiers(self._namespace, plan))
-        arena: RowArena | None = None
-        try:
-            arena = make_arena(plan, self._device)
+        with ExitStack() as undo:
+            # Tiers first: what is wrong with a folder is found before memory is taken.
+            tiers = tuple(self._make_tiers(self._namespace, plan))
+            for tier in tiers:
+                undo.callback(tier.close)
+            self._arena = arena = make_arena(plan, device)
+            undo.callback(arena.close)
             copier = make_copier(
                 table,
                 layout,
                 arena,
-                self._device,
+                device,
                 staging_bytes=self._config.staging_bytes,
                 reserved_bytes=reserved_bytes,
                 mode=self._config.copy,
             )
-        except BaseException:
-            for tier in made:
-                tier.close()
-            if arena is not None:
-                arena.close()
-            raise
-        self._arena = arena
-        self._begin(copier, made)
+            undo.pop_all()
+        lower = LowerTiers(tiers, arena, self._jobs, self._metrics)
+        copies = Copies(copier, arena, self._jobs, lower, self._metrics)
+
+        def release() -> None:
+            copier.close()
+            arena.close()
+
+        self._copier = copier
+        self._loop = TierLoop(copies, lower, self._jobs, self._metrics, device=device, release=release)
         logger.info(
             "rank %d keeps blocks in %d bytes of host memory, rows of %s bytes by cache group; lower tiers: "
             "%s; namespace %s",
             self._rank,
             plan.length_bytes,
             self.row_bytes,
-            ", ".join(tier.name for tier in made) or "none",
+            ", ".join(tier.name for tier in tiers) or "none",
             self._namespace.name,
         )
 
@@ -198,26 +201,11 @@ class OffloadWorker:
         loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
     def _configured_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
-        most_row_bytes = max(rows.row_bytes for rows in plan.classes)
+        most = max(rows.row_bytes for rows in plan.classes)
+        rank, world_size = self._rank, self._world_size
         return make_lower_tiers(
-            self._config,
-            namespace,
-            rank=self._rank,
-            world_size=self._world_size,
-            most_row_bytes=most_row_bytes,
+            self._config, namespace, rank=rank, world_size=world_size, most_row_bytes=most
         )
-
-    def _begin(self, copier: Copier, tiers: Sequence[LowerTier]) -> None:
-        lower = LowerTiers(tiers, self._arena, self._jobs, self._metrics)
-        copies = Copies(copier, self._arena, self._jobs, lower, self._metrics)
-
-        def release() -> None:
-            copier.close()
-            self._arena.close()
-
-        self._copier = copier
-        self._loop = TierLoop(copies, lower, self._jobs, self._metrics, device=self._device, release=release)
-        self._loop.begin()
 
     # The thread that gives the device its steps
 
@@ -288,18 +276,14 @@ class OffloadWorker:
 
     def count_failures(self, reasons: Sequence[str]) -> None:
         """Count what happened to the scheduler half, which has no numbers of its own. Only rank 0 does."""
-        if self._rank != 0:
-            return
 
         def count(_: float) -> None:
             for reason in reasons:
                 self._metrics.failures.labels(reason).inc()
 
-        # Only the thread writes the numbers, once it runs.
-        if self._loop is not None:
-            self._loop.order(count)
-        else:
-            count(0.0)
+        if self._rank == 0:
+            # Only the thread writes the numbers, once it runs.
+            self._loop.order(count) if self._loop is not None else count(0.0)
 
     def results(self) -> Results:
         """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""
@@ -318,11 +302,13 @@ class OffloadWorker:
 
     def state(self) -> dict[str, int]:
         """Counts of what is under way, for people and tests. All zero when idle."""
-        counts = self._jobs.counts()
-        counts["held_rows"] = len(self._jobs.held)
-        counts["copies"] = len(self._loop.copies) if self._loop is not None else 0
-        counts["errands"] = len(self._loop.lower) if self._loop is not None else 0
-        return counts
+        loop = self._loop
+        return {
+            **self._jobs.counts(),
+            "held_rows": len(self._jobs.held),
+            "copies": len(loop.copies) if loop is not None else 0,
+            "errands": len(loop.lower) if loop is not None else 0,
+        }
 
     def usage(self) -> dict[str, Any]:
         """What there is to see that stays when idle: sizes, and what each lower tier says of itself."""

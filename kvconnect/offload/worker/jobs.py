@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.orders import OffloadReport, Results, RowCopies, TierChange
@@ -160,13 +160,11 @@ class Jobs:
         if not job.owed:
             del self._open[job.number]
 
-    def change(self, changes: Sequence[TierChange]) -> None:
-        """A tier has got contents, or has them no more."""
-        if changes:
-            parts = [part for change in changes for part in _parts(change)]
-            with self._lock:
-                self._changes += parts
-            self._notify()
+    def change(self, changes: Iterable[TierChange]) -> None:
+        """A tier has got contents, or has them no more: at most ``CHANGES_AT_ONCE`` in each change."""
+        with self._lock:
+            self._changes += changes
+        self._notify()
 
     def forget_changes(self) -> None:
         """What tiers have got and lost so far is void."""
@@ -206,11 +204,3 @@ class Jobs:
             self._wake()
         except Exception:
             logger.exception("the thread that takes results could not be woken")
-
-
-def _parts(change: TierChange) -> Iterator[TierChange]:
-    """A change in pieces that each fit in a report. No content is both in ``added`` and in ``removed``."""
-    for start in range(0, len(change.removed), CHANGES_AT_ONCE):
-        yield TierChange(change.tier, change.group, removed=change.removed[start : start + CHANGES_AT_ONCE])
-    for start in range(0, len(change.added), CHANGES_AT_ONCE):
-        yield TierChange(change.tier, change.group, change.added[start : start + CHANGES_AT_ONCE])

@@ -7,7 +7,7 @@ until it does: a tier that reads or writes late can then harm no other job.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,14 +16,17 @@ from kvconnect.errors import LocalError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
-from kvconnect.offload.worker.jobs import HostRow, Job, Jobs, Report
+from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, HostRow, Job, Jobs, Report
 from kvconnect.orders import Fetch, Seek, TierChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WRITE_TIMEOUT_S = 60.0
+"""How long a tier may take to write the rows of a job."""
+
 READ_TIMEOUT_S = 20.0
+"""How long it may take to read them, or to answer whether it has them."""
 
 _Key = tuple[str, str, int]
 """A call of a tier: the tier's name, the verb, and the number of the job."""
@@ -43,32 +46,17 @@ class _Call:
 
 
 class LowerTiers:
-    """All lower tiers of a rank. One thread owns it.
-
-    Args:
-        tiers: in the order in which they are written.
-        arena: the rows.
-        jobs: where what ended is reported, and rows are held that a tier did not let go of in time.
-        metrics: what was moved, and what went wrong.
-        write_timeout_s: how long a tier may take to write the rows of a job.
-        read_timeout_s: how long it may take to read them, or to answer whether it has them.
-    """
+    """All lower tiers of a rank, in the order in which they are written. One thread owns it."""
 
     def __init__(
-        self,
-        tiers: Sequence[LowerTier],
-        arena: RowArena,
-        jobs: Jobs,
-        metrics: OffloadMetrics,
-        *,
-        write_timeout_s: float = WRITE_TIMEOUT_S,
-        read_timeout_s: float = READ_TIMEOUT_S,
+        self, tiers: Sequence[LowerTier], arena: RowArena, jobs: Jobs, metrics: OffloadMetrics
     ) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._arena, self._jobs, self._metrics = arena, jobs, metrics
-        self._write_timeout_s, self._read_timeout_s = write_timeout_s, read_timeout_s
+        self._write_timeout_s, self._read_timeout_s = WRITE_TIMEOUT_S, READ_TIMEOUT_S
         self._calls: dict[_Key, _Call] = {}
-        self._next_deadline_s: float | None = None
+        self.next_deadline_s: float | None = None
+        """When ``advance`` has something to do though no tier has news."""
         self._logged: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
@@ -79,11 +67,6 @@ class LowerTiers:
     def tiers(self) -> tuple[LowerTier, ...]:
         """All of them, in order."""
         return tuple(self._tiers.values())
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        """When ``advance`` has something to do though no tier has news."""
-        return self._next_deadline_s
 
     def keep(self, job: Job, now: float) -> None:
         """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
@@ -134,11 +117,10 @@ class LowerTiers:
         """Take what the tiers report, and give up what is late. Whether there was anything."""
         progress = False
         for tier in self.tiers:
-            news = self._poll(tier)
-            if news:
+            if news := self._poll(tier):
                 progress = True
                 self._take(tier, news, now)
-        if self._next_deadline_s is not None and now >= self._next_deadline_s:
+        if self.next_deadline_s is not None and now >= self.next_deadline_s:
             progress = True
             self._give_up_late(now)
         return progress
@@ -157,13 +139,13 @@ class LowerTiers:
                 call = self._calls.pop(key)
                 if is_quiescent:
                     self._jobs.held.release(call.rows)
-        self._next_deadline_s = None
+        self.next_deadline_s = None
 
     def _begin(self, key: _Key, call: _Call, begin: Callable[[], None]) -> None:
         name, verb, _ = key
         self._calls[key] = call
-        next_s = self._next_deadline_s
-        self._next_deadline_s = call.deadline_s if next_s is None else min(next_s, call.deadline_s)
+        next_s = self.next_deadline_s
+        self.next_deadline_s = call.deadline_s if next_s is None else min(next_s, call.deadline_s)
         try:
             begin()
         except LocalError as error:
@@ -222,7 +204,7 @@ class LowerTiers:
             if now >= self._calls[key].deadline_s:
                 self._log(key[0], key[1], "no answer in time to an order to %s", key[1])
                 self._give_up(key, "timeout")
-        self._next_deadline_s = min(
+        self.next_deadline_s = min(
             (call.deadline_s for call in self._calls.values() if not call.given_up), default=None
         )
 
@@ -277,12 +259,13 @@ class LowerTiers:
         ]
 
 
-def _changes(name: str, news: TierNews) -> list[TierChange]:
-    """What a tier has got and lost, by group."""
-    groups: dict[int, tuple[list[bytes], list[bytes]]] = {}
-    for side, contents in enumerate((news.added, news.removed)):
+def _changes(name: str, news: TierNews) -> Iterator[TierChange]:
+    """What a tier has lost and got, by group, in pieces that each fit in a report."""
+    for contents, is_added in ((news.removed, False), (news.added, True)):
+        by_group: dict[int, list[bytes]] = {}
         for group, hash_ in contents:
-            groups.setdefault(group, ([], []))[side].append(hash_)
-    return [
-        TierChange(name, group, tuple(added), tuple(removed)) for group, (added, removed) in groups.items()
-    ]
+            by_group.setdefault(group, []).append(hash_)
+        for group, hashes in by_group.items():
+            for first in range(0, len(hashes), CHANGES_AT_ONCE):
+                part = tuple(hashes[first : first + CHANGES_AT_ONCE])
+                yield TierChange(name, group, part) if is_added else TierChange(name, group, (), part)

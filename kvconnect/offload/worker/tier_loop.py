@@ -30,7 +30,7 @@ _LAST_COPIES_S = 5.0
 
 
 class TierLoop:
-    """``step`` does everything that can be done now and says how long to sleep; the thread only sleeps.
+    """``step`` does everything that can be done now and returns how long to sleep; the thread only sleeps.
 
     Args:
         copies: between device and rows.
@@ -38,7 +38,7 @@ class TierLoop:
         jobs: what is open.
         metrics: only this thread writes them, once it runs.
         device: where the pages are.
-        release: called last, on the thread: lets go of memory that nobody uses then.
+        release: called last, on the thread: frees memory that is not used then.
     """
 
     def __init__(
@@ -56,14 +56,11 @@ class TierLoop:
         self._device, self._release = device, release
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
-        self._stopping = threading.Event()
+        self._is_stopping = False
         self._naps = 0
         self._thread = threading.Thread(target=self._run, name="kvconnect-offload", daemon=True)
         self._listen()
-
-    def _listen(self) -> None:
-        for tier in self.lower.tiers:
-            tier.on_news(self._wake.set)
+        self._thread.start()
 
     # For any thread
 
@@ -71,10 +68,6 @@ class TierLoop:
     def is_alive(self) -> bool:
         """The thread runs."""
         return self._thread.is_alive()
-
-    def begin(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def order(self, command: Command) -> None:
         """Run something on the thread, soon."""
@@ -110,16 +103,25 @@ class TierLoop:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all that it drives; whether it ended in time."""
-        self._stopping.set()
+        self._is_stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _listen(self) -> None:
+        for tier in self.lower.tiers:
+            tier.on_news(self._wake.set)
 
     # The thread itself
 
     def step(self, now: float) -> float:
         """Do what can be done now. Returns how long in seconds to sleep if nothing happens."""
-        progress = self._carry_out(now)
+        progress = bool(self._commands)
+        while self._commands:
+            try:
+                self._commands.popleft()(now)
+            except Exception:
+                self._count_bug()
         # Copies first: what they end is written to the tiers in the same step.
         progress |= self.copies.advance(now)
         progress |= self.lower.advance(now)
@@ -139,43 +141,34 @@ class TierLoop:
             torch.cuda.set_device(self._device)
         else:
             use_one_thread()
-        while not self._stopping.is_set():
-            try:
-                sleep_s = self.step(time.monotonic())
-            except Exception:
-                # A bug, since nothing that goes wrong in a tier raises here. Jobs end by their deadlines.
-                self._metrics.failures.labels("internal").inc()
-                logger.exception("the thread of the tiers met an error of its own")
-                sleep_s = 0.1
+        while not self._is_stopping:
+            sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):
                 self._wake.clear()
-        self._end()
+        # The last of the thread: copies end, tiers are closed, and what is open then fails.
+        give_up_s = time.monotonic() + _LAST_COPIES_S
+        self._step()
+        while len(self.copies) and time.monotonic() < give_up_s:
+            time.sleep(_SHORT_NAP_S)
+            self._step()
+        self.lower.close(time.monotonic())
+        self._jobs.fail_all("the worker was closed")
+        self._export()
+        self._release()
 
-    def _carry_out(self, now: float) -> bool:
-        progress = False
-        while self._commands:
-            progress = True
-            try:
-                self._commands.popleft()(now)
-            except Exception:
-                self._metrics.failures.labels("internal").inc()
-                logger.exception("the thread of the tiers met an error of its own over an order")
-        return progress
+    def _step(self) -> float:
+        try:
+            return self.step(time.monotonic())
+        except Exception:
+            # Nothing that goes wrong in a tier raises here. Jobs end by their deadlines.
+            self._count_bug()
+            return 0.1
+
+    def _count_bug(self) -> None:
+        self._metrics.failures.labels("internal").inc()
+        logger.exception("the thread of the tiers met an error of its own")
 
     def _export(self) -> None:
         for kind, count in self._jobs.counts().items():
             self._metrics.open[kind].set(count)
         self._metrics.held_rows.set(len(self._jobs.held))
-
-    def _end(self) -> None:
-        """The last of the thread: copies end, tiers are closed, and what is open then fails."""
-        self._carry_out(time.monotonic())
-        give_up_s = time.monotonic() + _LAST_COPIES_S
-        while len(self.copies) and time.monotonic() < give_up_s:
-            self.copies.advance(time.monotonic())
-            time.sleep(_SHORT_NAP_S)
-        self.lower.advance(time.monotonic())
-        self.lower.close(time.monotonic())
-        self._jobs.fail_all("the worker was closed")
-        self._export()
-        self._release()
