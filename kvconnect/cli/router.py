@@ -34,7 +34,7 @@ def router(
     drain_timeout_s: Annotated[float, typer.Option(help="Seconds for requests to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Route requests through pairs of prefill and decode nodes."""
-    from kvconnect.router.app import run_router
+    from kvconnect.router.app import create_router_app, run_router
     from kvconnect.router.limits import RouterLimits
 
     limits = RouterLimits(
@@ -46,12 +46,5 @@ def router(
         max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
     )
-    run_router(
-        host=host,
-        port=port,
-        prefill=prefill,
-        decode=decode,
-        limits=limits,
-        flow=flow,
-        decode_fallback=decode_fallback,
-    )
+    app = create_router_app(prefill, decode, limits=limits, flow=flow, decode_fallback=decode_fallback)
+    run_router(app, host=host, port=port)

@@ -19,17 +19,17 @@ from kvconnect.errors import ConfigError
 from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
-from kvconnect.router.legs import Clock, LegError, Legs
 from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.parallel import ParallelFlow
-from kvconnect.router.pool import Pool, PoolPolicy
+from kvconnect.router.pool import Pool
+from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
 
 
 class _NoTracebacks(logging.Filter):
-    """A client that leaves, or sends what is no HTTP and is told so, is no error of ours."""
+    """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See ``logging.Filter``."""
@@ -61,10 +61,9 @@ class Router:
     ) -> None:
         if flow not in FLOWS:
             raise ConfigError(f"flow is {flow!r}; accepted: {', '.join(FLOWS)}")
-        policy = PoolPolicy(limits.failures_to_eject, limits.eject_s)
         self.limits = limits
-        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], policy)
-        self.decode = Pool("decode", [clean_url(url) for url in decode], policy)
+        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], limits)
+        self.decode = Pool("decode", [clean_url(url) for url in decode], limits)
         self.metrics = RouterMetrics(self.prefill, self.decode)
         self.in_flight = 0
         self.is_draining = False
@@ -72,15 +71,15 @@ class Router:
         self._flow_class = FLOWS[flow]
         self._decode_fallback = decode_fallback
         self._flow: Flow | None = None
-        self._legs: Legs | None = None
+        self._upstream: Upstream | None = None
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session and the health checks while the application runs."""
-        self._legs = Legs(self.limits, self.metrics, self._clock)
+        self._upstream = Upstream(self.limits, self.metrics, self._clock)
         self._flow = self._flow_class(
             self.prefill,
             self.decode,
-            self._legs,
+            self._upstream,
             self.limits,
             self.metrics,
             self._clock,
@@ -97,13 +96,13 @@ class Router:
             for task in checks:
                 task.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
-            await self._legs.close()
+            await self._upstream.close()
 
     async def _check_forever(self, pool: Pool, url: str) -> None:
-        assert self._legs is not None
+        assert self._upstream is not None
         while True:
             try:
-                await self._legs.check(pool, url)
+                await self._upstream.check(pool, url)
             except Exception:
                 logger.exception("the health check of %s failed in a way that was not foreseen", url)
             await asyncio.sleep(self.limits.check_interval_s)
@@ -134,7 +133,7 @@ class Router:
         try:
             answer = await self._answer(request, request_id, started, run)
         except (asyncio.CancelledError, ConnectionError):
-            # The legs are closed by now, and their nodes see it.
+            # The connections to nodes are closed by now, and the nodes see it.
             self.metrics.clients_gone.inc()
             logger.info("%s %s: the client left", request.path, request_id)
             raise
@@ -158,7 +157,7 @@ class Router:
             return await run(request, request_id, started)
         except BadBody as error:
             return error_response(400, str(error), request_id)
-        except LegError as error:
+        except UpstreamError as error:
             retry_after_s = 1 if error.status == 503 else None
             return error_response(error.status, str(error), request_id, retry_after_s=retry_after_s)
 
@@ -226,7 +225,7 @@ def create_router_app(
 ) -> web.Application:
     """The router as an aiohttp application. Serve it with ``router_runner``.
 
-    With ``decode_fallback`` the decode node computes a prompt whose prefill leg failed.
+    With ``decode_fallback`` the decode node computes a prompt whose prefill failed.
 
     Raises:
         ConfigError: a URL, a limit or the flow cannot be used.
@@ -277,20 +276,11 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
         await runner.cleanup()
 
 
-def run_router(
-    *,
-    host: str,
-    port: int,
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    limits: RouterLimits | None = None,
-    flow: str = "sequential",
-    decode_fallback: bool = True,
-) -> None:
-    """Run a router in this process until SIGTERM or SIGINT. See ``create_router_app``.
+def run_router(app: web.Application, *, host: str, port: int) -> None:
+    """Run a router in this process until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: a URL, a limit, the flow or the address cannot be used.
+        ConfigError: the address cannot be used.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
@@ -299,7 +289,6 @@ def run_router(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        app = create_router_app(prefill, decode, limits=limits, flow=flow, decode_fallback=decode_fallback)
         await serve_router(app, host, port, stop)
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""What each leg of a request is sent: bodies and headers, as pure functions of the client's.
+"""What each node is sent of a request: bodies and headers, as pure functions of the client's.
 
 Knows the conventions of OpenAI-style serving stacks and of ``kv_transfer_params``; knows no socket.
 Nothing here logs: bodies and credentials pass through and are never written down.
@@ -16,7 +16,7 @@ from typing import Any
 REQUEST_ID = "X-Request-Id"
 PARAMS = "kv_transfer_params"
 
-# What asks a prefill node to keep the blocks of a request for somebody else.
+# What asks a prefill node to keep the blocks of a request for a decode node.
 ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -31,7 +31,7 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
 class SideChannel:
     """Where a prefill node's peers reach it, as its own answers say.
 
-    ``handle`` is one of its signed handles: a decode node believes an address that such a one names.
+    ``handle`` is one of its signed handles: a decode node trusts an address that such a one names.
     """
 
     host: str
@@ -40,39 +40,13 @@ class SideChannel:
     handle: str = field(default="", compare=False)
 
 
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-# Set anew for every leg, because the body that they describe is written anew.
-_OF_THE_BODY = frozenset(
-    {
-        "host",
-        "content-length",
-        "content-type",
-        "content-encoding",
-        "expect",
-        "x-request-id",
-    }
-)
+_HOP_BY_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+_HOP_BY_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
+# Set anew for every node, because the body that they describe is written anew.
+_OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "expect", "x-request-id"}
 # Other routers' orders to a node about where to find its peer: a client must not choose one.
-_ROUTING = frozenset(
-    {
-        "x-prefiller-host-port",
-        "x-encoder-hosts-ports",
-        "x-data-parallel-host-port",
-        "x-kv-cache-source-host-port",
-    }
-)
+_ROUTING = {"x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"}
+_ROUTING |= {"x-kv-cache-source-host-port"}
 _ANSWERS = ("n", "best_of")
 _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
@@ -135,13 +109,13 @@ def _is_batch(body: Mapping[str, Any]) -> bool:
 def prefill_params(body: Mapping[str, Any], transfer_id: str) -> Mapping[str, Any]:
     """What asks a prefill node to keep the blocks of a request.
 
-    The answer to a batch tells of the first prompt alone; under a transfer id every prompt can be found.
+    The answer to a batch names the first prompt alone; under a transfer id every prompt can be found.
     """
     return announced_prefill(transfer_id) if _is_batch(body) else ASK_FOR_REMOTE_DECODE
 
 
 def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a decode node is told, after what the prefill node handed out.
+    """What a decode node is sent, after what the prefill node handed out.
 
     None if its requests cannot share that: other connectors free the blocks with the first load of them.
     """
@@ -158,18 +132,18 @@ def decode_params(body: Mapping[str, Any], handed: Mapping[str, Any]) -> Mapping
 def prefill_body(
     body: Mapping[str, Any], params: Mapping[str, Any] = ASK_FOR_REMOTE_DECODE
 ) -> dict[str, Any]:
-    """The prefill leg: the same prompt, one token of one answer, no stream, and the wish for its KV cache."""
-    leg = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options", *_ANSWERS)}
-    leg["max_tokens"] = 1
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
-    leg["stream"] = False
-    leg[PARAMS] = dict(params)
-    return leg
+    """For a prefill node: the same prompt, one token of one answer, no stream, and the wish for its KV."""
+    sent = {k: v for k, v in body.items() if k not in ("min_tokens", "stream_options", *_ANSWERS)}
+    sent["max_tokens"] = 1
+    if "max_completion_tokens" in sent:
+        sent["max_completion_tokens"] = 1
+    sent["stream"] = False
+    sent[PARAMS] = dict(params)
+    return sent
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The decode leg: the client's own limits and streaming, with what the prefill node handed out."""
+    """For a decode node: the client's own limits and streaming, with what the prefill node handed out."""
     return dict(body) if params is None else {**body, PARAMS: params}
 
 
@@ -190,8 +164,8 @@ def announced_prefill(transfer_id: str) -> dict[str, Any]:
 
 
 def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
-    """What tells a decode node to fetch from a prefill node that is asked at the same time."""
-    told = {
+    """What makes a decode node fetch from a prefill node that is asked at the same time."""
+    params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
@@ -199,7 +173,7 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
         "remote_port": channel.port,
         "remote_engine_id": channel.engine_id,
     }
-    return {**told, "kvconnect_peer": channel.handle} if channel.handle else told
+    return {**params, "kvconnect_peer": channel.handle} if channel.handle else params
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
@@ -213,8 +187,8 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     return given if _REQUEST_ID_SHAPE.fullmatch(given) else uuid.uuid4().hex
 
 
-def leg_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
-    """The headers of a leg: the client's, less what belongs to one connection or to one body."""
+def request_headers(pairs: Iterable[tuple[str, str]], request_id: str) -> list[tuple[str, str]]:
+    """The headers for a node: the client's, less what belongs to one connection or to one body."""
     kept = [(k, v) for k, v in _end_to_end(pairs) if k.lower() not in _OF_THE_BODY | _ROUTING]
     return [*kept, ("Content-Type", "application/json"), (REQUEST_ID, request_id)]
 

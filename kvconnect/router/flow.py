@@ -1,10 +1,10 @@
-"""How one request runs: prefill leg, then decode leg, then the answer to the client.
+"""How one request runs: to a prefill node, then to a decode node, then the answer to the client.
 
 The prefill node's ``kv_transfer_params`` travel to the decode node verbatim. Nothing is sent to the
 client before the decode node's first byte is here (the commit point), so every failure up to then has
-its own status; after it a failure can only break the connection, and does. With ``decode_fallback`` a prefill
-leg that fails is no answer: the decode node computes the prompt instead. A client that leaves cancels the
-task that runs ``Flow.run``, which closes the connection of whichever leg is open.
+its own status; after it a failure can only break the connection, and does. With ``decode_fallback`` a failure
+of prefill is no answer: the decode node computes the prompt instead. A client that leaves cancels the task
+that runs ``Flow.run``, which closes every connection to a node.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router import bodies
-from kvconnect.router.legs import Clock, LegError, Legs
 from kvconnect.router.limits import RouterLimits
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Lease, Pool
+from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
 logger = logging.getLogger("kvconnect.router")
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One client's request, as its legs need it. ``body`` is None where it has none."""
+    """One client's request. ``body`` is None where it has none."""
 
     request: web.Request
     request_id: str
     started: float
-    headers: list[tuple[str, str]]
+    headers: Headers
     body: Mapping[str, Any] | None
 
 
@@ -72,13 +72,13 @@ class Begun:
 
 
 class Flow:
-    """Runs requests against two pools, one leg after the other. Holds no state of a request between calls."""
+    """Runs requests against two pools, one after the other. Holds no state of a request between calls."""
 
     def __init__(
         self,
         prefill: Pool,
         decode: Pool,
-        legs: Legs,
+        upstream: Upstream,
         limits: RouterLimits,
         metrics: RouterMetrics,
         clock: Clock = time.monotonic,
@@ -87,7 +87,7 @@ class Flow:
     ) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._legs = legs
+        self._upstream = upstream
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
@@ -99,10 +99,10 @@ class Flow:
 
         Raises:
             BadBody: the body is not a JSON object.
-            LegError: a leg gave no answer, and nothing was sent to the client yet.
+            UpstreamError: a node gave no answer, and nothing was sent to the client yet.
         """
         body = bodies.parse_body(await request.read())
-        headers = bodies.leg_headers(request.headers.items(), request_id)
+        headers = bodies.request_headers(request.headers.items(), request_id)
         exchange = Exchange(request, request_id, started, headers, body)
         reason = bodies.direct_reason(body)
         if reason is not None:
@@ -115,9 +115,9 @@ class Flow:
         """Serve a request that has no body from a decode node.
 
         Raises:
-            LegError: the leg gave no answer.
+            UpstreamError: no node gave an answer.
         """
-        headers = bodies.leg_headers(request.headers.items(), request_id)
+        headers = bodies.request_headers(request.headers.items(), request_id)
         return await self._run_decode(Exchange(request, request_id, started, headers, None), None)
 
     async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
@@ -131,14 +131,14 @@ class Flow:
         return bodies.prefill_params(exchange.body, uuid.uuid4().hex)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[Handed | Refused]) -> web.StreamResponse:
-        """What follows a prefill leg: the decode leg, or why there is none.
+        """What follows prefill: decode, or why there is none.
 
         Raises:
-            LegError: a leg gave no answer, and nothing was sent to the client yet.
+            UpstreamError: a node gave no answer, and nothing was sent to the client yet.
         """
         try:
             outcome = await prefill
-        except LegError as error:
+        except UpstreamError as error:
             if not self._decode_fallback:
                 raise
             return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
@@ -178,20 +178,15 @@ class Flow:
         lent: Lease | None = None,
         only_lent: bool = False,
     ) -> Handed | Refused:
-        """The prefill leg with these parameters; ``lent`` and ``only_lent`` as ``Legs.open`` has them."""
+        """Prefill with these parameters; ``lent`` and ``only_lent`` as ``Upstream.send`` has them."""
         assert exchange.body is not None
-        leg_body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
-        async with self._legs.open(
-            self._prefill,
-            "POST",
-            exchange.request.path_qs,
-            bodies.identity_encoding(exchange.headers),
-            leg_body,
-            self._legs.prefill_timeout(),
-            lent=lent,
-            only_lent=only_lent,
-        ) as leg:
-            answer = leg.answer
+        body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
+        headers = bodies.identity_encoding(exchange.headers)
+        request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
+        async with self._upstream.send(self._prefill, request, lent=lent, only_lent=only_lent) as (
+            url,
+            answer,
+        ):
             raw = await self._read_whole(answer)
             if answer.status != 200:
                 kept = bodies.answer_headers(answer.headers.items(), exchange.request_id)
@@ -199,30 +194,29 @@ class Flow:
         try:
             parsed = json.loads(raw)
         except (ValueError, RecursionError):
-            raise self._legs.failed(
-                "prefill", "bad_answer", "the prefill node's answer is not JSON"
-            ) from None
+            text = "the prefill node's answer is not JSON"
+            raise self._upstream.failed("prefill", "bad_answer", text) from None
         handed = parsed.get(bodies.PARAMS) if isinstance(parsed, dict) else None
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
-            raise self._legs.failed("prefill", "bad_answer", text)
-        return Handed(leg.url, handed or None)
+            raise self._upstream.failed("prefill", "bad_answer", text)
+        return Handed(url, handed or None)
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's answer, within its bound.
 
         Raises:
-            LegError: it is too long, too late, or cut off.
+            UpstreamError: it is too long, too late, or cut off.
         """
         raw = bytearray()
-        with self._legs.translated("prefill"):
+        with self._upstream.translated("prefill"):
             async for chunk in answer.content.iter_any():
                 raw += chunk
                 if len(raw) > self._limits.max_answer_bytes:
                     break
         if len(raw) > self._limits.max_answer_bytes:
             text = f"the prefill node's answer is longer than {self._limits.max_answer_bytes} bytes"
-            raise self._legs.failed("prefill", "bad_answer", text)
+            raise self._upstream.failed("prefill", "bad_answer", text)
         return bytes(raw)
 
     async def _run_decode(self, exchange: Exchange, params: Mapping[str, Any] | None) -> web.StreamResponse:
@@ -232,27 +226,21 @@ class Flow:
     async def _begin_decode(
         self, stack: contextlib.AsyncExitStack, exchange: Exchange, params: Mapping[str, Any] | None
     ) -> Begun:
-        """The decode leg up to its first byte. It stays open for as long as ``stack`` does.
+        """Decode up to the answer's first byte. Its connection stays open for as long as ``stack`` does.
 
         Raises:
-            LegError: there is none.
+            UpstreamError: there is none.
         """
         body = None
         if exchange.body is not None:
             body = bodies.to_bytes(bodies.decode_body(exchange.body, params))
-        opened = self._legs.open(
-            self._decode,
-            exchange.request.method,
-            exchange.request.path_qs,
-            exchange.headers,
-            body,
-            self._legs.decode_timeout(),
-        )
-        answer = (await stack.enter_async_context(opened)).answer
-        with self._legs.translated("decode"):
+        client = exchange.request
+        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
+        _, answer = await stack.enter_async_context(self._upstream.send(self._decode, request))
+        with self._upstream.translated("decode"):
             first = await answer.content.readany()
         if not first and answer.status == 200:
-            raise self._legs.failed("decode", "empty", "the decode node's answer is empty")
+            raise self._upstream.failed("decode", "empty", "the decode node's answer is empty")
         return Begun(answer, first)
 
     async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:
@@ -270,7 +258,7 @@ class Flow:
         while chunk:
             await response.write(chunk)
             try:
-                with self._legs.translated("decode"):
+                with self._upstream.translated("decode"):
                     chunk = await answer.content.readany()
             except Exception as error:
                 logger.error(

@@ -14,13 +14,13 @@ class RouterLimits:
 
     Attributes:
         connect_timeout_s: to reach a node, name look-up included.
-        prefill_timeout_s: for a whole prefill leg.
+        prefill_timeout_s: for all of a prefill node's answer.
         decode_timeout_s: until a decode node's first byte, and between any two of its bytes.
         body_timeout_s: for the client to send its whole body.
         max_body_bytes: largest body taken from a client.
         max_answer_bytes: largest answer taken from a prefill node.
         max_in_flight: requests served at once; more are refused with 503.
-        retries: further nodes tried for a leg whose node cannot be reached.
+        retries: further nodes tried where one cannot be reached.
         check_interval_s: between two health checks of a node.
         check_timeout_s: for one health check.
         failures_to_eject: failures to reach a node, in a row, after which it leaves rotation.

@@ -25,7 +25,7 @@ class RouterMetrics:
         self.in_flight = Gauge("kvconnect_router_in_flight", "Requests being served now.", registry=registry)
         self.leg_seconds = Histogram(
             "kvconnect_router_leg_seconds",
-            "Seconds from the start of a leg to the end of its answer.",
+            "Seconds from the start of a request to a node to the end of its answer.",
             ["role"],
             buckets=_SECONDS,
             registry=registry,
@@ -38,23 +38,23 @@ class RouterMetrics:
         )
         self.leg_failures = Counter(
             "kvconnect_router_leg_failures",
-            "Legs that gave no whole answer, by what happened.",
+            "Requests to nodes that gave no whole answer, by what happened.",
             ["role", "reason"],
             registry=registry,
         )
         self.retries = Counter(
-            "kvconnect_router_retries", "Legs tried again on another node.", ["role"], registry=registry
+            "kvconnect_router_retries", "Requests tried again on another node.", ["role"], registry=registry
         )
         self.fallbacks = Counter(
             "kvconnect_router_fallbacks",
-            "Requests that the decode node served alone, by why; prefill_* where a prefill leg failed.",
+            "Requests that the decode node served alone, by why; prefill_* where prefill failed.",
             ["reason"],
             registry=registry,
         )
         self.flows = Counter(
             "kvconnect_router_flows",
             "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
-            "whose decode leg had to be given up.",
+            "whose decode request had to be given up.",
             ["flow"],
             registry=registry,
         )
@@ -76,7 +76,7 @@ class _PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["role", "node"]
-        load = GaugeMetricFamily("kvconnect_router_node_in_flight", "Legs on a node now.", labels=labels)
+        load = GaugeMetricFamily("kvconnect_router_node_in_flight", "Requests on a node now.", labels=labels)
         healthy = GaugeMetricFamily(
             "kvconnect_router_node_healthy", "1 if a node answered and is in rotation.", labels=labels
         )

@@ -1,11 +1,11 @@
-"""Which node of a role takes the next leg, and which nodes are out of rotation.
+"""Which node of a role takes the next request, and which nodes are out of rotation.
 
-Pure: no socket, no clock, no task. Time is an argument, in seconds on any monotonic clock. Whoever
-takes a lease answers it with at most one verdict (``answered`` or ``unreachable``) and exactly one
-``release``; everything else follows from that.
+Pure: no socket, no clock, no task. Time is an argument, in seconds on any monotonic clock. The owner of a
+lease gives at most one verdict (``answered`` or ``unreachable``) and exactly one ``release``; everything else
+follows from that.
 
 A node that cannot be reached several times in a row is ejected. After ``eject_s`` it is half open: one
-probe, a health check or a leg when nothing better is left, decides whether it returns.
+probe, a health check or a request when nothing better is left, decides whether it returns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.errors import ConfigError, LocalError
+from kvconnect.router.limits import RouterLimits
 
 
 class State(enum.Enum):
-    """Where a node stands. ``UNKNOWN`` takes legs, but is not counted as ready."""
+    """Where a node stands. ``UNKNOWN`` takes requests, but is not counted as ready."""
 
     UNKNOWN = "unknown"
     HEALTHY = "healthy"
@@ -28,25 +29,6 @@ class State(enum.Enum):
 
 
 _IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPolicy:
-    """When a node leaves rotation, and for how long.
-
-    Attributes:
-        failures_to_eject: failures to reach a node, in a row, after which it is ejected.
-        eject_s: seconds after which an ejected node is probed.
-    """
-
-    failures_to_eject: int = 3
-    eject_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.failures_to_eject < 1:
-            raise ConfigError(f"failures_to_eject is {self.failures_to_eject}, it must be at least 1")
-        if not self.eject_s > 0:
-            raise ConfigError(f"eject_s is {self.eject_s}, it must be above 0 seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +72,7 @@ class Pool:
 
     role: str
     urls: Sequence[str]
-    policy: PoolPolicy = field(default_factory=PoolPolicy)
+    limits: RouterLimits = field(default_factory=RouterLimits)
     _nodes: dict[str, _Node] = field(init=False, repr=False)
     _leases: dict[int, Lease] = field(init=False, repr=False, default_factory=dict)
     _numbers: itertools.count[int] = field(init=False, repr=False, default_factory=lambda: itertools.count(1))
@@ -125,24 +107,24 @@ class Pool:
         return None
 
     def answered(self, lease: Lease) -> bool:
-        """The node answered: it is healthy, whatever was thought of it before. True if that is news."""
+        """The node answered: it is healthy, whatever its state was. True if that is new."""
         node = self._node_of(lease)
-        is_news = node.state is not State.HEALTHY
+        is_new = node.state is not State.HEALTHY
         node.state, node.failures, node.probe = State.HEALTHY, 0, None
-        return is_news
+        return is_new
 
     def unreachable(self, lease: Lease, now: float) -> bool:
         """The node could not be reached. True if it left rotation because of this."""
         node = self._node_of(lease)
         if node.probe == lease.number:
-            node.state, node.retry_at, node.probe = State.EJECTED, now + self.policy.eject_s, None
+            node.state, node.retry_at, node.probe = State.EJECTED, now + self.limits.eject_s, None
             return False
         if node.state not in _IN_ROTATION:
-            return False  # news from before the ejection
+            return False  # sent before the ejection
         node.failures += 1
-        if node.failures < self.policy.failures_to_eject:
+        if node.failures < self.limits.failures_to_eject:
             return False
-        node.state, node.retry_at = State.EJECTED, now + self.policy.eject_s
+        node.state, node.retry_at = State.EJECTED, now + self.limits.eject_s
         node.ejections += 1
         return True
 

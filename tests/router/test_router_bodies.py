@@ -94,7 +94,7 @@ def test_headers_of_one_connection_stay_on_it() -> None:
         ("traceparent", "00-1"),
         ("X-Request-Id", "theirs"),
     ]
-    assert bodies.leg_headers(pairs, "ours") == [
+    assert bodies.request_headers(pairs, "ours") == [
         ("Authorization", "Bearer k"),
         ("traceparent", "00-1"),
         ("Content-Type", "application/json"),

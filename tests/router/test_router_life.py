@@ -158,8 +158,8 @@ def test_limits_are_checked() -> None:
 
 def test_the_process_says_when_it_is_ready_and_ends_on_sigterm() -> None:
     code = (
-        "from kvconnect.router.app import run_router;"
-        f"run_router(host='127.0.0.1', port=0, prefill=['{dead_url()}'], decode=['{dead_url()}'])"
+        "from kvconnect.router.app import create_router_app, run_router;"
+        f"run_router(create_router_app(['{dead_url()}'], ['{dead_url()}']), host='127.0.0.1', port=0)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.pool import Lease, Pool, PoolPolicy, State
+from kvconnect.router.limits import RouterLimits
+from kvconnect.router.pool import Lease, Pool, State
 
 URLS = ["http://a", "http://b", "http://c"]
 
 
 def make(count: int = 2, failures: int = 2, eject_s: float = 10.0) -> Pool:
-    return Pool("prefill", URLS[:count], PoolPolicy(failures, eject_s))
+    return Pool("prefill", URLS[:count], RouterLimits(failures_to_eject=failures, eject_s=eject_s))
 
 
 def states(pool: Pool) -> dict[str, State]:
@@ -140,7 +141,7 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ConfigError, match="twice"):
         Pool("decode", [URLS[0], URLS[0]])
     with pytest.raises(ConfigError, match="failures_to_eject"):
-        PoolPolicy(failures_to_eject=0)
+        RouterLimits(failures_to_eject=0)
 
 
 STEP = st.tuples(

@@ -1,0 +1,204 @@
+"""Requests to the nodes of a role, another node being tried while none can be reached.
+
+Owns the client session and the meaning of its failures; every one becomes an ``UpstreamError`` with the
+status that the client gets. Knows nothing of prompts or transfer parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from kvconnect.router.limits import RouterLimits
+from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.pool import Lease, Pool
+
+logger = logging.getLogger("kvconnect.router")
+
+Headers = Sequence[tuple[str, str]]
+Clock = Callable[[], float]
+
+# aiohttp would add these on its own; a request carries what the client sent and no more.
+_NOT_ADDED = ("Accept", "Accept-Encoding", "User-Agent")
+_NOT_REACHED = ("unreachable", "connect_timeout")
+
+
+class UpstreamError(Exception):
+    """A node gave no answer. ``status`` is what the client gets, ``reason`` what is counted."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+    @property
+    def was_reached(self) -> bool:
+        """The node may have begun to work on the request."""
+        return self.reason not in _NOT_REACHED
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRequest:
+    """What a node is sent."""
+
+    method: str
+    path: str
+    headers: Headers
+    body: bytes | None
+
+
+class Upstream:
+    """Sends requests to the nodes of two roles. One event loop owns it; close it when done."""
+
+    def __init__(self, limits: RouterLimits, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        # Connections are not reused: a node may close an idle one at any moment, and then a request that
+        # was lost on the way cannot be told from one that the node began to work on. The number of
+        # connections is bounded by max_in_flight. Bodies pass as they are, packed or not.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            auto_decompress=False,
+            skip_auto_headers=_NOT_ADDED,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        connect_s = limits.connect_timeout_s
+        self._timeouts = {
+            # One deadline for all of it: nothing is passed on before it has ended.
+            "prefill": aiohttp.ClientTimeout(
+                total=limits.prefill_timeout_s, connect=connect_s, sock_connect=connect_s
+            ),
+            # A stream may last: the deadline is for the first byte, and for each silence after it.
+            "decode": aiohttp.ClientTimeout(
+                connect=connect_s, sock_connect=connect_s, sock_read=limits.decode_timeout_s
+            ),
+        }
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._session.close()
+
+    @contextlib.asynccontextmanager
+    async def send(
+        self, pool: Pool, request: UpstreamRequest, *, lent: Lease | None = None, only_lent: bool = False
+    ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
+        """The URL of a node of ``pool`` and its answer, its headers read and its body not.
+
+        ``lent`` is a lease of the node to try first, which its owner gives back; with ``only_lent`` no
+        other node is tried.
+
+        Leaving the block closes the connection, so a node whose answer was not read to its end sees
+        its client leave. The block may raise what reading raises: ``translated`` gives it a meaning.
+
+        Raises:
+            UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
+        """
+        started = self._clock()
+        lease, response = await self._reach(pool, request, lent, 0 if only_lent else self._limits.retries)
+        try:
+            yield lease.url, response
+        finally:
+            response.close()
+            if lease is not lent:
+                pool.release(lease)
+            self._metrics.leg_seconds.labels(pool.role).observe(self._clock() - started)
+
+    async def _reach(
+        self, pool: Pool, request: UpstreamRequest, lent: Lease | None, retries: int
+    ) -> tuple[Lease, aiohttp.ClientResponse]:
+        tried: list[str] = []
+        last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
+        while len(tried) <= retries:
+            lease = lent if lent is not None and not tried else pool.take(self._clock(), avoid=tried)
+            if lease is None:
+                break
+            if tried:
+                self._metrics.retries.labels(pool.role).inc()
+            tried.append(lease.url)
+            kept = False
+            try:
+                with self.translated(pool.role):
+                    response = await self._session.request(
+                        request.method,
+                        lease.url + request.path,
+                        data=request.body,
+                        headers=request.headers,
+                        timeout=self._timeouts[pool.role],
+                        allow_redirects=False,
+                    )
+                if response.status < 500:
+                    self._note_answer(pool, lease)
+                kept = True
+                return lease, response
+            except UpstreamError as error:
+                if error.was_reached:
+                    raise
+                self._note_unreachable(pool, lease, str(error))
+                last = error
+            finally:
+                if not kept and lease is not lent:
+                    pool.release(lease)
+        if not tried:
+            self._metrics.leg_failures.labels(pool.role, last.reason).inc()
+        raise last
+
+    @contextlib.contextmanager
+    def translated(self, role: str) -> Iterator[None]:
+        """Turn what the HTTP client raises into a counted ``UpstreamError``."""
+        limits = self._limits
+        try:
+            yield
+        except aiohttp.ConnectionTimeoutError as error:
+            text = f"no connection to a {role} node within {limits.connect_timeout_s:g} s"
+            raise self.failed(role, "connect_timeout", text, status=504) from error
+        except aiohttp.ClientConnectorError as error:
+            raise self.failed(role, "unreachable", f"a {role} node cannot be reached") from error
+        except asyncio.TimeoutError as error:
+            after_s = limits.prefill_timeout_s if role == "prefill" else limits.decode_timeout_s
+            text = f"the {role} node did not answer within {after_s:g} s"
+            raise self.failed(role, "timeout", text, status=504) from error
+        except (aiohttp.ClientError, OSError) as error:
+            text = f"the {role} node broke off before its answer was complete"
+            raise self.failed(role, "broken", text) from error
+
+    def failed(self, role: str, reason: str, message: str, status: int = 502) -> UpstreamError:
+        """A counted error, for an answer that did not come or cannot be used."""
+        self._metrics.leg_failures.labels(role, reason).inc()
+        return UpstreamError(status, reason, message)
+
+    def _note_answer(self, pool: Pool, lease: Lease) -> None:
+        if pool.answered(lease):
+            logger.info("%s node %s is in rotation", pool.role, lease.url)
+
+    def _note_unreachable(self, pool: Pool, lease: Lease, problem: str) -> None:
+        if pool.unreachable(lease, self._clock()):
+            logger.warning("%s node %s left rotation: %s", pool.role, lease.url, problem)
+
+    async def check(self, pool: Pool, url: str) -> None:
+        """One health check of one node, and its verdict. Does nothing while the node is ejected."""
+        lease = pool.take_check(url, self._clock())
+        if lease is None:
+            return
+        timeout = aiohttp.ClientTimeout(total=self._limits.check_timeout_s)
+        problem = ""
+        try:
+            try:
+                get = self._session.get(url + "/health", timeout=timeout, allow_redirects=False)
+                async with get as response:
+                    if response.status != 200:
+                        problem = f"/health answered {response.status}"
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+                problem = f"/health gave no answer ({type(error).__name__})"
+            if problem:
+                self._note_unreachable(pool, lease, problem)
+            else:
+                self._note_answer(pool, lease)
+        finally:
+            pool.release(lease)
