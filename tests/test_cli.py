@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo import children, http, outcome, prompts, runner
 from kvconnect.demo.outcome import Outcome, Tokens
+from kvconnect.node.options import NodeOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,11 +82,15 @@ def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
     import kvconnect.node.serve as node
 
     seen: dict[str, object] = {}
-    parameters = set(inspect.signature(node.serve).parameters)
-    monkeypatch.setattr(node, "serve", lambda **arguments: seen.update(arguments))
+
+    def serve(options: NodeOptions, **arguments: object) -> None:
+        seen.update(asdict(options), **arguments)
+
+    monkeypatch.setattr(node, "serve", serve)
     options = ["--port", "0", "--kv-transfer-config", "{}", "--block-size", "32", "--reserved-blocks", "5"]
     assert CliRunner().invoke(cli.app, ["serve", *options, "--no-enable-prefix-caching"]).exit_code == 0
-    assert set(seen) == parameters
+    parameters = {"kernel_block_size" if name == "kernel_block_sizes" else name for name in seen}
+    assert parameters == set(inspect.signature(sys.modules["kvconnect.cli.serve"].serve).parameters)
     assert (seen["port"], seen["kv_transfer_config"], seen["block_size"]) == (0, "{}", 32)
     assert (seen["reserved_blocks"], seen["enable_prefix_caching"]) == (5, False)
 
@@ -92,7 +98,7 @@ def test_serve_passes_every_argument_of_the_node(monkeypatch) -> None:
 def test_an_address_that_cannot_be_served_on_is_a_configuration_error(monkeypatch) -> None:
     import kvconnect.node.serve as node
 
-    def refuses(**_arguments: object) -> None:
+    def refuses(*_options: object, **_arguments: object) -> None:
         raise OSError(98, "Address already in use")
 
     monkeypatch.setattr(node, "serve", refuses)

@@ -58,29 +58,28 @@ def serve(
     """Serve a small model over HTTP, alone or as one side of a pair."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device is {device!r}; accepted: cpu, cuda, cuda:N")
+    from kvconnect.node.options import NodeOptions
     from kvconnect.node.serve import serve as serve_node
 
+    options = NodeOptions(
+        model=model,
+        kv_transfer_config=kv_transfer_config,
+        device=device,
+        seed=seed,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        reserved_blocks=reserved_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+        kv_cache_dtype=kv_cache_dtype,
+        kernel_block_sizes=tuple(kernel_block_size or ()),
+        enable_graphs=enable_graphs,
+        attention_backend=attention_backend,
+    )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        serve_node(
-            model=model,
-            host=host,
-            port=port,
-            kv_transfer_config=kv_transfer_config,
-            device=device,
-            seed=seed,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            reserved_blocks=reserved_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_cache_dtype=kv_cache_dtype,
-            kernel_block_sizes=kernel_block_size or (),
-            enable_graphs=enable_graphs,
-            attention_backend=attention_backend,
-            num_threads=num_threads,
-        )
+        serve_node(options, host=host, port=port, num_threads=num_threads)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot serve on {host}:{port}: {error}") from error

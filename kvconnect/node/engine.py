@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.node.limits import RequestLimits
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request
 from kvconnect.node.request_book import Counts
@@ -58,7 +57,7 @@ class _Inbox:
 class Engine:
     """Runs ``scheduler`` and ``runner`` in a thread; ``worker`` is the connector's other half, if any.
 
-    ``offload_state`` tells any thread what is kept. ``request_limits`` never change.
+    ``offload_state`` tells any thread what is kept.
     """
 
     def __init__(
@@ -74,9 +73,6 @@ class Engine:
         self.runner = runner
         self.worker = worker
         self.offload_state = offload_state
-        self.request_limits = RequestLimits(
-            scheduler.limits.max_model_len, scheduler.manager.pool.total, scheduler.manager.footprint
-        )
         self.snapshot = self._take_snapshot(0)
         self._condition = threading.Condition()
         self._inbox = _Inbox()
@@ -108,8 +104,15 @@ class Engine:
             self.worker.close()
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request of this size can never run here, or None."""
-        return self.request_limits.refusal(num_prompt_tokens, max_tokens)
+        """Why a request of this size can never run here, or None. For any thread."""
+        wanted, longest = num_prompt_tokens + max_tokens, self.scheduler.options.max_model_len
+        request = f"prompt of {num_prompt_tokens} tokens plus max_tokens {max_tokens}"
+        if wanted > longest:
+            return f"{request} is {wanted} tokens, max_model_len is {longest}"
+        # The last generated token is returned but never computed.
+        manager = self.scheduler.manager
+        needed, total = manager.most_blocks(wanted - 1), manager.pool.total
+        return f"{request} needs {needed} cache blocks, the node has {total}" if needed > total else None
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its sink hears of it from the loop's thread.

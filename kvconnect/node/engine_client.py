@@ -19,7 +19,6 @@ from typing import Any
 from kvconnect.errors import LocalError
 from kvconnect.node.completions import CompletionBody
 from kvconnect.node.engine import Engine
-from kvconnect.node.limits import RequestLimits
 from kvconnect.node.metrics import NodeMetrics
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request
@@ -29,19 +28,21 @@ Sink = Callable[[Output], None]
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What never changes of a node, and what requests are checked against."""
+    """What never changes of a node, and what clients may ask of it."""
 
     model: str
     seed: int
     vocab_size: int
-    limits: RequestLimits
+    max_model_len: int
 
 
 class EngineClient:
     """Passes requests to ``engine``, whose loop it starts and stops; ``model`` is what clients call it."""
 
-    def __init__(self, engine: Engine, *, model: str, seed: int, vocab_size: int) -> None:
-        self.info = NodeInfo(model, seed, vocab_size, engine.request_limits)
+    def __init__(self, engine: Engine, *, model: str, seed: int) -> None:
+        vocab_size = engine.runner.model.dims.vocab_size
+        self.info = NodeInfo(model, seed, vocab_size, engine.scheduler.options.max_model_len)
+        self.refusal = engine.refusal
         self._engine = engine
         self._metrics = NodeMetrics(engine, model)
         self._loop = asyncio.get_running_loop()

@@ -1,21 +1,27 @@
-"""What an operator can say about a node."""
+"""How a node is set up, as an operator gives it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from kvconnect.errors import ConfigError
 
 ATTENTION_BACKENDS = ("sdpa", "flex")
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What an operator can say about a node. ``block_size`` None is the model's own.
+    """How a node is set up. ``block_size`` None is the model's own.
 
+    ``max_num_batched_tokens`` bounds one step, ``max_num_seqs`` the requests that run at once.
     ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
     ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
     fp8_e4m3. ``kernel_block_sizes`` are the only sizes in tokens that the attention kernels may take;
     empty: all that they can. ``enable_graphs`` None captures decode steps in CUDA graphs where the
     device and every backend allow it; True demands it. ``attention_backend`` is sdpa or flex.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     model: str = "gqa"
@@ -33,3 +39,11 @@ class NodeOptions:
     kernel_block_sizes: tuple[int, ...] = ()
     enable_graphs: bool | None = None
     attention_backend: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            accepted = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"attention_backend is {self.attention_backend!r}; accepted: {accepted}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.node.block_manager import RequestBlocks
+from kvconnect.node.blocks import RequestBlocks
 from kvconnect.node.output import Output
 
 

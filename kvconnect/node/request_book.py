@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import LocalError
-from kvconnect.node.block_manager import BlockManager
+from kvconnect.node.blocks import BlockManager
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request, RequestState
 from kvconnect.node.transfers import Transfers

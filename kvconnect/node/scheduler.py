@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvconnect.errors import KVConnectError, LocalError
-from kvconnect.node.block_manager import BlockManager, Hit
-from kvconnect.node.limits import SchedulerLimits
+from kvconnect.node.blocks import BlockManager, Hit
+from kvconnect.node.options import NodeOptions
 from kvconnect.node.output import Failure, Output
 from kvconnect.node.request import Request, RequestState
 from kvconnect.node.request_book import RequestBook
@@ -24,15 +24,15 @@ class Scheduler:
     """Plans steps for ``manager``'s blocks. ``transfers`` is None for a node without a connector."""
 
     def __init__(
-        self, limits: SchedulerLimits, manager: BlockManager, transfers: Transfers | None = None
+        self, options: NodeOptions, manager: BlockManager, transfers: Transfers | None = None
     ) -> None:
-        self.limits = limits
+        self.options = options
         self.manager = manager
         self.transfers = transfers
         self.book = RequestBook(manager, transfers)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._free_rows = list(range(limits.max_num_seqs))[::-1]
+        self._free_rows = list(range(options.max_num_seqs))[::-1]
         self._released_rows: list[int] = []
 
     # --- coming and going -------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """Decide what the next step computes, and give it blocks."""
         step = Step()
-        budget = self.limits.max_num_batched_tokens
+        budget = self.options.max_num_batched_tokens
         preempted = self.book.counts.preemptions
         index = 0
         while index < len(self.running) and budget > 0:

@@ -7,13 +7,11 @@ import functools
 import gc
 import logging
 import signal
-from collections.abc import Sequence
 
 import torch
 
 from kvconnect.errors import ConfigError
-from kvconnect.node.block_manager import BlockManager
-from kvconnect.node.block_pool import BlockPool
+from kvconnect.node.blocks import BlockManager, BlockPool
 from kvconnect.node.cache import (
     NodeCache,
     needs_zeroing,
@@ -26,10 +24,9 @@ from kvconnect.node.engine import Engine
 from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.flex_attention import flex_backend
 from kvconnect.node.http_limits import HttpLimits
-from kvconnect.node.limits import SchedulerLimits
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
-from kvconnect.node.options import ATTENTION_BACKENDS, NodeOptions
+from kvconnect.node.options import NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import NodeServer
@@ -51,11 +48,6 @@ def build_engine(
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {options.device!r}, but torch finds no CUDA device")
-    if options.attention_backend not in ATTENTION_BACKENDS:
-        raise ConfigError(
-            f"attention_backend is {options.attention_backend!r}; accepted: {', '.join(ATTENTION_BACKENDS)}"
-        )
-    limits = SchedulerLimits(options.max_model_len, options.max_num_seqs, options.max_num_batched_tokens)
     pool = BlockPool(options.num_blocks, options.reserved_blocks)
     model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
@@ -88,7 +80,7 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         zeroes_new_blocks=needs_zeroing(cache.config),
     )
-    scheduler = Scheduler(limits, manager, transfers)
+    scheduler = Scheduler(options, manager, transfers)
     if connector is None:
         return Engine(scheduler, runner)
     return Engine(scheduler, runner, connector.worker, connector.offload_state)
@@ -125,8 +117,7 @@ async def _drain(engine: Engine) -> None:
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
     engine = build_engine(options)
-    vocab_size = engine.runner.model.dims.vocab_size
-    client = EngineClient(engine, model=options.model, seed=options.seed, vocab_size=vocab_size)
+    client = EngineClient(engine, model=options.model, seed=options.seed)
     server = NodeServer(client, HttpLimits().within_open_files())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -147,27 +138,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
         await server.stop()
 
 
-def serve(
-    *,
-    model: str = "gqa",
-    host: str = "127.0.0.1",
-    port: int = 0,
-    kv_transfer_config: str | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-    num_blocks: int = 1024,
-    block_size: int | None = None,
-    max_model_len: int = 4096,
-    max_num_seqs: int = 16,
-    max_num_batched_tokens: int = 1024,
-    reserved_blocks: int = 0,
-    enable_prefix_caching: bool = True,
-    kv_cache_dtype: str = "auto",
-    kernel_block_sizes: Sequence[int] = (),
-    enable_graphs: bool | None = None,
-    attention_backend: str = "sdpa",
-    num_threads: int | None = None,
-) -> None:
+def serve(options: NodeOptions, *, host: str, port: int, num_threads: int | None = None) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT. ``port`` 0 lets the system choose.
 
     Prints one line with the address when the node takes requests. ``num_threads`` bounds torch's CPU
@@ -179,21 +150,4 @@ def serve(
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    options = NodeOptions(
-        model=model,
-        seed=seed,
-        device=device,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        reserved_blocks=reserved_blocks,
-        kv_transfer_config=kv_transfer_config,
-        enable_prefix_caching=enable_prefix_caching,
-        kv_cache_dtype=kv_cache_dtype,
-        kernel_block_sizes=tuple(kernel_block_sizes),
-        enable_graphs=enable_graphs,
-        attention_backend=attention_backend,
-    )
     asyncio.run(_serve(options, host, port))

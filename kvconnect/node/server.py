@@ -138,7 +138,7 @@ class NodeServer:
     async def _models(self, _: web.Request) -> web.Response:
         info = self._client.info
         model = {"id": info.model, "object": "model", "owned_by": "kvconnect", "seed": info.seed}
-        model["max_model_len"] = info.limits.max_model_len
+        model["max_model_len"] = info.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
@@ -185,7 +185,7 @@ class NodeServer:
         """
         info = self._client.info
         body = parse_completion(decoded, model=info.model, vocab_size=info.vocab_size)
-        refusal = info.limits.refusal(len(body.prompt_token_ids), body.max_tokens)
+        refusal = self._client.refusal(len(body.prompt_token_ids), body.max_tokens)
         if refusal is None and body.kv_transfer_params is not None:
             refusal = self._params_refusal(body.kv_transfer_params)
         if refusal is not None:

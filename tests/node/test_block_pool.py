@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.node.block_manager import BlockManager
-from kvconnect.node.block_pool import BlockPool
+from kvconnect.node.blocks import BlockManager, BlockPool
 from kvconnect.node.cache import build_cache_config
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
@@ -30,7 +29,7 @@ def test_a_block_is_released_once():
     pool = BlockPool(4)
     taken = pool.allocate(1)
     pool.release(taken)
-    with pytest.raises(LocalError, match="nobody holds it"):
+    with pytest.raises(LocalError, match="has no holder"):
         pool.release(taken)
 
 

@@ -6,24 +6,19 @@ import json
 
 import aiohttp
 import pytest
-import torch
 
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.node.engine_client import NodeInfo
 from kvconnect.node.http_limits import HttpLimits
-from kvconnect.node.limits import Footprint, RequestLimits
 from kvconnect.node.output import Output
 from kvconnect.node.server import NodeServer
 
-GROUP = KVCacheGroup(("layer",), FullAttentionSpec(16, 1, 1, torch.int8))
-LIMITS = RequestLimits(100, 64, Footprint((GROUP,), 128))
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 class IdleEngine:
     """A client of an engine that ends a request when it is told to, and an aborted one no sooner."""
 
-    info = NodeInfo("m", 0, 512, LIMITS)
+    info = NodeInfo("m", 0, 512, 100)
     alive = True
 
     def __init__(self):
@@ -37,6 +32,9 @@ class IdleEngine:
 
     def start(self):
         pass
+
+    def refusal(self, num_prompt_tokens, max_tokens):
+        return None
 
     async def stop(self):
         pass

@@ -25,7 +25,7 @@ class Session:
         self.engine = build_engine(self.options, connector)
 
     async def __aenter__(self):
-        client = EngineClient(self.engine, model=self.options.model, seed=0, vocab_size=512)
+        client = EngineClient(self.engine, model=self.options.model, seed=0)
         self.server = NodeServer(client)
         self.port = await self.server.start("127.0.0.1", 0)
         self.http = aiohttp.ClientSession(f"http://127.0.0.1:{self.port}")

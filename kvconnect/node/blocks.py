@@ -1,0 +1,345 @@
+"""The blocks of all requests: a pool that all cache groups share, and which of it each request has.
+
+The pool owns reference counts, the free list and the prefix map; the manager owns the lists of block ids by
+position in the sequence. What no later token reads is freed and its place becomes the null block; a state
+group has one block per request. This file knows nothing of queues, connectors or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.cache.specs import KVCacheConfig
+from kvconnect.errors import ConfigError, LocalError
+from kvconnect.node.hashes import extend_chain
+
+NULL_BLOCK = 0
+# A block's content is known by its cache group and the hash of all tokens up to its end.
+ContentKey = tuple[int, bytes]
+
+
+class BlockPool:
+    """Ids ``1 + reserved .. num_blocks - 1``; 0 is the null block, and the ``reserved`` next are never used.
+
+    Reserving makes the ids of two nodes differ, so that mixing up theirs and ours cannot go unnoticed. A
+    block is held, or free: then it has no references, and perhaps content that a later request may reuse.
+
+    Raises:
+        ConfigError: nothing would be left.
+    """
+
+    def __init__(self, num_blocks: int, reserved: int = 0) -> None:
+        if reserved < 0 or num_blocks - 1 - reserved < 1:
+            raise ConfigError(
+                f"num_blocks is {num_blocks} and reserved_blocks {reserved}: with the null block that leaves "
+                f"{num_blocks - 1 - reserved} usable blocks, at least 1 is needed"
+            )
+        self.reserved = reserved
+        self._references = [0] * num_blocks
+        self._first = 1 + reserved
+        # Least recently freed first. Blocks without content are put in front: they cost nothing to reuse.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
+        self._block_of: dict[ContentKey, int] = {}
+        self._key_of: dict[int, ContentKey] = {}
+
+    @property
+    def total(self) -> int:
+        """Blocks that requests can have."""
+        return len(self._references) - self._first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without references."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with references."""
+        return self.total - len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        """The block has no references."""
+        return block_id in self._free
+
+    def has_one_holder(self, block_id: int) -> bool:
+        """Releasing the block once would make it free."""
+        return self._references[block_id] == 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Take free blocks; their old content is forgotten.
+
+        Raises:
+            LocalError: fewer than ``count`` are free. None is taken then.
+        """
+        if count > len(self._free):
+            raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in taken:
+            if key := self._key_of.pop(block_id, None):
+                del self._block_of[key]
+            self._references[block_id] = 1
+        return taken
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to blocks whose content is reused; null blocks are skipped."""
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK:
+                self._free.pop(block_id, None)
+                self._references[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block; null blocks are skipped. The last ones are reused first.
+
+        Raises:
+            LocalError: a block has no reference.
+        """
+        for block_id in reversed(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
+            if self._references[block_id] < 1:
+                raise LocalError(f"block {block_id} is released but has no holder")
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free[block_id] = None
+                if block_id not in self._key_of:
+                    self._free.move_to_end(block_id, last=False)
+
+    def remember(self, key: ContentKey, block_id: int) -> None:
+        """Record a held block's content. The first block with a content stays the known one."""
+        if key not in self._block_of and block_id not in self._key_of:
+            self._block_of[key] = block_id
+            self._key_of[block_id] = key
+
+    def find(self, key: ContentKey) -> int | None:
+        """A block with this content, free or held."""
+        return self._block_of.get(key)
+
+    def check(self) -> None:
+        """Prove the pool's invariants.
+
+        Raises:
+            LocalError: one does not hold; the text says which.
+        """
+        for block_id, references in enumerate(self._references):
+            if block_id < self._first:
+                if references or block_id in self._free or block_id in self._key_of:
+                    raise LocalError(f"block {block_id} is null or reserved, but is in use")
+            elif (references == 0) != (block_id in self._free):
+                state = "free" if block_id in self._free else "not free"
+                raise LocalError(f"block {block_id} has {references} references and is {state}")
+        if {key: block for block, key in self._key_of.items()} != self._block_of:
+            raise LocalError("the prefix map and its inverse differ")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A reusable prefix: its length in tokens, and its blocks by group and position."""
+
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class RequestBlocks:
+    """The blocks of one request: ids by group and position, and the content hashes of its full blocks.
+
+    ``left`` and ``remembered`` count, by group, the positions that no later token reads and those whose
+    content the pool has.
+    """
+
+    ids: list[list[int]]
+    left: list[int]
+    remembered: list[int]
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def snapshot(self) -> tuple[list[int], ...]:
+        """Copies of the id lists, one per group."""
+        return tuple(list(ids) for ids in self.ids)
+
+    def content_hashes(self, token_ids: Sequence[int], block_tokens: int) -> Sequence[bytes]:
+        """The hashes of all whole blocks of so many tokens; ``token_ids`` begin as they did before."""
+        chain = self.hashes.setdefault(block_tokens, [])
+        extend_chain(chain, token_ids, block_tokens)
+        return chain
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What an allocation added: ids by group, and those of them that must be zeroed.
+
+    ``zero_blocks`` are fresh state blocks by group, ``new_block_ids_to_zero`` fresh attention blocks.
+    """
+
+    new_ids: tuple[list[int], ...]
+    zero_blocks: dict[int, list[int]]
+    new_block_ids_to_zero: list[int]
+
+
+class BlockManager:
+    """Gives blocks of ``pool`` to requests.
+
+    Args:
+        config: the cache; a state group in it turns prefix reuse off, because a state block holds the
+            state after one certain token only.
+        max_step_tokens: most tokens that one step computes, which bounds what a window needs.
+        zeroes_new_blocks: report fresh attention blocks for zeroing.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        pool: BlockPool,
+        max_step_tokens: int,
+        *,
+        enable_prefix_caching: bool = True,
+        zeroes_new_blocks: bool = False,
+    ) -> None:
+        self.pool = pool
+        self._groups = config.groups
+        self._sizes = sorted({group.block_size for group in config.groups})
+        self._max_step_tokens = max_step_tokens
+        self._zeroes_new_blocks = zeroes_new_blocks
+        self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
+
+    def new_request(self) -> RequestBlocks:
+        """A request without blocks."""
+        count = len(self._groups)
+        return RequestBlocks([[] for _ in range(count)], [0] * count, [0] * count)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that computing ``num_tokens`` positions can hold at once."""
+        return sum(group.most_blocks(num_tokens, self._max_step_tokens) for group in self._groups)
+
+    def find_hit(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> Hit:
+        """The longest reusable prefix. At least one token always remains to be computed."""
+        nothing = Hit(0, tuple(() for _ in self._groups))
+        if not self.reuses_prefixes:
+            return nothing
+        size = self._sizes[-1]
+        limit = (len(token_ids) - 1) // size * size
+        self._hash_blocks(blocks, token_ids)
+        for index, group in enumerate(self._groups):
+            if group.retention.sees_all:
+                hashes = blocks.hashes[group.block_size][: limit // group.block_size]
+                known = 0
+                while known < len(hashes) and self.pool.find((index, hashes[known])) is not None:
+                    known += 1
+                limit = min(limit, known * group.block_size // size * size)
+        # A window needs only its tail, so a longer prefix may be reusable where a shorter one is not.
+        for num_tokens in range(limit, 0, -size):
+            found = [self._known_blocks(index, blocks, num_tokens) for index in range(len(self._groups))]
+            if all(ids is not None for ids in found):
+                return Hit(num_tokens, tuple(tuple(ids or ()) for ids in found))
+        return nothing
+
+    def _known_blocks(self, index: int, blocks: RequestBlocks, num_tokens: int) -> list[int] | None:
+        """The group's known blocks of a prefix, null where no later token reads; None if one lacks."""
+        size = self._groups[index].block_size
+        first = self._first_kept(index, num_tokens)
+        found = [self.pool.find((index, name)) for name in blocks.hashes[size][first : num_tokens // size]]
+        known = [block_id for block_id in found if block_id is not None]
+        return [NULL_BLOCK] * first + known if len(known) == len(found) else None
+
+    def _first_kept(self, index: int, next_position: int) -> int:
+        """The first block of a group that computing ``next_position`` and later tokens can read."""
+        group = self._groups[index]
+        return 0 if group.is_state else group.retention.num_freed(next_position, group.block_size)
+
+    def fits(self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int) -> bool:
+        """Whether ``grow`` with the same arguments would succeed."""
+        return self._missing(blocks, hit, num_computed, num_tokens) <= self.pool.num_free
+
+    def fits_whole(self, blocks: RequestBlocks, hit: Hit, num_tokens: int) -> bool:
+        """Whether all ``num_tokens`` can be computed, step by step, without any other block being freed."""
+        needed = min(self._missing(blocks, hit, hit.num_tokens, num_tokens), self.most_blocks(num_tokens))
+        return needed <= self.pool.num_free
+
+    def _missing(self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int) -> int:
+        missing = 0
+        for index, ids in enumerate(blocks.ids):
+            kept = self._first_kept(index, num_computed)
+            reused = hit.blocks[index] if hit else ()
+            missing += sum(1 for block_id in reused[kept:] if self.pool.is_free(block_id))
+            missing += max(
+                0, self._groups[index].num_positions(num_tokens) - max(len(ids) + len(reused), kept)
+            )
+            leaving = ids[blocks.left[index] : kept]
+            missing -= sum(1 for b in leaving if b != NULL_BLOCK and self.pool.has_one_holder(b))
+        return missing
+
+    def grow(
+        self,
+        blocks: RequestBlocks,
+        hit: Hit | None,
+        num_computed: int,
+        num_tokens: int,
+        *,
+        num_loaded: int = 0,
+    ) -> Grown | None:
+        """Give the request room for ``num_tokens``, of which ``num_computed`` need no computing.
+
+        ``hit`` is a prefix to reuse, for a request that has no blocks yet. The first ``num_loaded``
+        tokens are reused or will be written by a load. Blocks that no later token reads are freed first.
+        Returns None, and changes nothing, if there are not enough free blocks.
+        """
+        if not self.fits(blocks, hit, num_computed, num_tokens):
+            return None
+        first_kept = [self._first_kept(index, num_computed) for index in range(len(self._groups))]
+        # Every reused block is taken before any new one, or a new one could be a reused one.
+        for index, (ids, kept) in enumerate(zip(blocks.ids, first_kept, strict=True)):
+            self._free_left(blocks, index, min(kept, len(ids)))
+            for position, block_id in enumerate(hit.blocks[index] if hit else ()):
+                ids.append(block_id if position >= kept else NULL_BLOCK)
+                self.pool.hold(ids[-1:])
+        added: list[list[int]] = []
+        zero_blocks: dict[int, list[int]] = {}
+        to_zero: list[int] = []
+        for index, group in enumerate(self._groups):
+            ids, kept = blocks.ids[index], first_kept[index]
+            wanted = group.num_positions(num_tokens)
+            skipped = max(0, min(wanted, kept) - len(ids))
+            fresh = self.pool.allocate(max(0, wanted - len(ids) - skipped))
+            first = len(ids) + skipped
+            added.append([NULL_BLOCK] * skipped + fresh)
+            ids.extend(added[-1])
+            if group.is_state and fresh:
+                zero_blocks[index] = fresh
+            elif self._zeroes_new_blocks:
+                # A load writes every byte of the blocks that it fills whole, and no more of the last one
+                # than it needs.
+                to_zero.extend(fresh[max(0, num_loaded // group.block_size - first) :])
+        return Grown(tuple(added), zero_blocks, to_zero)
+
+    def _free_left(self, blocks: RequestBlocks, index: int, end: int) -> None:
+        """Free a group's blocks before the place ``end``."""
+        ids, left = blocks.ids[index], blocks.left[index]
+        if end > left:
+            self.pool.release(ids[left:end])
+            ids[left:end] = [NULL_BLOCK] * (end - left)
+            blocks.left[index] = end
+
+    def remember(self, blocks: RequestBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+        """Let later requests reuse the request's full blocks among the first ``num_computed`` tokens."""
+        if not self.reuses_prefixes:
+            return
+        self._hash_blocks(blocks, token_ids)
+        for index, group in enumerate(self._groups):
+            hashes, ids = blocks.hashes[group.block_size], blocks.ids[index]
+            full = min(num_computed // group.block_size, len(ids))
+            for position in range(blocks.remembered[index], full):
+                if ids[position] != NULL_BLOCK:
+                    self.pool.remember((index, hashes[position]), ids[position])
+            blocks.remembered[index] = max(full, blocks.remembered[index])
+
+    def _hash_blocks(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
+        for size in self._sizes:
+            blocks.content_hashes(token_ids, size)
+
+    def free(self, blocks: RequestBlocks) -> None:
+        """Release all blocks of a request; its hash chains stay."""
+        for index, ids in enumerate(blocks.ids):
+            self.pool.release(ids)
+            ids.clear()
+            blocks.left[index] = blocks.remembered[index] = 0
