@@ -49,9 +49,7 @@ regions = st.builds(
 tables = st.builds(
     TableCard,
     st.lists(regions, max_size=2).map(tuple),
-    st.lists(
-        st.builds(GroupGeometry, indices, small, small, st.booleans(), st.none() | small), max_size=2
-    ).map(tuple),
+    st.lists(st.builds(GroupGeometry, indices, small, small, texts), max_size=2).map(tuple),
 )
 introductions = st.builds(
     m.Introduction,
@@ -181,23 +179,23 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
 )
-def test_the_wire_format_of_version_4_does_not_change_by_accident(message, frame):
-    assert m.PROTOCOL_VERSION == 4
+def test_the_wire_format_of_version_5_does_not_change_by_accident(message, frame):
+    assert m.PROTOCOL_VERSION == 5
     assert m.encode(message).hex() == frame.replace(" ", "")
 
 
-def test_a_greeting_of_version_4_has_its_fields_in_this_order():
+def test_a_greeting_of_version_5_has_its_fields_in_this_order():
     meaning = m.CacheMeaning("model", 8, 2, "files 1f")
     axes = PageAxes(1, 2, 16, 4, 128, 64, 4)
     region = Region("l", 0, 0, HeadInterval(0, 2), "int8", 4096, 4, 128, 128, axes)
     table = TableCard((region,), (GroupGeometry(0, 16, 1, "Full"),))
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
-    read = msgspec.msgpack.decode(m.encode(m.Hello(4, ours)))
-    assert read[:2] == ["hello", 4]
+    read = msgspec.msgpack.decode(m.encode(m.Hello(5, ours)))
+    assert read[:2] == ["hello", 5]
     assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f", 0], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
-    assert geometry == [[0, 16, 1, False, None]]
+    assert geometry == [[0, 16, 1, "Full"]]
     assert read[2][7] == 1 << 20
 
 
