@@ -84,7 +84,41 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     salt: str = ""
 
 
-class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds and times that no operator sets: constants, or what follows from a setting (``derived``).
+
+    Attributes:
+        check_digest: whether packed chunks carry a digest, and only what has the right one is used.
+        digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
+            one in 256 on a CPU. A GPU takes all lines in any case.
+        heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
+        retry_max_s: how long at most a peer that could not be reached is left alone.
+        handshake_timeout_s: how long a peer may take to answer the first greeting.
+        quarantine_s: how long blocks stay unused after the last moment at which a peer may have begun to
+            write to them: when it answered that it stopped, or when the time it was given is over.
+        early_fetch_s: how long a fetch waits for a prefill that its worker has not been told of yet.
+        max_message_bytes: largest side-channel message that is accepted.
+        max_leases: most requests that wait to be fetched at one time.
+        max_loads: most requests that are fetched at one time; more wait their turn.
+        max_peers: most peers that are remembered, each way.
+        max_batch_bytes: most bytes in one batch for the engine.
+    """
+
+    check_digest: bool = True
+    digest_sample: int = 0
+    heartbeat_s: float = 5.0
+    retry_max_s: float = 10.0
+    handshake_timeout_s: float = 5.0
+    quarantine_s: float = 40.0
+    early_fetch_s: float = 5.0
+    max_message_bytes: int = 16 << 20
+    max_leases: int = 4096
+    max_loads: int = 256
+    max_peers: int = 256
+    max_batch_bytes: int = 64 << 20
+
+
+class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_connector_extra_config``: the engine, the address, and every bound and deadline.
 
     Attributes:
@@ -111,9 +145,6 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
         pack_programs: most programs of a packing kernel that may run on a GPU at one time, so that the
             other multiprocessors are the model's; 0 for no bound.
-        check_digest: whether packed chunks carry a digest, and only what has the right one is used.
-        digest_sample: a digest is of one line of 64 bytes in so many, the smaller number of both sides; 0 for
-            one in 256 on a CPU. A GPU takes all lines in any case.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
             packed path, with the scales of the quantised side; both sides must say so.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
@@ -122,22 +153,11 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         lease_max_s: how long they wait at most, however often that is renewed.
         drain_s: how long a node that shall stop goes on sending what it was asked for. vLLM decides that by
             itself: ``--shutdown-timeout``, 0 unless told otherwise.
-        heartbeat_s: after so much silence of a peer that was met it is asked whether it lives.
-        retry_max_s: how long at most a peer that could not be reached is left alone.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
-        handshake_timeout_s: how long a peer may take to answer the first greeting.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
-        quarantine_s: how long blocks stay unused after the last moment at which a peer may have begun to
-            write to them: when it said that it stopped, or when the time it was given is over.
-        early_fetch_s: how long a fetch waits for a prefill that this worker has not heard of yet.
-        max_message_bytes: largest side-channel message that is accepted.
-        max_leases: most requests that wait to be fetched at one time.
-        max_loads: most requests that are fetched at one time; more wait their turn.
-        max_peers: most peers that are remembered, each way.
         max_inflight_bytes: most bytes that are under way to peers at one time.
-        max_batch_bytes: most bytes in one batch for the engine.
         engine_options: passed to the engine's adapter as they are.
         offload: keep blocks in host memory, on disk, or in a store; left out, nothing is kept. See
             ``OffloadConfig``.
@@ -156,30 +176,32 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     slot_bytes: int = 0
     num_slots: int = 8
     pack_programs: int = 0
-    check_digest: bool = True
-    digest_sample: int = 0
     convert_dtype: bool = False
     stream_min_tokens: int = 4096
     lease_s: float = 30.0
     lease_max_s: float = 600.0
     drain_s: float = 30.0
-    heartbeat_s: float = 5.0
-    retry_max_s: float = 10.0
     warm_peers: tuple[str, ...] = ()
-    handshake_timeout_s: float = 5.0
     transfer_timeout_s: float = 30.0
     load_timeout_s: float = 60.0
     peer_timeout_s: float = 10.0
-    quarantine_s: float = 40.0
-    early_fetch_s: float = 5.0
-    max_message_bytes: int = 16 << 20
-    max_leases: int = 4096
-    max_loads: int = 256
-    max_peers: int = 256
     max_inflight_bytes: int = 1 << 30
-    max_batch_bytes: int = 64 << 20
     engine_options: dict[str, Any] = {}
     offload: OffloadConfig | None = None
+
+    def derived(self) -> ExtraConfig:
+        """The same with the limits that follow from ``peer_timeout_s`` and the other settings."""
+        return msgspec.structs.replace(
+            self,
+            heartbeat_s=self.peer_timeout_s / 2,
+            retry_max_s=self.peer_timeout_s,
+            handshake_timeout_s=self.peer_timeout_s / 2,
+            early_fetch_s=self.peer_timeout_s / 2,
+            # Longer than the writes that it waits for.
+            quarantine_s=self.transfer_timeout_s * 4 / 3,
+            # Several batches are under way at one time, so that the link is never idle between two.
+            max_batch_bytes=max(1, min(64 << 20, self.max_inflight_bytes // 4)),
+        )
 
     @property
     def has_slots(self) -> bool:
@@ -235,7 +257,7 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     offload = _parse_offload(extra.get("offload"))
     plain = {key: value for key, value in extra.items() if key != "offload"}
     parsed_extra = _convert(plain, ExtraConfig, "kv_connector_extra_config")
-    parsed_extra = msgspec.structs.replace(parsed_extra, offload=offload)
+    parsed_extra = msgspec.structs.replace(parsed_extra, offload=offload).derived()
     rest = {key: value for key, value in given.items() if key != "kv_connector_extra_config"}
     # vLLM writes its unset fields as null.
     rest = {key: value for key, value in rest.items() if value is not None}
@@ -269,7 +291,7 @@ def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_unknown(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    known = list(kind.__struct_fields__)
+    known = _settings(kind)
     for key, value in given.items():
         if key in known:
             continue
@@ -278,6 +300,11 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type[msgspec.Struct], where:
         raise ConfigError(
             f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
         )
+
+
+def _settings(kind: type[msgspec.Struct]) -> list[str]:
+    """The keys that a configuration may have."""
+    return [name for name in kind.__struct_fields__ if name not in Limits.__struct_fields__]
 
 
 def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
@@ -333,7 +360,7 @@ def _check_combination(config: TransferConfig) -> None:
     if extra.num_slots < 0 or (extra.path == "packed" and not extra.num_slots):
         least = 1 if extra.path == "packed" else 0
         raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
-    for name in ("pack_programs", "digest_sample", "stream_min_tokens"):
+    for name in ("pack_programs", "stream_min_tokens"):
         if getattr(extra, name) < 0:
             raise ConfigError(f"{where}.{name} is {getattr(extra, name)}, it must be at least 0")
     if extra.lease_max_s < extra.lease_s:
@@ -346,18 +373,8 @@ def _check_combination(config: TransferConfig) -> None:
             raise ConfigError(f"{where}.warm_peers names {address!r}, accepted: host:port")
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
-            f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least handshake_timeout_s, "
-            f"which is {extra.handshake_timeout_s}"
-        )
-    if extra.quarantine_s < extra.transfer_timeout_s:
-        raise ConfigError(
-            f"{where}.quarantine_s is {extra.quarantine_s}, it must be at least transfer_timeout_s, which is "
-            f"{extra.transfer_timeout_s}: as long as that one write may be under way"
-        )
-    if extra.max_batch_bytes > extra.max_inflight_bytes:
-        raise ConfigError(
-            f"{where}.max_batch_bytes is {extra.max_batch_bytes}, it must be at most max_inflight_bytes, "
-            f"which is {extra.max_inflight_bytes}"
+            f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least half of peer_timeout_s, "
+            f"which is {extra.peer_timeout_s}: as long as a first greeting may take"
         )
     if config.kv_connector != CONNECTOR:
         raise ConfigError(

@@ -24,7 +24,7 @@ from kvconnect.scheduler.handles import Handles
 
 PROMPT = list(range(1, 201))
 DEADLINE_S = 6
-EXTRA = {"early_fetch_s": 1, "handshake_timeout_s": 2, "lease_s": 4, "peer_timeout_s": 4}
+EXTRA = {"lease_s": 4, "peer_timeout_s": 4}
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

@@ -164,9 +164,9 @@ class Options:
             made.append(self.size.shape(needed, layout))
         return made[0], made[1]
 
-    def worker_extra(self, programs: int | None, most_leases: int = 0) -> dict[str, Any]:
+    def worker_extra(self, programs: int | None) -> dict[str, Any]:
         """Settings of both workers."""
-        extra = {"max_leases": max(4096, most_leases), **(self.extra or {})}
+        extra = dict(self.extra or {})
         return extra if programs is None else {**extra, "pack_programs": programs}
 
     def worker_config(self, programs: int | None) -> ExtraConfig:

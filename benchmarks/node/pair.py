@@ -95,7 +95,7 @@ class NodePair:
                 shape,
                 seed,
                 options.timeout_s,
-                options.worker_extra(programs, 2 * (options.rounds + 1) * self._held),
+                options.worker_extra(programs),
             )
             for role, device, shape, seed in zip(
                 ("kv_producer", "kv_consumer"), devices, options.shapes(), (_SEEDS[0], None), strict=True

@@ -47,7 +47,7 @@ class WorkerSide(Side):
                     "engine": settings.engine,
                     "path": settings.path,
                     "load_timeout_s": settings.timeout_s,
-                    "handshake_timeout_s": min(5.0, settings.timeout_s),
+                    "peer_timeout_s": min(10.0, 2 * settings.timeout_s),
                     **settings.extra,
                 },
             }

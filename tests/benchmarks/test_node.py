@@ -122,7 +122,7 @@ def test_wrong_bytes_are_noticed():
 
 def test_a_request_that_is_not_loaded_fails_the_window():
     with NodesHere(pairs.NODE_SIDE, {}, 20.0) as pair:
-        node = pairs.NodePair(pair, replace(TINY, extra={"early_fetch_s": 0.1}), None, CPUS)
+        node = pairs.NodePair(pair, replace(TINY, extra={"peer_timeout_s": 0.2}), None, CPUS)
         # Nothing is held under the names that are ordered.
         pair.prefill.side.hold = lambda asked: None
         with pytest.raises(StepFailed, match="was not loaded"):

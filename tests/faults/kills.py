@@ -165,7 +165,7 @@ def _settle(stage: Stage, questions: Questions, report: KillReport) -> None:
 
 def kill_stage(engine: str, policy: str) -> StageOptions:
     """A pair whose transfers last long enough to be hit: wide pages, in many small batches."""
-    extra = {"max_batch_bytes": 1 << 20, "max_inflight_bytes": 4 << 20, "stream_min_tokens": 512}
+    extra = {"max_inflight_bytes": 4 << 20, "stream_min_tokens": 512}
     return StageOptions(
         engine,
         policy=policy,

@@ -182,7 +182,7 @@ class LinkReport(HitReport):
 
 def link_stage(wire: Wire, engine: str, policy: str) -> StageOptions:
     """A pair over a wire, with a second prefill node on the decode node's side of it, and a key for all."""
-    extra = {"max_batch_bytes": 1 << 20, "max_inflight_bytes": 4 << 20}
+    extra = {"max_inflight_bytes": 4 << 20}
     return StageOptions(
         engine,
         policy=policy,
@@ -256,4 +256,4 @@ def _received(stage: Stage) -> float:
 
 def link_deadline_s() -> float:
     """By when a client over a cut wire must have its answer: a load's deadline, quarantine, and slack."""
-    return DEADLINES["load_timeout_s"] + DEADLINES["quarantine_s"] + 10.0
+    return DEADLINES["load_timeout_s"] + 2 * DEADLINES["transfer_timeout_s"] + 10.0

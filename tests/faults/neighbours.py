@@ -95,7 +95,7 @@ def run_neighbour(
 def neighbour_stage(engine: str, side: Side) -> StageOptions:
     """Two nodes of the side that one of is stopped, and one of the other."""
     one, two = (Place(),), (Place(), Place())
-    extra = {"max_batch_bytes": 4 << 20}
+    extra = {"max_inflight_bytes": 16 << 20}
     prefills, decodes = (two, one) if side == "prefill" else (one, two)
     return StageOptions(
         engine, policy="fail", extra=extra, num_blocks=500, prefills=prefills, decodes=decodes

@@ -45,7 +45,7 @@ class SoakReport(ServedReport):
 def soak_stage(engine: str, policy: str = "recompute") -> StageOptions:
     """Two pairs of nodes."""
     two = (Place(), Place())
-    extra = {"max_batch_bytes": 1 << 20, "max_inflight_bytes": 4 << 20, "stream_min_tokens": 512}
+    extra = {"max_inflight_bytes": 4 << 20, "stream_min_tokens": 512}
     return StageOptions(
         engine,
         policy=policy,

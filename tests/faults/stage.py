@@ -33,12 +33,9 @@ _PORTS = range(21_000, 32_000)
 
 DEADLINES: dict[str, float] = {
     "lease_s": 4.0,
-    "handshake_timeout_s": 1.5,
     "peer_timeout_s": 4.0,
     "load_timeout_s": 5.0,
     "transfer_timeout_s": 3.0,
-    "quarantine_s": 3.0,
-    "early_fetch_s": 2.0,
 }
 """Settings under which whatever hangs is over within seconds."""
 

@@ -126,6 +126,6 @@ def stopped(actor: Actor) -> Iterator[None]:
 
 def stop_stage(engine: str, policy: str, path: str) -> StageOptions:
     """A pair with few blocks, so that they are soon in use again, and large batches, which may be late."""
-    extra = {"max_batch_bytes": 16 << 20, "path": path}
+    extra = {"max_inflight_bytes": 64 << 20, "path": path}
     node = ("--max-num-batched-tokens", "512")
     return StageOptions(engine, policy=policy, extra=extra, num_blocks=420, node=node)

@@ -14,9 +14,8 @@ from tests.faults.stops import run_stops, stop_stage
 SHORT = {
     "lease_s": 2.0,
     "load_timeout_s": 2.0,
-    "handshake_timeout_s": 1.0,
+    "peer_timeout_s": 2.0,
     "transfer_timeout_s": 1.0,
-    "quarantine_s": 1.0,
 }
 STOP_S = 3.5
 

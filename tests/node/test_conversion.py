@@ -20,7 +20,7 @@ LENGTH = 130
 
 
 def make_node(role: str, *, convert: bool, **options: object) -> Client:
-    extra = {"engine": "memory", "convert_dtype": convert, "early_fetch_s": 1, "handshake_timeout_s": 2}
+    extra = {"engine": "memory", "convert_dtype": convert, "peer_timeout_s": 4}
     config = {
         "kv_connector": "KVConnect",
         "kv_role": role,

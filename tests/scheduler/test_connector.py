@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec, StateSpec
-from kvconnect.config import parse_kv_transfer_config
+from kvconnect.config import Limits, parse_kv_transfer_config
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
@@ -33,7 +34,10 @@ class Request:
 
 
 def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, **extra):
+    limits = {name: extra.pop(name) for name in Limits.__struct_fields__ if name in extra}
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
+    extra_config = msgspec.structs.replace(config.extra, **limits)
+    config = msgspec.structs.replace(config, kv_connector_extra_config=extra_config)
     handles = iter(f"handle{n}" for n in range(1000))
     return SchedulerConnector(
         config,

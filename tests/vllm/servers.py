@@ -61,7 +61,7 @@ def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **mo
         "kv_connector_module_path": module,
         "kv_role": f"kv_{role}",
         **top,
-        "kv_connector_extra_config": {"engine": engine, "early_fetch_s": 1, **more},
+        "kv_connector_extra_config": {"engine": engine, **more},
     }
 
 

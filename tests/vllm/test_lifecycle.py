@@ -233,10 +233,10 @@ def test_two_hundred_requests_with_aborts_on_servers_that_must_preempt(tmp_path)
 @pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.full), "recompute"])
 def test_a_prefill_server_is_killed_during_transfers_and_comes_back(tmp_path, policy):
     recipe = write_model("gqa", tmp_path)
-    # A hundred small batches per request, one at a time: when one request has arrived, others have not.
+    # Hundreds of small batches per request, a few at a time: when one request has arrived, others have not.
     prefill_config = {"port": free_port(), "lease_s": LEASE_S, "path": "direct"}
-    prefill_config |= {"max_batch_bytes": 65536, "max_inflight_bytes": 65536}
-    decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15, "handshake_timeout_s": 3}
+    prefill_config |= {"max_inflight_bytes": 65536}
+    decode_config = {"kv_load_failure_policy": policy, "load_timeout_s": 15}
     decode_config |= {"path": "direct"}
     # All are loaded at one time, but computed one by one.
     with pair(

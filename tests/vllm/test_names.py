@@ -19,7 +19,7 @@ from tests.vllm.servers import OBSERVED, Server, pair, random_prompt, running, t
 from tests.vllm.tiny_models import Recipe, write_model
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
-QUICK = {"retry_max_s": 0.5}
+QUICK = {"peer_timeout_s": 4}
 REPLACED = {"VLLM_SERVER_DEV_MODE": "1"}
 
 

@@ -16,7 +16,7 @@ _EXTRA = {
     "insecure": True,
     "lease_s": 60.0,
     "lease_max_s": 120.0,
-    "early_fetch_s": 2.0,
+    "peer_timeout_s": 4.0,
     "slot_bytes": 4096,
     "stream_min_tokens": 48,
 }
