@@ -86,10 +86,7 @@ class SchedulerComposite(SchedulerHooks):
         if self.transfer is not None:
             self.transfer.launched(step)
         if self.offload is not None:
-            for request_id, group, num_tokens, block_id, is_chosen in step.states:
-                self.offload.state_at(request_id, group, num_tokens, block_id, chosen=is_chosen)
-            for request_id, num_tokens, new_block_ids in step.computed:
-                self.offload.computed(request_id, num_tokens, new_block_ids)
+            self.offload.launched(step)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         if self.offload is not None:

@@ -10,6 +10,7 @@ import random
 
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_model import ROW_BYTES, Clock, Device, Kind, Req
 from tests.offload.half_ranks import GARBAGE, Ranks
 
@@ -321,15 +322,18 @@ class Stack:
 
     def _tell(self) -> None:
         """The step before this one was launched; now its part of the contract is told."""
+        states, computed = [], []
         for request, told, end, new_ids in self.last:
             for group, kind in enumerate(self.kinds):
                 if kind.is_state and end % self.align == 0:
-                    self.half.state_at(request.request_id, group, end, new_ids[1][group][-1])
+                    states.append(StateBlock(request.request_id, group, end, new_ids[1][group][-1]))
             due = self.half.due[request.request_id]
             if any(map(any, new_ids[0])) or told >= due:
-                self.half.computed(request.request_id, told, new_ids[0] if any(new_ids[0]) else None)
+                new = new_ids[0] if any(new_ids[0]) else None
+                computed.append(Computed(request.request_id, told, new))
             request.told = end
         self.last = []
+        self.half.launched(Step(computed, states))
         for request_id in self.preempted:
             if request_id in self.requests:
                 self.half.preempted(request_id)
@@ -383,7 +387,9 @@ class Stack:
         for request in finished:
             for group, kind in enumerate(self.kinds):
                 if kind.is_state and request.computed % self.align == 0:
-                    self.half.state_at(request.request_id, group, request.computed, request.ids[group][-1])
+                    block_id = request.ids[group][-1]
+                    state = StateBlock(request.request_id, group, request.computed, block_id)
+                    self.half.launched(Step(states=(state,)))
             self._finish(request)
 
     def _remember(self, request) -> None:

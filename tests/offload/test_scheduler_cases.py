@@ -8,6 +8,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.orders import OffloadReport, Results
+from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Clock, Kind, Stack
 
 FULL = (Kind(4),)
@@ -187,7 +188,7 @@ def test_reports_come_in_any_order_and_more_than_once():
     stack.half.matched_tokens(request, 0)
     ids = [[1, 2, 3, 4]]
     stack.half.update_after_alloc(request, ids, 0)
-    stack.half.computed("first", 16, ids)
+    stack.half.launched(Step((Computed("first", 16, ids),)))
     (store,) = orders(stack).stores
     lost = store.hashes[2]
 
@@ -376,7 +377,7 @@ def test_blocks_that_are_overwritten_early_are_not_stored():
     stack.waiting.remove(request)
     ids = ([11, 12, 13, 14],)
     stack.half.update_after_alloc(request, ids, 0)
-    stack.half.computed("r", 16, ids)
+    stack.half.launched(Step((Computed("r", 16, ids),)))
     stack.half.overwritten({12, 99})
     (store,) = orders(stack).stores
     assert store.copies.block_ids == (11, 13, 14)
@@ -388,13 +389,13 @@ def test_a_state_at_a_boundary_of_the_stacks_own_choice_is_kept():
     request = stack.add("r", range(64))
     stack.waiting.remove(request)
     stack.half.update_after_alloc(request, ([1], [2]), 0)
-    stack.half.state_at("r", 1, 24, 7)
-    stack.half.state_at("r", 1, 25, 7, chosen=True)
-    stack.half.state_at("r", 0, 24, 7, chosen=True)
-    stack.half.state_at("r", 1, 24, 0, chosen=True)
+    stack.half.launched(Step(states=(StateBlock("r", 1, 24, 7),)))
+    stack.half.launched(Step(states=(StateBlock("r", 1, 25, 7, True),)))
+    stack.half.launched(Step(states=(StateBlock("r", 0, 24, 7, True),)))
+    stack.half.launched(Step(states=(StateBlock("r", 1, 24, 0, True),)))
     assert not orders(stack)
-    stack.half.state_at("r", 1, 24, 7, chosen=True)
-    stack.half.state_at("r", 1, 56, 8)
+    stack.half.launched(Step(states=(StateBlock("r", 1, 24, 7, True),)))
+    stack.half.launched(Step(states=(StateBlock("r", 1, 56, 8),)))
     (store,) = orders(stack).stores
     assert store.copies.block_ids == (7, 8)
     assert store.hashes == (request.hashes(8)[2], request.hashes(8)[6])

@@ -15,6 +15,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.orders import OffloadReport, Results
+from kvconnect.scheduler.stack import Computed, Step
 
 BLOCK_TOKENS = 4
 ROW_BYTES = 64
@@ -60,13 +61,14 @@ class Node:
             self.half.new_request(request, reads=False)
             self.half.update_after_alloc(request, ([],) * self.num_groups, 0)
         for part in (2, 1):
+            computed = []
             for at, request in enumerate(requests):
                 count = len(request.names)
                 first, end = (0, count // 2) if part == 2 else (count // 2, count)
                 ids = list(range(100 * at + first + 1, 100 * at + end + 1))
-                self.half.computed(request.request_id, end * BLOCK_TOKENS, (ids,) * self.num_groups)
-                if not self.together:
-                    self.half._stores.settle()
+                computed.append(Computed(request.request_id, end * BLOCK_TOKENS, (ids,) * self.num_groups))
+            for step in (computed,) if self.together else [(one,) for one in computed]:
+                self.half.launched(Step(step))
             stores = self.half.build_orders().stores
             self.failures.update(self.half.take_failures())
             seen.append(
@@ -126,7 +128,7 @@ def test_of_what_is_long_a_part_is_seen_to_in_each_step():
     ids = (list(range(1, 2501)),)
     for first in (0, MOST_AT_ONCE, 2 * MOST_AT_ONCE):
         assert half.due["long"] == 0
-        half.computed("long", request.num_tokens, ids)
+        half.launched(Step((Computed("long", request.num_tokens, ids),)))
         ids = None
         (store,) = half.build_orders().stores
         assert store.hashes == tuple(request.names[first : first + MOST_AT_ONCE])

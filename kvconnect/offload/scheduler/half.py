@@ -25,9 +25,8 @@ from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
 from kvconnect.offload.scheduler.stores import Hashes, Stores
 from kvconnect.orders import OffloadOrders, Results, TierChange
-from kvconnect.scheduler.stack import RequestView
+from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
-BlockIdsByGroup = Sequence[Sequence[int]]
 HOST = "host"
 """What host memory is called where hits are reported by where they came from."""
 
@@ -47,6 +46,8 @@ _NOTHING = OffloadOrders()
 class OffloadScheduler:
     """Keeps blocks of requests in host memory, and promises them to later requests of the same prefix.
 
+    Hooks with a name of ``scheduler.stack.SchedulerHooks`` keep its contract.
+
     Args:
         config: the ``offload`` settings.
         groups: the cache groups as the serving stack has them; only those in ``row_bytes`` are kept.
@@ -60,7 +61,7 @@ class OffloadScheduler:
         num_ranks: worker ranks; each of them reports each job.
         lower_tiers: the tiers below host memory, nearest first.
         clock: any clock that does not go back, in seconds.
-        lag_tokens: tokens that the stack may have begun to compute beyond what it gave to ``computed``.
+        lag_tokens: tokens that the stack may have begun to compute beyond what ``launched`` was given.
         job_timeout_s: how long a job of the workers may take before no request waits for it any more.
 
     Raises:
@@ -122,10 +123,6 @@ class OffloadScheduler:
     # The life of a request
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
-        """A request arrived.
-
-        With ``reads`` False nothing is restored for it, with ``writes`` False nothing of it is kept.
-        """
         params: object = request.kv_transfer_params
         most = params.get(_MOST_OFFLOAD_TOKENS) if isinstance(params, Mapping) else None
         if most is None:
@@ -138,15 +135,10 @@ class OffloadScheduler:
 
     @property
     def due(self) -> Mapping[str, int]:
-        """By request the token count from which ``computed`` is of interest without new blocks. A view."""
         return self._stores.due
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``num_computed_tokens`` that can be restored, and whether that is asynchronous.
-
-        None: ask again, more of it is on its way to host memory. Asked on every attempt to admit the
-        request; what was promised stays there until the request is admitted, or ends.
-        """
+        # What was promised stays in host memory until the request is admitted, or ends.
         record = self._record(request)
         now = self._clock()
         if (
@@ -172,12 +164,7 @@ class OffloadScheduler:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """Blocks were given to a request: all it has, by group and position, 0 where there is none.
-
-        ``num_external_tokens`` may be less than was promised, and is 0 whenever nothing is restored. Of a
-        state group only the last block counts: it is the one that the state is restored to.
-        """
-        self._stores.settle(request.request_id)
+        # Of a state group only the last block counts: it is the one that the state is restored to.
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
@@ -187,58 +174,44 @@ class OffloadScheduler:
             self._restores.begin(record, record.offer, block_ids, num_external_tokens)
         self._lookup.release(record)
 
-    def computed(
-        self, request_id: str, num_computed_tokens: int, new_block_ids: BlockIdsByGroup | None
-    ) -> None:
-        """What the device was given before the next orders makes so many tokens of a request.
-
-        ``new_block_ids`` are, by group and position, the blocks that it got since this was last called; after
-        an admission all of them, however they were filled; None for no new ones. May be left out for a step
-        that brings no block while the count is less than ``due`` has.
-        """
-        record = self._requests.get(request_id)
-        if record is None:
-            return
-        self._stores.settle(request_id)
-        if new_block_ids is not None:
-            record.add_blocks(self.requirements.groups, new_block_ids)
-        record.computed_before, record.computed_tokens = record.computed_tokens, num_computed_tokens
-        if num_computed_tokens >= self._stores.due[request_id]:
-            self._stores.note(record, record.valid_tokens())
-
     def checkpoints(self, request: RequestView) -> tuple[int, ...]:
-        """Token counts of a request, in order, at which a chunk should end, for states to be kept there."""
         record = self._requests.get(request.request_id)
         if record is None or not record.writes or not self._state_groups:
             return ()
         return self._record(request).checkpoints(self.requirements)
 
-    def state_at(
-        self, request_id: str, group: int, num_tokens: int, block_id: int, *, chosen: bool = False
-    ) -> None:
-        """A block of a state group holds the state after so many tokens, until the next orders are obeyed.
-
-        Called before ``computed`` of the same step, or ``request_finished``. ``chosen``: the stack keeps
-        states at counts of its own choice, and this is one.
-        """
-        record = self._requests.get(request_id)
-        kept = self._state_groups.get(group)
-        if record is not None and kept is not None:
-            self._stores.collect_state(record, kept, num_tokens, block_id, chosen=chosen)
+    def launched(self, step: Step) -> None:
+        for state in step.states:
+            record, group = self._requests.get(state.request_id), self._state_groups.get(state.group)
+            if record is not None and group is not None:
+                self._stores.collect_state(record, group, state)
+        # Taken together: the index is much faster with many contents at once.
+        grown: dict[str, OffloadRequest] = {}
+        for request_id, num_tokens, new_block_ids in step.computed:
+            record = self._requests.get(request_id)
+            if record is None:
+                continue
+            if request_id in grown:
+                self._stores.collect(grown.values())
+                grown = {}
+            if new_block_ids is not None:
+                record.add_blocks(self.requirements.groups, new_block_ids)
+            record.computed_before, record.computed_tokens = record.computed_tokens, num_tokens
+            if num_tokens >= self._stores.due[request_id]:
+                grown[request_id] = record
+        if grown:
+            self._stores.collect(grown.values())
 
     def preempted(self, request_id: str) -> None:
-        """A request lost its blocks, and begins anew. Those of earlier steps may still be read."""
+        # The blocks of earlier steps may still be read until the next orders are carried out.
         record = self._requests.get(request_id)
         if record is not None:
-            self._stores.settle(request_id)
             record.lose_blocks()
             record.known_tokens = record.view.num_tokens
             self._stores.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> None:
-        """A request ended, however; ``block_ids`` are about to be freed. They may be read until the next
-        orders are carried out."""
-        self._stores.settle(request.request_id)
+        """A request ended; ``block_ids`` may be read until the next orders are carried out."""
         record = self._requests.pop(request.request_id, None)
         if record is None:
             return
@@ -251,7 +224,7 @@ class OffloadScheduler:
             for group in self.requirements.groups
             if not group.is_state
         }
-        self._stores.collect_last(record, record.final_tokens())
+        self._stores.collect_last(record)
         for group in self.requirements.whole:
             # So that of a prompt the end makes room first: without its beginning it would be of no use.
             end = record.next_position.get(group.group, 0)
@@ -260,7 +233,6 @@ class OffloadScheduler:
                 self.index.touch(group.group, group.names(hashes, 0, end))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
-        """These blocks are overwritten before the next orders are carried out: nothing of them is stored."""
         self._stores.overwritten(block_ids)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
@@ -279,7 +251,6 @@ class OffloadScheduler:
     # Once per step
 
     def build_orders(self) -> OffloadOrders:
-        """The orders since the last call."""
         self._reports.check_deadlines(self._clock())
         fetches, seeks = self._lookup.take()
         stores = self._stores.take()
@@ -290,7 +261,6 @@ class OffloadScheduler:
         return OffloadOrders(stores, restores, fetches, seeks, clear)
 
     def update_results(self, results: Results) -> None:
-        """What workers report."""
         for report in results.offload:
             self._reports.settle(report)
         for request_id in results.received:

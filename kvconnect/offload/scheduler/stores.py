@@ -15,7 +15,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequiremen
 from kvconnect.offload.scheduler.jobs import JobKind, Jobs
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.orders import RowCopies, Store
-from kvconnect.scheduler.stack import RequestView
+from kvconnect.scheduler.stack import RequestView, StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
@@ -73,52 +73,31 @@ class Stores:
         self._decoded, self._keep = decoded, keep
         self._windows = tuple(group for group in requirements.partial if not group.is_state)
         self._batches: dict[int, _Batch] = {}
-        self._noted: dict[str, tuple[OffloadRequest, int]] = {}
         self.due: dict[str, int] = {}
         """By request the token count at which there is more to take, for those that are in here."""
 
     def __len__(self) -> int:
-        return len(self._noted) + sum(len(batch.names) for batch in self._batches.values())
+        return sum(len(batch.names) for batch in self._batches.values())
 
-    def note(self, request: OffloadRequest, valid_tokens: int) -> None:
-        """Take what has become final of a request, together with that of others: see ``settle``."""
-        self._noted[request.request_id] = (request, valid_tokens)
+    def collect(self, requests: Collection[OffloadRequest]) -> None:
+        """Take rows for what has become final of these requests."""
+        each = [(request, request.valid_tokens()) for request in requests]
+        # Where rows are short a request gets them in all groups, rather than all requests in one.
+        at_once = len(each) if len(self._requirements.groups) == 1 else 1
+        for first in range(0, len(each), at_once):
+            self._collect(each[first : first + at_once], is_last=False)
 
-    def settle(self, request_id: str | None = None) -> None:
-        """Take rows for the requests that were noted, if one of them is this one.
+    def collect_last(self, request: OffloadRequest) -> None:
+        """The same of a request that has ended: its blocks are those that it holds now."""
+        self._collect([(request, request.final_tokens())], is_last=True)
 
-        Needed before the record of that request changes. Done for all of them together, since the index is
-        much faster with many contents at once.
-        """
-        if self._noted and (request_id is None or request_id in self._noted):
-            noted, self._noted = list(self._noted.values()), {}
-            # Where rows are short a request gets them in all groups, rather than all requests in one.
-            at_once = len(noted) if len(self._requirements.groups) == 1 else 1
-            for first in range(0, len(noted), at_once):
-                self._collect(noted[first : first + at_once], is_last=False)
-
-    def collect_last(self, request: OffloadRequest, valid_tokens: int) -> None:
-        """Take what has become final of a request that has ended: its blocks are those that it holds now."""
-        self._collect([(request, valid_tokens)], is_last=True)
-
-    def collect_state(
-        self,
-        request: OffloadRequest,
-        group: HitGroup,
-        num_tokens: int,
-        block_id: int,
-        *,
-        chosen: bool,
-    ) -> None:
-        """A block holds the state after so many tokens until the next step.
-
-        ``chosen``: the stack keeps states at boundaries of its own choice, and this is one.
-        """
-        align = self._requirements.align_tokens
-        if num_tokens % align or not block_id or not 0 < num_tokens == self._limited(request, num_tokens):
+    def collect_state(self, request: OffloadRequest, group: HitGroup, state: StateBlock) -> None:
+        """Take a row for a state, where a hit can end."""
+        align, num_tokens = self._requirements.align_tokens, state.num_tokens
+        is_possible = num_tokens > 0 and num_tokens % align == 0 and state.block_id
+        if not is_possible or num_tokens > self._limited(request, num_tokens):
             return
-        self.settle(request.request_id)
-        if chosen and num_tokens not in request.boundaries and num_tokens <= request.known_tokens:
+        if state.is_chosen and num_tokens not in request.boundaries and num_tokens <= request.known_tokens:
             request.boundaries = tuple(sorted({*request.boundaries, num_tokens}))
             request.kept = self._requirements.kept(request.boundaries)
         is_decoded = num_tokens > (request.boundaries[-1] if request.boundaries else 0)
@@ -126,12 +105,11 @@ class Stores:
             return
         position = num_tokens // align - 1
         names = group.names(self._hashes(request.view, align), position, position + 1)
-        if names and self._reserve(group, names, [block_id]) and is_decoded:
+        if names and self._reserve(group, names, [state.block_id]) and is_decoded:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         """These blocks are overwritten before the next orders are carried out."""
-        self.settle()
         gone = frozenset(block_ids)
         for group, batch in self._batches.items():
             if gone.isdisjoint(batch.block_ids):
@@ -148,7 +126,6 @@ class Stores:
 
     def take(self) -> tuple[Store, ...]:
         """The orders."""
-        self.settle()
         batches, self._batches = self._batches, {}
         stores = []
         for group, batch in batches.items():
@@ -161,7 +138,6 @@ class Stores:
 
     def clear(self) -> None:
         """Forget what was taken since the last orders."""
-        self.settle()
         for group, batch in self._batches.items():
             self._index.drop(group, batch.names)
         self._batches = {}
