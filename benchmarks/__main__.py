@@ -149,15 +149,14 @@ def bench_offload_command(
         list[int] | None,
         typer.Option(min=1, help="Blocks at a time; default: 256 and 1024, on a CPU 16 and 64."),
     ] = None,
-    mode: Annotated[
-        list[str] | None, typer.Option(help="auto, dma or kernel (several times for several); default: all.")
-    ] = None,
-    staging_bytes: Annotated[
-        int, typer.Option(min=0, help="Device memory for copies under way; 0 suits the device.")
-    ] = 0,
     programs: Annotated[
-        int, typer.Option(min=0, help="Programs of a kernel that copies; 0 suits the device.")
-    ] = 0,
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="Programs of the kernel that restores (several times for several), 0 for copy engines; "
+            "default: what a worker takes.",
+        ),
+    ] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="Time decode steps beside copies instead.")
     ] = False,
@@ -179,6 +178,7 @@ def bench_offload_command(
     from benchmarks.offload.decode import DecodeOptions
     from benchmarks.offload.runner import bench_offload, bench_offload_decode
     from benchmarks.runner_kit import default_device
+    from kvconnect.offload.copies.copier import RESTORE_PROGRAMS
 
     chosen = device or default_device()
     if decode:
@@ -190,9 +190,7 @@ def bench_offload_command(
             gb_per_s=gb_per_s,
             rounds=rounds,
             seconds=seconds,
-            staging_bytes=staging_bytes,
-            programs=programs,
-            mode=(mode or ["auto"])[0],
+            restore_programs=(programs or [RESTORE_PROGRAMS])[0],
         )
         raise typer.Exit(bench_offload_decode(options, json_output=json_output))
     code = bench_offload(
@@ -200,9 +198,7 @@ def bench_offload_command(
         page_bytes=tuple(page_bytes or (16384,)),
         regions=regions,
         blocks=tuple(blocks or ()),
-        modes=tuple(mode or ()),
-        staging_bytes=staging_bytes,
-        programs=programs,
+        restore_programs=tuple(programs or (RESTORE_PROGRAMS,)),
         json_output=json_output,
     )
     raise typer.Exit(code)
@@ -312,10 +308,6 @@ def bench_node_command(
     layouts: Annotated[
         str, typer.Option(help="PREFILL:DECODE, nhd or hnd with tokens per block.")
     ] = "nhd16:nhd16",
-    programs: Annotated[
-        list[int] | None,
-        typer.Option(help="pack_programs to measure (several times for several), 0 for no bound."),
-    ] = None,
     rounds: Annotated[int, typer.Option(help="How often without and with alternate.")] = 3,
     seconds: Annotated[float, typer.Option(help="Seconds of each.")] = 2.0,
     timeout_s: Annotated[float, typer.Option(help="Seconds that one step of a child may take.")] = 120.0,
@@ -341,7 +333,6 @@ def bench_node_command(
         gb_per_s=receive_gb_per_s,
         in_flight=in_flight,
         layouts=Layouts.parse(layouts),
-        programs=tuple(programs or ()),
         rounds=rounds,
         seconds=seconds,
         timeout_s=timeout_s,

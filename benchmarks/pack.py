@@ -1,8 +1,4 @@
-"""A benchmark of pack and unpack: how near they come to a plain copy of as many bytes, measured beside.
-
-On a GPU also with few programs: what is left of the speed when the kernel may take only so many
-multiprocessors from the model.
-"""
+"""A benchmark of pack and unpack: how near they come to a plain copy of as many bytes, measured beside."""
 
 from __future__ import annotations
 
@@ -21,8 +17,9 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import ConfigError
 from kvconnect.orders import GroupBlocks
+from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
-from kvconnect.pack.packer import Packer, StagedChunk
+from kvconnect.pack.packer import Packer
 from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
@@ -38,7 +35,7 @@ _HND = "block plane head token content"
 
 @dataclass(frozen=True)
 class PackTiming:
-    """One measured pack and unpack. ``programs`` is the bound on the kernel's programs, 0 for none."""
+    """One measured pack and unpack."""
 
     device: str
     order: str
@@ -46,7 +43,6 @@ class PackTiming:
     page_bytes: int
     blocks: int
     total_bytes: int
-    programs: int
     digest_sample: int
     copy_us: float
     pack_us: float
@@ -99,7 +95,7 @@ class _Case:
     def _copy(self) -> None:
         self.other.copy_(self.slot)
 
-    def stage(self, order: str, programs: int, digest_sample: int) -> tuple[Packer, StagedChunk]:
+    def stage(self, order: str, digest_sample: int) -> tuple[Packer, StagedChunk]:
         card = TableCard.of(self.table)
         wire = align_wire(card, card, order)
         packer = Packer(
@@ -107,7 +103,6 @@ class _Case:
             wire,
             side="source",
             device=self.device,
-            max_programs=programs,
             digest_sample=max(1, digest_sample),
         )
         tokens = self.blocks * _TOKENS
@@ -115,8 +110,8 @@ class _Case:
         (staged,) = packer.stage([GroupBlocks(0, 0, self.ids)], [chunk], tokens)
         return packer, staged
 
-    def measure(self, order: str, programs: int = 0, digest_sample: int = 1) -> PackTiming:
-        packer, staged = self.stage(order, programs, digest_sample)
+    def measure(self, order: str, digest_sample: int = 1) -> PackTiming:
+        packer, staged = self.stage(order, digest_sample)
         seed = _SEED if digest_sample else None
         pack_us = self.time_us(lambda: packer.pack(self.slot, staged, seed))
         unpack_us = self.time_us(lambda: packer.unpack(self.slot, staged, seed))
@@ -129,7 +124,6 @@ class _Case:
             page_bytes=self.page_bytes,
             blocks=self.blocks,
             total_bytes=self.total_bytes,
-            programs=programs,
             digest_sample=digest_sample,
             copy_us=round(self.copy_us, 1),
             pack_us=round(pack_us, 1),
@@ -165,8 +159,6 @@ def _timings(device: str) -> Iterator[PackTiming]:
                 if order == "pages" and layout == _HND:
                     continue
                 yield from (case.measure(order, digest_sample=sample) for sample in (0, 1))
-                if blocks == 1024:
-                    yield from (case.measure(order, programs) for programs in (8, 16, 32, 64))
 
 
 def bench_pack(*, device: str | None = None, json_output: bool = False) -> None:
@@ -190,7 +182,7 @@ def bench_pack(*, device: str | None = None, json_output: bool = False) -> None:
 def _print_table(device: str, timings: list[PackTiming]) -> None:
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU (no GPU here, or not asked for)"
     table = Table(title=f"pack and unpack, {_LAYERS} layers, {where}; GB/s, and as a part of a plain copy")
-    columns = ("order", "layout", "page KiB", "blocks", "MiB", "programs", "digest")
+    columns = ("order", "layout", "page KiB", "blocks", "MiB", "digest")
     for column in (*columns, "copy GB/s", "pack", "unpack", "host us"):
         table.add_column(column, justify="right")
     for timing in timings:
@@ -200,7 +192,6 @@ def _print_table(device: str, timings: list[PackTiming]) -> None:
             str(timing.page_bytes >> 10),
             str(timing.blocks),
             str(timing.total_bytes >> 20),
-            str(timing.programs or "all"),
             {0: "no", 1: "all"}.get(timing.digest_sample, f"1/{timing.digest_sample}"),
             f"{timing.total_bytes / timing.copy_us / 1e3:.0f}",
             f"{timing.pack_gb_per_s:.0f} ({timing.pack_of_copy:.2f})",

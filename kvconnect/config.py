@@ -25,7 +25,6 @@ _OFFLOAD_LEAST = {
     "cpu_bytes": 1,
     "checkpoint_tokens": 0,
     "min_tokens": 1,
-    "staging_bytes": 0,
     "disk_bytes": 0,
     "disk_threads": 1,
     "store_bytes": 0,
@@ -48,9 +47,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             many tokens of a prompt in between; 0 for never in between.
         min_tokens: fewer tokens than this are computed again rather than restored.
         wait_s: how long a request waits for what lower tiers have.
-        staging_bytes: device memory through which blocks travel; 0 for as much as suits the device.
-        copy: how blocks travel between device and host: by its copy engines, by a kernel, or by whichever was
-            faster when this was tried at the start.
         disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
         disk_bytes: most bytes on disk; nothing ever takes more. What other models have left in the folder and
             nobody uses now counts too, and makes room first.
@@ -70,8 +66,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checkpoint_tokens: int = 4096
     min_tokens: int = 1
     wait_s: float = 2.0
-    staging_bytes: int = 0
-    copy: Literal["auto", "dma", "kernel"] = "auto"
     disk_path: str = ""
     disk_bytes: int = 0
     disk_segment_bytes: int = 256 << 20
@@ -143,8 +137,6 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             write to the cache of a decode node. ``auto`` opens both, and takes the cheaper one each time.
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
         num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
-        pack_programs: most programs of a packing kernel that may run on a GPU at one time, so that the
-            other multiprocessors are the model's; 0 for no bound.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
             packed path, with the scales of the quantised side; both sides must say so.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
@@ -175,7 +167,6 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     path: Literal["auto", "direct", "packed"] = "packed"
     slot_bytes: int = 0
     num_slots: int = 8
-    pack_programs: int = 0
     convert_dtype: bool = False
     stream_min_tokens: int = 4096
     lease_s: float = 30.0
@@ -360,9 +351,8 @@ def _check_combination(config: TransferConfig) -> None:
     if extra.num_slots < 0 or (extra.path == "packed" and not extra.num_slots):
         least = 1 if extra.path == "packed" else 0
         raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
-    for name in ("pack_programs", "stream_min_tokens"):
-        if getattr(extra, name) < 0:
-            raise ConfigError(f"{where}.{name} is {getattr(extra, name)}, it must be at least 0")
+    if extra.stream_min_tokens < 0:
+        raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
     if extra.lease_max_s < extra.lease_s:
         raise ConfigError(
             f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "

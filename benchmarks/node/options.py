@@ -43,8 +43,7 @@ class Options:
 
     ``side`` is the one that computes: ``decode`` receives while it decodes, ``prefill`` sends while it
     computes prompts. ``context`` are the tokens of each request that decodes, or of each prompt.
-    ``programs`` are values of ``pack_programs`` to measure, none for that of ``extra``. A round is
-    ``seconds`` without and ``seconds`` with requests of ``request_mb`` MiB that arrive at
+    A round is ``seconds`` without and ``seconds`` with requests of ``request_mb`` MiB that arrive at
     ``gb_per_s``. ``environment`` is set in the children only, a value of None takes the variable
     away. ``timeout_s`` bounds every step of a child.
 
@@ -63,7 +62,6 @@ class Options:
     gb_per_s: float = 0.0
     in_flight: int = 8
     layouts: Layouts = _SAME
-    programs: tuple[int, ...] = ()
     rounds: int = 3
     seconds: float = 2.0
     timeout_s: float = 120.0
@@ -96,8 +94,7 @@ class Options:
         for name, seconds in (("seconds", self.seconds), ("timeout_s", self.timeout_s)):
             if not seconds > 0:
                 raise ConfigError(f"{name} is {seconds}, it must be more than 0 seconds")
-        for programs in self.programs or (None,):
-            self.worker_config(programs)
+        self.worker_config()
 
     @property
     def _suited(self) -> Suited:
@@ -164,16 +161,15 @@ class Options:
             made.append(self.size.shape(needed, layout))
         return made[0], made[1]
 
-    def worker_extra(self, programs: int | None) -> dict[str, Any]:
+    def worker_extra(self) -> dict[str, Any]:
         """Settings of both workers."""
-        extra = dict(self.extra or {})
-        return extra if programs is None else {**extra, "pack_programs": programs}
+        return dict(self.extra or {})
 
-    def worker_config(self, programs: int | None) -> ExtraConfig:
+    def worker_config(self) -> ExtraConfig:
         """What these settings are.
 
         Raises:
             ConfigError: one of them is not accepted.
         """
-        extra = {"engine": self.engine, "path": self.path, **self.worker_extra(programs)}
+        extra = {"engine": self.engine, "path": self.path, **self.worker_extra()}
         return parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": extra}).extra

@@ -49,7 +49,6 @@ class NodeTiming:
     batch: int
     context: int
     layouts: str
-    pack_programs: int
     slot_bytes: int
     num_slots: int
     request_bytes: int
@@ -78,7 +77,7 @@ class NodeTiming:
 class NodePair:
     """A node with its peer, opened, and the windows that it is asked for."""
 
-    def __init__(self, pair: ChildPair, options: Options, programs: int | None, devices: Devices) -> None:
+    def __init__(self, pair: ChildPair, options: Options, devices: Devices) -> None:
         self._pair, self._options = pair, options
         self._numbers = itertools.count(1)
         self._landed: dict[int, int] = {}
@@ -95,7 +94,7 @@ class NodePair:
                 shape,
                 seed,
                 options.timeout_s,
-                options.worker_extra(programs),
+                options.worker_extra(),
             )
             for role, device, shape, seed in zip(
                 ("kv_producer", "kv_consumer"), devices, options.shapes(), (_SEEDS[0], None), strict=True
@@ -174,14 +173,14 @@ class NodePair:
         return Round(f"round{next(self._numbers)}", requests, options.in_flight, options.request_tokens)
 
 
-def measure_node(options: Options, programs: int | None, devices: Devices) -> NodeTiming:
+def measure_node(options: Options, devices: Devices) -> NodeTiming:
     """Alternate windows without and with transfers.
 
     Raises:
         StepFailed: a child failed, or bytes are wrong.
     """
     with ChildPair(NODE_SIDE, dict(options.environment or {}), options.timeout_s) as pair:
-        node = NodePair(pair, options, programs, devices)
+        node = NodePair(pair, options, devices)
         node.meet()
         without: list[WindowResult] = []
         computed: list[WindowResult] = []
@@ -192,19 +191,18 @@ def measure_node(options: Options, programs: int | None, devices: Devices) -> No
             computed.append(result)
             received.append(receiver)
         verified = node.check()
-        return _timing(options, programs, devices, node, (without, computed, received), verified)
+        return _timing(options, devices, node, (without, computed, received), verified)
 
 
 def _timing(
     options: Options,
-    programs: int | None,
     devices: Devices,
     node: NodePair,
     windows: tuple[Sequence[WindowResult], Sequence[WindowResult], Sequence[WindowResult]],
     verified: int,
 ) -> NodeTiming:
     without, computed, received = windows
-    config = options.worker_config(programs)
+    config = options.worker_config()
     rates = tuple(round(one.received * options.request_bytes / options.seconds / 1e9, 4) for one in received)
     before, after = _token_rates(without), _token_rates(computed)
     paths: Counter[str] = Counter()
@@ -221,7 +219,6 @@ def _timing(
         batch=options.used_batch,
         context=options.used_context,
         layouts=str(options.layouts),
-        pack_programs=config.pack_programs,
         slot_bytes=config.slot_bytes or node.slot_bytes,
         num_slots=config.num_slots,
         request_bytes=options.request_bytes,

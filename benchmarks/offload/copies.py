@@ -17,13 +17,13 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
-from kvconnect.offload.copies.rows import Column, RowLayout
+from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
+from kvconnect.pack.batches import Column
 
 _TOKENS = 16
 _REPEATS = 7
-MODES_OF = {"cuda": ("auto", "dma", "kernel"), "cpu": ("auto",)}
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class CopyTiming:
     """
 
     device: str
-    mode: str
     modes: tuple[str, str]
+    restore_programs: int
     rows: str
     page_bytes: int
     regions: int
@@ -90,16 +90,8 @@ class Case:
         scattered = random.Random(1).sample(range(2 * blocks), blocks)
         self.rows = {"scattered": tuple(scattered), "adjacent": tuple(range(blocks))}
 
-    def copier(self, mode: str, staging_bytes: int, programs: int) -> Copier:
-        return make_copier(
-            self.table,
-            self.layout,
-            self.arena,
-            self.device,
-            staging_bytes=staging_bytes,
-            mode=mode,
-            programs=programs,
-        )
+    def copier(self, restore_programs: int) -> Copier:
+        return make_copier(self.layout, self.arena, self.device, restore_programs=restore_programs)
 
     def gb_per_s(self, call: Callable[[], object]) -> float:
         """The median rate of a call that returns when all is done."""
@@ -187,13 +179,13 @@ class Case:
             torch.cuda.synchronize()
 
 
-def measure_case(case: Case, modes: Sequence[str], staging_bytes: int, programs: int) -> Iterator[CopyTiming]:
-    """Every mode, with rows scattered and adjacent; the yardsticks are measured once, right before."""
+def measure_case(case: Case, restore_programs: Sequence[int]) -> Iterator[CopyTiming]:
+    """Rows scattered and adjacent, for each number of programs; the yardsticks are measured once, before."""
     contiguous, per_page = case.contiguous(), case.per_page()
-    for mode in modes:
-        copier = case.copier(mode, staging_bytes, programs)
+    for programs in restore_programs:
+        copier = case.copier(programs)
         for rows in case.rows:
-            yield _measure(case, copier, mode, rows, contiguous, per_page)
+            yield _measure(case, copier, programs, rows, contiguous, per_page)
         copier.close()
     case.arena.close()
 
@@ -201,7 +193,7 @@ def measure_case(case: Case, modes: Sequence[str], staging_bytes: int, programs:
 def _measure(
     case: Case,
     copier: Copier,
-    mode: str,
+    programs: int,
     rows: str,
     contiguous: tuple[float, float],
     per_page: tuple[float, float],
@@ -214,8 +206,8 @@ def _measure(
     rate_back = case.gb_per_s(lambda: copier.restore(back).wait())
     return CopyTiming(
         device=case.device,
-        mode=mode,
         modes=copier.modes,
+        restore_programs=programs,
         rows=rows,
         page_bytes=case.page_bytes,
         regions=case.regions,

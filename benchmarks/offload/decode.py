@@ -18,7 +18,7 @@ from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.offload.copies.copier import Copier, Ticket, make_arena, make_copier
+from kvconnect.offload.copies.copier import RESTORE_PROGRAMS, Copier, Ticket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
@@ -48,9 +48,7 @@ class DecodeOptions:
     gb_per_s: float = 0.0
     rounds: int = 3
     seconds: float = 2.0
-    staging_bytes: int = 0
-    programs: int = 0
-    mode: str = "auto"
+    restore_programs: int = RESTORE_PROGRAMS
 
     def __post_init__(self) -> None:
         if self.device not in SUITED:
@@ -195,13 +193,7 @@ class _Rig:
         plan = plan_arena(2 * self.rows_each * self.row_bytes, layout.row_bytes, {0: 1.0})
         self.arena = make_arena(plan, options.device)
         self.copier: Copier = make_copier(
-            table,
-            layout,
-            self.arena,
-            options.device,
-            staging_bytes=options.staging_bytes,
-            mode=options.mode,
-            programs=options.programs,
+            layout, self.arena, options.device, restore_programs=options.restore_programs
         )
 
     def close(self) -> None:

@@ -10,10 +10,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.offload.copies import MODES_OF, Case, CopyTiming, measure_case
+from benchmarks.offload.copies import Case, CopyTiming, measure_case
 from benchmarks.offload.decode import DecodeOptions, DecodeTiming, measure_decode
 from kvconnect.errors import ConfigError
-from kvconnect.offload.copies.copier import MODES
 from kvconnect.pack.packer_torch import use_one_thread
 
 
@@ -23,9 +22,7 @@ def bench_offload(
     page_bytes: Sequence[int],
     regions: int,
     blocks: Sequence[int],
-    modes: Sequence[str],
-    staging_bytes: int,
-    programs: int,
+    restore_programs: Sequence[int],
     json_output: bool,
 ) -> int:
     """Measure every page size and number of blocks; returns 0, or 1 if wrong bytes came back.
@@ -34,16 +31,13 @@ def bench_offload(
         ConfigError: an option is not usable, or the device is not there.
     """
     _check_device(device)
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(f"mode is {mode!r}; accepted: {', '.join(MODES)}")
     if device == "cpu":
         use_one_thread()
     timings = []
     for page in page_bytes:
         for count in blocks or ((16, 64) if device == "cpu" else (256, 1024)):
             case = Case(device, page, regions, count)
-            for timing in measure_case(case, modes or MODES_OF[device], staging_bytes, programs):
+            for timing in measure_case(case, restore_programs):
                 timings.append(timing)
                 if json_output:
                     print(json.dumps({"bench": "offload", **asdict(timing)}), flush=True)
@@ -71,8 +65,8 @@ def bench_offload_decode(options: DecodeOptions, *, json_output: bool) -> int:
 
 
 def _check_device(device: str) -> None:
-    if device not in MODES_OF:
-        raise ConfigError(f"device is {device!r}; accepted: {', '.join(MODES_OF)}")
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"device is {device!r}; accepted: cuda, cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch sees no CUDA device here; accepted: cpu")
 
@@ -89,7 +83,7 @@ def _copies_table(device: str, timings: Sequence[CopyTiming]) -> Table:
             str(one.regions),
             str(one.blocks),
             str(one.total_bytes >> 20),
-            f"{one.mode} ({'/'.join(one.modes)})",
+            f"{'/'.join(one.modes)} {one.restore_programs}",
             one.rows,
             f"{one.contiguous_out:.1f} / {one.contiguous_back:.1f}",
             f"{one.per_page_out:.1f} / {one.per_page_back:.1f}",

@@ -1,4 +1,4 @@
-"""A chunk of one request as batches of like lanes: what a kernel needs to move it, as columns.
+"""A chunk of one request as moves of like lanes: what a kernel needs, as columns.
 
 Lanes are sorted into classes once per peer. A chunk then only looks up its rows and its blocks, by
 class; nothing here loops over pages or layers.
@@ -7,8 +7,9 @@ class; nothing here loops over pages or layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from kvconnect.runner_kit.block_table import BlockIds
 Column = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LaneClass:
     """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
 
@@ -49,53 +50,59 @@ class PageRange:
     count: int
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What one class moves in one chunk.
-
-    Lane ``i`` has its pages at ``address[i]`` and its first row at ``wire[i]`` bytes into the slot.
-    ``blocks`` are the kernel blocks of the pages in question, 0 for none. The first of these pages
-    begins ``-lead`` rows before the chunk, which has ``rows`` rows.
-    """
-
-    walk: Walk
-    access: Access
-    address: Column
-    wire: Column
-    blocks: BlockIds
-    lead: int
-    rows: int
-    key_values: int
-    scales: NDArray[np.float32]
-
-
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What one class moves in one chunk, whichever request it is of: a batch but for its blocks."""
+    """What one class moves in one chunk, whichever request it is of.
 
-    walk: Walk
-    access: Access
-    address: Column
+    Lane ``i`` of ``lanes[which]`` has its first row at ``wire[i]`` bytes into the slot. The first of the
+    pages begins ``-lead`` rows before the chunk, which has ``rows`` rows.
+    """
+
+    lanes: LaneClass
+    which: slice
     wire: Column
     pages: PageRange
     lead: int
     rows: int
-    key_values: int
-    scales: NDArray[np.float32]
 
-    def of(self, blocks: BlockIds) -> Batch:
-        """The batch of a request that has its pages in these blocks."""
-        return Batch(
-            walk=self.walk,
-            access=self.access,
-            address=self.address,
-            wire=self.wire,
-            blocks=blocks,
-            lead=self.lead,
-            rows=self.rows,
-            key_values=self.key_values,
-            scales=self.scales,
-        )
+    @property
+    def address(self) -> Column:
+        """Where each lane has its first page."""
+        return self.lanes.address[self.which]
+
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """Those of each lane."""
+        return self.lanes.scales[self.which]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkLayout:
+    """What a chunk is on one side, whichever request it is of.
+
+    ``streams`` are those that have bytes, as (offset, length, word) in bytes. ``handle`` is what the kernels'
+    side made of the moves.
+    """
+
+    total_bytes: int
+    streams: tuple[tuple[int, int, int], ...]
+    moves: tuple[Move, ...]
+    pages: tuple[PageRange, ...]
+    handle: Any
+
+
+@dataclass(frozen=True, eq=False)
+class StagedChunk:
+    """A chunk with the kernel blocks of a request, 0 for none, ready to be moved as often as is wanted."""
+
+    layout: ChunkLayout
+    blocks: Mapping[PageRange, BlockIds]
+    handle: Any
+
+    @property
+    def total_bytes(self) -> int:
+        """What it has in a slot."""
+        return self.layout.total_bytes
 
 
 def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[LaneClass, ...]:
@@ -124,7 +131,7 @@ def make_move(lanes: LaneClass, chunk: Chunk, placement: Placement) -> Move | No
     """What a class moves in a chunk; None where it has no rows of it.
 
     Raises:
-        LayoutError: that is more pages than the cache has, whoever asked for them.
+        LayoutError: that is more pages than the cache has, whichever peer asked for them.
     """
     start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
     if start == stop:
@@ -133,23 +140,16 @@ def make_move(lanes: LaneClass, chunk: Chunk, placement: Placement) -> Move | No
     first_row, rows = int(placement.first_row[stream[0]]), int(placement.rows[stream[0]])
     if not rows:
         return None
-    first = first_row // lanes.walk.tokens
-    count = div_ceil(first_row + rows, lanes.walk.tokens) - first
+    tokens = lanes.walk.tokens
+    first = first_row // tokens
+    count = div_ceil(first_row + rows, tokens) - first
     if count > lanes.num_blocks:
         raise LayoutError(
             f"cache group {lanes.group}: a chunk has {count} kernel blocks, the cache {lanes.num_blocks}"
         )
-    return Move(
-        walk=lanes.walk,
-        access=lanes.access,
-        address=lanes.address[start:stop],
-        wire=placement.base[stream] + lanes.wire_offset[start:stop],
-        pages=PageRange(lanes.group, first, count),
-        lead=first * lanes.walk.tokens - first_row,
-        rows=rows,
-        key_values=lanes.key_values,
-        scales=lanes.scales[start:stop],
-    )
+    wire = placement.base[stream] + lanes.wire_offset[start:stop]
+    pages = PageRange(lanes.group, first, count)
+    return Move(lanes, slice(start, stop), wire, pages, first * tokens - first_row, rows)
 
 
 def check_blocks(group: int, blocks: BlockIds, num_blocks: int) -> None:

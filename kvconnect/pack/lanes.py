@@ -140,9 +140,21 @@ def _is_region_of(stream: WireStream, region: Region) -> bool:
     return (region.first_plane, region.heads) == (stream.first_plane, stream.heads)
 
 
+def flat_lane(
+    group: int, num_blocks: int, address: int, stride: int, page_bytes: int, wire_offset: int
+) -> Lane:
+    """One whose pages travel as they are, without a digest."""
+    walk = _flat_walk(page_bytes, stride)
+    unit = math.gcd(walk.memory_step(), address, wire_offset)
+    return Lane(0, group, address, num_blocks, wire_offset, walk, Access(unit, min(unit, 8), unit))
+
+
+def _flat_walk(page_bytes: int, stride: int) -> Walk:
+    return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 7))
+
+
 def _page_lane(index: int, stream: WireStream, region: Region) -> Lane:
-    page = region.page_bytes
-    walk = Walk(1, 1, 1, page, region.block_stride, page, page, page, page, page, page, page)
+    walk = _flat_walk(region.page_bytes, region.block_stride)
     return _lane(index, stream, region, region.address, 0, walk)
 
 

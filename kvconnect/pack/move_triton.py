@@ -7,6 +7,8 @@ any number of programs can do all the work.
 
 All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
 address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
+Pages lie one after the other in a slot, or, if they are ``PLACED``, each where the numbers after its batch's
+block ids say: so one kernel packs the chunks of a transfer and the rows of an offload.
 Casts are arithmetic on bits, since not every device has the types; what they do is said in ``casts.py``.
 """
 
@@ -63,6 +65,22 @@ def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
     for other in range(1, num_batches):
         batch += (item >= tl.load(table + other * FIELDS)).to(tl.int32)
     return table + batch * FIELDS
+
+
+@triton.jit
+def _item_of(item, fields, PLACED: tl.constexpr):
+    """Which lane of a batch an item is of, which units of its pages, and which of its pages."""
+    place = item - tl.load(fields).to(tl.int32)
+    outer = tl.load(fields + 1).to(tl.int32)
+    inner = tl.load(fields + 2).to(tl.int32)
+    first = place // outer
+    second = (place % outer) // inner
+    third = place % inner
+    if PLACED:
+        lane, tile, turn = second, third, first
+    else:
+        lane, tile, turn = first, second, third
+    return lane, tile, turn
 
 
 @triton.jit
@@ -249,6 +267,7 @@ def move_kernel(
     seed: tl.int64,
     PACK: tl.constexpr,
     DIGEST: tl.constexpr,
+    PLACED: tl.constexpr,
     FLAT: tl.constexpr,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
@@ -269,18 +288,15 @@ def move_kernel(
     sum_of_words = tl.zeros((PAGES, UNITS), tl.uint64)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = _fields_of(item, table, num_batches, FIELDS)
-        place = item - tl.load(fields).to(tl.int32)
-        items_per_lane = tl.load(fields + 1).to(tl.int32)
-        turns = tl.load(fields + 2).to(tl.int32)
+        lane_of_item, tile, turn = _item_of(item, fields, PLACED)
         pages_per_item = tl.load(fields + 3).to(tl.int32)
-        lane = numbers + tl.load(fields + 4) + (place // items_per_lane) * NUMBERS
+        lane = numbers + tl.load(fields + 4) + lane_of_item * NUMBERS
         blocks = numbers + tl.load(fields + 5)
         num_pages, lead, rows, tokens, units, block_stride, wire_token = _sizes(fields)
         address = tl.load(lane)
         wire = tl.load(lane + 1)
 
-        place = place % items_per_lane
-        unit = (place // turns) * UNITS + tl.arange(0, UNITS)
+        unit = tile * UNITS + tl.arange(0, UNITS)
         token, memory_offset, wire_offset, in_head = _offsets(
             fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY
         )
@@ -288,7 +304,7 @@ def move_kernel(
         unit_memory = memory_offset.to(tl.int64)[None, :, None]
         unit_wire = wire_offset.to(tl.int64)[None, :, None]
         unit_key = unit_wire.to(tl.uint64) * WORDS * STEP + word_of_unit * STEP
-        first = (place % turns) * pages_per_item
+        first = turn * pages_per_item
         last = tl.minimum(first + pages_per_item, num_pages)
         page = first + tl.arange(0, PAGES)
         next_block = tl.load(blocks + page, mask=page < last, other=0)
@@ -298,6 +314,9 @@ def move_kernel(
             block = next_block
             next_block = tl.load(blocks + page + PAGES, mask=page + PAGES < last, other=0)
             live, page_wire = _in_chunk(page, last, lead, rows, tokens, token, unit < units, wire, wire_token)
+            if PLACED:
+                page_place = tl.load(blocks + num_pages + page, mask=page < last, other=0)
+                page_wire = (wire + page_place // UNIT)[:, None, None]
             in_slot = slot + (page_wire + unit_wire) * UNIT
             in_memory = (address + block * block_stride)[:, None, None] + unit_memory
             kept = live & (block > 0)[:, None, None]
@@ -310,5 +329,13 @@ def move_kernel(
                 # The words of a unit lie in one thread: summing them here halves what is carried on.
                 sum_of_words += tl.sum(tl.where(live, mixed, 0), axis=2)
     if DIGEST:
-        # Nobody waits for anybody here: whoever reads the sum does so after the kernel.
+        # No program waits for another: the sum is read after the kernel.
         tl.atomic_add(sums, tl.sum(sum_of_words).to(tl.int64, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["host", "length"])
+def load_kernel(device, host: tl.int64, length, COUNT: tl.constexpr):
+    """Copy ``length`` numbers from the host's memory."""
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    live = at < length
+    tl.store(device + at, tl.load(word_pointer(host, 8) + at, mask=live), mask=live)

@@ -7,8 +7,7 @@ is told where a slot is, and that its pages are quiet. On CUDA everything is asy
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,15 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.batches import Batch, Move, PageRange, check_blocks, make_classes, make_move
+from kvconnect.pack.batches import (
+    ChunkLayout,
+    Move,
+    PageRange,
+    StagedChunk,
+    check_blocks,
+    make_classes,
+    make_move,
+)
 from kvconnect.pack.lanes import make_lanes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
@@ -51,42 +58,6 @@ class Ticket(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkLayout:
-    """What a chunk is on this side, whichever request it is of.
-
-    ``streams`` are the streams that have bytes, as (offset, length, word) in bytes. ``handle`` is the
-    implementation's.
-    """
-
-    chunk: Chunk
-    total_bytes: int
-    streams: tuple[tuple[int, int, int], ...]
-    moves: tuple[Move, ...]
-    pages: tuple[PageRange, ...]
-    handle: Any
-
-
-@dataclass(frozen=True, eq=False)
-class StagedChunk:
-    """A chunk with the blocks of a request, ready to be moved as often as is wanted."""
-
-    layout: ChunkLayout
-    total_bytes: int
-    blocks: Mapping[PageRange, BlockIds]
-    handle: Any
-
-    @property
-    def streams(self) -> tuple[tuple[int, int, int], ...]:
-        """See ``ChunkLayout``."""
-        return self.layout.streams
-
-    @property
-    def batches(self) -> Iterator[Batch]:
-        """What is to be moved, class by class."""
-        return (move.of(self.blocks[move.pages]) for move in self.layout.moves)
-
-
 class PackOps(Protocol):
     """The two implementations. Arguments were checked by the packer."""
 
@@ -116,16 +87,13 @@ class Packer:
         side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
         device: where the tensors are, and the slots.
         kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
-        max_programs: at most so many programs of the kernel run, so that it leaves the other
-            multiprocessors alone; 0 for as many as there is work for.
         cuda_stream: the stream of all work; None for the one that is current now.
         digest_sample: digests are of one line of 64 bytes in so many. Kernels of a GPU know 1 only: they have
             all words in hand.
 
     Raises:
         LayoutError: the wire is not one of this table's.
-        ConfigError: ``kernels``, ``max_programs`` or ``digest_sample`` is not accepted, or Triton is not
-            installed.
+        ConfigError: ``kernels`` or ``digest_sample`` is not accepted, or Triton is not installed.
     """
 
     def __init__(
@@ -136,7 +104,6 @@ class Packer:
         side: str,
         device: torch.device | str,
         kernels: str = "auto",
-        max_programs: int = 0,
         cuda_stream: torch.cuda.Stream | None = None,
         digest_sample: int = 1,
     ) -> None:
@@ -144,8 +111,6 @@ class Packer:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
         if kernels not in KERNELS:
             raise ConfigError(f"kernels is {kernels!r}; accepted: {', '.join(KERNELS)}")
-        if max_programs < 0:
-            raise ConfigError(f"max_programs is {max_programs}; accepted: 0 for no bound, or more")
         if digest_sample < 1:
             raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
@@ -160,9 +125,9 @@ class Packer:
             lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams]
         )
         self._num_blocks: dict[int, int] = {}
-        for lane in lanes:
-            known = self._num_blocks.get(lane.group, lane.num_blocks)
-            self._num_blocks[lane.group] = min(known, lane.num_blocks)
+        for made in self._classes:
+            known = self._num_blocks.get(made.group, made.num_blocks)
+            self._num_blocks[made.group] = min(known, made.num_blocks)
         # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
@@ -176,7 +141,7 @@ class Packer:
                 ) from error
             if digest_sample != 1:
                 raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
-            self._ops = TritonPackOps(self._classes, device, max_programs, cuda_stream)
+            self._ops = TritonPackOps(self._classes, device, cuda_stream)
         elif device.type == "cuda":
             raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
         else:
@@ -206,8 +171,7 @@ class Packer:
                     found[pages] = self._blocks_of(held, pages, num_tokens)
         handles = self._ops.stage(layouts, found)
         return tuple(
-            StagedChunk(layout, layout.total_bytes, found, handle)
-            for layout, handle in zip(layouts, handles, strict=True)
+            StagedChunk(layout, found, handle) for layout, handle in zip(layouts, handles, strict=True)
         )
 
     def _make_layout(self, chunk: Chunk) -> ChunkLayout:
@@ -215,7 +179,6 @@ class Packer:
         made = (make_move(lanes, chunk, placement) for lanes in self._classes)
         moves = tuple(move for move in made if move is not None)
         return ChunkLayout(
-            chunk,
             placement.total_bytes,
             self._streams(chunk, placement),
             moves,

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.pack.batches import Batch, LaneClass, Move, PageRange
+from kvconnect.pack.batches import ChunkLayout, LaneClass, Move, PageRange, StagedChunk
 from kvconnect.pack.casts import Cast, cast_table
 from kvconnect.pack.digest import digest_streams
-from kvconnect.pack.lanes import Access, Walk
-from kvconnect.pack.packer import ChunkLayout, StagedChunk, Ticket
 from kvconnect.runner_kit.block_table import BlockIds
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,10 +32,10 @@ def use_one_thread() -> None:
     A model may keep all cores busy: threads of ours that wait for each other between its own are many times
     slower than one.
     """
-    everyone = torch.get_num_threads()
+    of_all_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # What counts is each thread's own, but threads that begin later take what any has set last.
-    other = threading.Thread(target=torch.set_num_threads, args=(everyone,))
+    other = threading.Thread(target=torch.set_num_threads, args=(of_all_threads,))
     other.start()
     other.join()
 
@@ -58,42 +56,37 @@ class TorchPackOps:
 
     def __init__(self, classes: Sequence[LaneClass], digest_sample: int) -> None:
         self._digest_sample = digest_sample
-        self._pages: dict[tuple[Walk, Access], dict[int, torch.Tensor]] = {}
-        for lanes in classes:
-            views = self._pages.setdefault((lanes.walk, lanes.access), {})
-            for address in lanes.address.tolist():
-                views[address] = _memory_view(address, lanes)
+        self._pages = {
+            lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in classes
+        }
 
     def prepare(self, moves: Sequence[Move]) -> None:
         """See ``PackOps``. Nothing is worth it."""
 
     def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> Sequence[None]:
-        """Nothing to bring anywhere."""
+        """See ``PackOps``. There is nothing to bring anywhere."""
         return [None] * len(layouts)
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> Ticket:
+    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> _Done:
         """See ``PackOps``."""
         if not staged.total_bytes:
             return _Done(None if seed is None else 0)
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
-        for batch in staged.batches:
-            views, rows = self._pages[(batch.walk, batch.access)], _SlotRows(raw, batch)
-            # What all lanes of a batch have in common is worked out before, since there may be hundreds.
-            for part in _parts(batch):
-                for lane, (address, wire) in enumerate(
-                    zip(batch.address.tolist(), batch.wire.tolist(), strict=True)
-                ):
-                    pages, slot_view = views[address], rows.view(wire, part)
-                    if part.tokens != batch.walk.tokens:
+        for move in staged.layout.moves:
+            rows, lanes = _SlotRows(raw, move.lanes), self._pages[move.lanes][move.which]
+            # What all lanes of a move have in common is worked out before, since there may be hundreds.
+            for part in _parts(move, staged.blocks[move.pages]):
+                for pages, wire, scales in zip(lanes, move.wire.tolist(), move.scales, strict=True):
+                    if part.tokens != move.lanes.walk.tokens:
                         pages = pages.narrow(1, part.first_token, part.tokens)
-                    if batch.access.cast is None:
-                        _move_part(pages, slot_view, part, pack)
+                    if move.lanes.access.cast is None:
+                        _move_part(pages, rows.view(wire, part), part, pack)
                     else:
-                        values = _Values(batch.access.cast, batch.key_values, batch.scales[lane].tolist())
-                        _cast_part(pages, slot_view, part, values, pack)
+                        values = _Values(move.lanes.access.cast, move.lanes.key_values, scales.tolist())
+                        _cast_part(pages, rows.view(wire, part), part.blocks, values, pack)
         if seed is None:
             return _Done(None)
-        return _Done(digest_streams(raw, staged.streams, seed, self._digest_sample))
+        return _Done(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
 
 
 @dataclass(frozen=True)
@@ -111,22 +104,27 @@ class _Part:
     kept: torch.Tensor | None
 
 
-def _parts(batch: Batch) -> Iterator[_Part]:
+def _parts(move: Move, of_pages: BlockIds) -> Iterator[_Part]:
     """The first page, the whole pages and the last page: at most three parts."""
-    tokens = batch.walk.tokens
-    end = batch.lead + len(batch.blocks) * tokens
-    head = 1 if batch.lead < 0 else 0
-    tail = len(batch.blocks) - 1 if end > batch.rows else len(batch.blocks)
-    for first, stop in ((0, head), (head, max(head, tail)), (max(head, tail), len(batch.blocks))):
+    tokens, count = move.lanes.walk.tokens, len(of_pages)
+    head = 1 if move.lead < 0 else 0
+    tail = max(head, count - 1 if move.lead + count * tokens > move.rows else count)
+    for first, stop in ((0, head), (head, tail), (tail, count)):
         if first == stop:
             continue
-        row = batch.lead + first * tokens
+        row = move.lead + first * tokens
         skipped = max(0, -row)
-        count = min(tokens, batch.rows - row) - skipped
-        blocks = torch.from_numpy(batch.blocks[first:stop])
+        blocks = torch.from_numpy(of_pages[first:stop])
         missing = (blocks == 0).nonzero().reshape(-1)
         kept = blocks.nonzero().reshape(-1) if len(missing) else None
-        yield _Part(blocks, row + skipped, skipped, count, missing if len(missing) else None, kept)
+        yield _Part(
+            blocks,
+            row + skipped,
+            skipped,
+            min(tokens, move.rows - row) - skipped,
+            missing if len(missing) else None,
+            kept,
+        )
 
 
 def _memory_view(address: int, lanes: LaneClass) -> torch.Tensor:
@@ -136,42 +134,31 @@ def _memory_view(address: int, lanes: LaneClass) -> torch.Tensor:
     length = (lanes.num_blocks - 1) * walk.block_stride + walk.extent_bytes
     memory = (ctypes.c_uint8 * length).from_address(address)
     raw = torch.frombuffer(memory, dtype=_DTYPES[word])
+    strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride)
     return raw.as_strided(
         (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word),
-        (
-            walk.block_stride // word,
-            walk.token_stride // word,
-            walk.head_stride // word,
-            walk.plane_stride // word,
-            1,
-        ),
+        (*(stride // word for stride in strides), 1),
     )
 
 
 class _SlotRows:
-    """The rows of a batch's lanes in a slot."""
+    """The rows of a class's lanes in a slot."""
 
-    def __init__(self, slot: NDArray[np.uint8], batch: Batch) -> None:
-        walk, cast = batch.walk, batch.access.cast
+    def __init__(self, slot: NDArray[np.uint8], lanes: LaneClass) -> None:
+        walk, cast = lanes.walk, lanes.access.cast
         self._walk = walk
-        self._word = min(8, batch.access.memory) if cast is None else cast.wire_bytes
+        self._word = min(8, lanes.access.memory) if cast is None else cast.wire_bytes
         self._words = torch.from_numpy(slot[: len(slot) // self._word * self._word]).view(_DTYPES[self._word])
-        self._strides = tuple(
-            stride // self._word
-            for stride in (
-                walk.tokens * walk.wire_token_stride,
-                walk.wire_token_stride,
-                walk.wire_head_stride,
-                walk.wire_plane_stride,
-            )
-        )
+        page_stride = walk.tokens * walk.wire_token_stride
+        strides = (page_stride, walk.wire_token_stride, walk.wire_head_stride, walk.wire_plane_stride)
+        self._strides = (*(stride // self._word for stride in strides), 1)
 
     def view(self, wire: int, part: _Part) -> torch.Tensor:
         """Those of one lane, which begin ``wire`` bytes into the slot: (page, token, head, plane, word)."""
         walk = self._walk
         return self._words.as_strided(
             (len(part.blocks), part.tokens, walk.heads, walk.planes, walk.wire_run_bytes // self._word),
-            (*self._strides, 1),
+            self._strides,
             (wire + part.first_row * walk.wire_token_stride) // self._word,
         )
 
@@ -199,30 +186,28 @@ class _Values:
     def cast_into(self, target: torch.Tensor, source: torch.Tensor, pack: bool) -> None:
         """Cast (page, token, head, plane, value) from one tensor into another."""
         planes, run = source.shape[3:]
-        from_type, to_type = (
-            (self.cast.memory, self.cast.wire) if pack else (self.cast.wire, self.cast.memory)
-        )
+        types = (self.cast.memory, self.cast.wire) if pack else (self.cast.wire, self.cast.memory)
         for plane in range(planes):
             keys = min(max(self.key_values - plane * run, 0), run)
             for first, stop, scale in ((0, keys, self.scales[0]), (keys, run, self.scales[1])):
                 if first < stop:
                     codes = source[..., plane, first:stop].numpy()
-                    table = cast_table(from_type, to_type, scale)
-                    made = table.take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
+                    made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
                     target[..., plane, first:stop] = torch.from_numpy(made.view(f"i{made.itemsize}"))
 
 
-def _cast_part(pages: torch.Tensor, wire: torch.Tensor, part: _Part, values: _Values, pack: bool) -> None:
+def _cast_part(
+    pages: torch.Tensor, wire: torch.Tensor, all_blocks: torch.Tensor, values: _Values, pack: bool
+) -> None:
     at_once = max(1, _VALUES_AT_ONCE // wire[0].numel())
-    for first in range(0, len(part.blocks), at_once):
-        blocks, rows = part.blocks[first : first + at_once], wire[first : first + at_once]
-        missing = (blocks == 0).nonzero().reshape(-1)
+    for first in range(0, len(all_blocks), at_once):
+        blocks, rows = all_blocks[first : first + at_once], wire[first : first + at_once]
         if pack:
             values.cast_into(rows, pages.index_select(0, blocks), pack)
-            rows.index_fill_(0, missing, 0)
+            rows.index_fill_(0, (blocks == 0).nonzero().reshape(-1), 0)
             continue
-        if len(missing):
-            kept = blocks.nonzero().reshape(-1)
+        kept = blocks.nonzero().reshape(-1)
+        if len(kept) < len(blocks):
             blocks, rows = blocks[kept], rows[kept]
         cast = torch.empty((len(blocks), *pages.shape[1:]), dtype=pages.dtype)
         values.cast_into(cast, rows, pack)

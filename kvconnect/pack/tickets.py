@@ -17,16 +17,15 @@ _PLACES = 256
 
 
 class Tickets:
-    """Tickets of one stream, which is current when this is made and at each call; None on a CPU."""
+    """Tickets of one stream, which is current at each call; None on a CPU. Kernels add to ``sums``."""
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        self._on_cuda = device.type == "cuda"
+    def __init__(self, sums: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._on_cuda = sums.is_cuda
         self._stream = stream
-        self.sum_of_all = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=self._on_cuda)
         self._values = self._places.numpy()
         # Views that are made once: they cost as much as the copy from one to the other.
-        self._sum = self.sum_of_all[0]
+        self._sum = sums[0]
         self._each_place = list(self._places.unbind())
         self._events = [torch.cuda.Event() for _ in range(_PLACES if self._on_cuda else 0)]  # type: ignore[no-untyped-call]
         self._issued = 0
@@ -34,7 +33,7 @@ class Tickets:
         self._last_value = 0
 
     def check_room(self) -> None:
-        """There is a place that nobody will read any more.
+        """There is a place that no ticket will read any more.
 
         Raises:
             LocalError: there is none.
@@ -52,7 +51,7 @@ class Tickets:
             self._each_place[place].copy_(self._sum, non_blocking=True)
         event: Any = None
         if self._on_cuda:
-            # Whoever had this place before is settled, and asks its event no more.
+            # The ticket that had this place before is settled, and asks its event no more.
             event = self._events[place]
             event.record(self._stream)
         ticket = KernelTicket(self, place, event, with_digest, reads)

@@ -261,7 +261,7 @@ class WorkerConnector:
         )
         local = Local(table, device, pool("landing"), pool("send"), self._stream, pack_rate)
         if self._on_cuda:
-            local.warm_up(self._config.extra.pack_programs)
+            local.warm_up()
         return Mover(
             self._config.extra,
             self._engine,

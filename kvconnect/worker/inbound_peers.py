@@ -226,9 +226,7 @@ class InboundPeers:
             way.refusals["packed"] = f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots"
         else:
             try:
-                way.packer = self._local.packer(
-                    ours, peer, "source", self._config.pack_programs, self._config.convert_dtype
-                )
+                way.packer = self._local.packer(ours, peer, "source", self._config.convert_dtype)
             except LayoutError as error:
                 way.refusals["packed"] = str(error)
         if way.direct is not None and way.packer is not None:

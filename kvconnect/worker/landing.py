@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.packer import Packer, StagedChunk, Ticket
+from kvconnect.pack.batches import StagedChunk
+from kvconnect.pack.packer import Packer, Ticket
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditRequest, Grant, Landed, Written
 from kvconnect.plan.chunks import Chunk

@@ -33,9 +33,7 @@ class Local:
     stream: torch.cuda.Stream | None = None
     pack_bytes_per_s: float | None = None
 
-    def packer(
-        self, source: Introduction, target: Introduction, side: str, max_programs: int, convert: bool
-    ) -> Packer:
+    def packer(self, source: Introduction, target: Introduction, side: str, convert: bool) -> Packer:
         """A packer of ours for one peer; ``side`` says which of the two we are.
 
         ``convert``: values of another dtype than ours are converted on the way.
@@ -44,20 +42,19 @@ class Local:
             LayoutError: the two caches cannot be matched.
         """
         wire = align_wire(source.table, target.table, convert=convert)
-        return self._packer(wire, side, max_programs, min(source.digest_sample, target.digest_sample))
+        return self._packer(wire, side, min(source.digest_sample, target.digest_sample))
 
-    def _packer(self, wire: Wire, side: str, max_programs: int, digest_sample: int = 1) -> Packer:
+    def _packer(self, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
         return Packer(
             self.table,
             wire,
             side=side,
             device=self.device,
-            max_programs=max_programs,
             cuda_stream=self.stream,
             digest_sample=digest_sample,
         )
 
-    def warm_up(self, max_programs: int) -> None:
+    def warm_up(self) -> None:
         """Compile the kernels now, which takes seconds, rather than under the first request.
 
         Moves nothing to any page: block 0 is nobody's. Where a slot is too small for a token there is
@@ -66,7 +63,7 @@ class Local:
         card = TableCard.of(self.table)
         for pool, side in ((self.send, "source"), (self.landing, "target")):
             for order in ORDERS if pool.slots else ():
-                packer = self._packer(align_wire(card, card, order), side, max_programs)
+                packer = self._packer(align_wire(card, card, order), side)
                 for chunk in _one_token(packer, pool.slot_bytes):
                     (staged,) = packer.stage(_blocks(self.table, int(side == "source")), [chunk], 1)
                     for seed in (None, 1 << 60):

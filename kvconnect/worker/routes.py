@@ -89,7 +89,7 @@ def make_route(config: ExtraConfig, local: Local, session: Session) -> Route:
     if not slot_bytes:
         return Route(direct, None, f"the {'peer' if ours.slot_bytes else 'decode node'} has no slots")
     try:
-        packer = local.packer(peer, ours, "target", config.pack_programs, config.convert_dtype)
+        packer = local.packer(peer, ours, "target", config.convert_dtype)
     except LayoutError as error:
         return Route(direct, None, str(error))
     rate = local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S

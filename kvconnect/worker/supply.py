@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvconnect.cache.region_table import GroupGeometry
-from kvconnect.pack.packer import Packer, StagedChunk
+from kvconnect.pack.batches import StagedChunk
+from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.streaming_prefill import StreamingPrefill
 

@@ -63,12 +63,12 @@ def _short_ramp(monkeypatch):
 def test_the_command_measures_in_two_processes():
     command = [sys.executable, "-m", "benchmarks", "node", "--json", "--engine", "memory"]
     command += ["--rounds", "2", "--seconds", "1", "--in-flight", "2", "--request-mb", "0.05"]
-    command += ["--receive-gb-per-s", "0.002", "--programs", "3", "--extra", '{"slot_bytes": 65536}']
+    command += ["--receive-gb-per-s", "0.002", "--extra", '{"slot_bytes": 65536}']
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     (timing,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert (timing["bench"], timing["side"], timing["engine"]) == ("node", "decode", "memory")
-    assert (timing["pack_programs"], timing["slot_bytes"]) == (3, 65536)
+    assert timing["slot_bytes"] == 65536
     assert timing["path_used"] == "packed"
     # 0.05 MiB are 204.8 tokens of 256 bytes, in blocks of 16.
     assert timing["request_bytes"] == 208 * 256
@@ -92,8 +92,8 @@ def test_the_command_measures_in_two_processes():
 def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
     monkeypatch.setattr(pairs, "ChildPair", NodesHere)
     options = replace(TINY, side=side, layouts=Layouts.parse(layouts))
-    timing = pairs.measure_node(options, 5, CPUS)
-    assert (timing.side, timing.pack_programs, timing.layouts) == (side, 5, str(options.layouts))
+    timing = pairs.measure_node(options, CPUS)
+    assert (timing.side, timing.layouts) == (side, str(options.layouts))
     assert timing.batch == (3 if side == "decode" else 2)
     assert timing.verified >= 1
     assert timing.path_used == "packed"
@@ -106,7 +106,7 @@ def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
 
 def test_wrong_bytes_are_noticed():
     with NodesHere(pairs.NODE_SIDE, {}, 20.0) as pair:
-        node = pairs.NodePair(pair, TINY, None, CPUS)
+        node = pairs.NodePair(pair, TINY, CPUS)
         node.meet()
         with pytest.raises(StepFailed, match="no request was received"):
             node.check()
@@ -122,25 +122,22 @@ def test_wrong_bytes_are_noticed():
 
 def test_a_request_that_is_not_loaded_fails_the_window():
     with NodesHere(pairs.NODE_SIDE, {}, 20.0) as pair:
-        node = pairs.NodePair(pair, replace(TINY, extra={"peer_timeout_s": 0.2}), None, CPUS)
+        node = pairs.NodePair(pair, replace(TINY, extra={"peer_timeout_s": 0.2}), CPUS)
         # Nothing is held under the names that are ordered.
         pair.prefill.side.hold = lambda asked: None
         with pytest.raises(StepFailed, match="was not loaded"):
             node.with_transfers()
 
 
-def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
-    def measure_node(options, programs, devices):
-        tried.append(programs)
-        raise StepFailed(f"no {programs}")
+def test_a_failure_is_shown(monkeypatch, capsys):
+    def measure_node(options, devices):
+        raise StepFailed("no peer")
 
-    tried = []
     monkeypatch.setattr(runner, "measure_node", measure_node)
-    assert runner.bench_node(replace(TINY, programs=(0, 8, 0)), json_output=True) == 1
-    assert tried == [0, 8]
+    assert runner.bench_node(TINY, json_output=True) == 1
     shown = capsys.readouterr()
-    assert [json.loads(line)["error"] for line in shown.out.splitlines()] == ["no 0", "no 8"]
-    assert "not measured with pack_programs 8: no 8" in shown.err
+    assert [json.loads(line)["error"] for line in shown.out.splitlines()] == ["no peer"]
+    assert "not measured: no peer" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,6 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
         ({"gb_per_s": -1.0}, "receive_gb_per_s is -1.0"),
         ({"in_flight": 0}, "in_flight is 0"),
         ({"seconds": 0.0}, "seconds is 0.0"),
-        ({"programs": (4, -1)}, "pack_programs is -1"),
         ({"extra": {"slots": 3}}, "no key 'slots'"),
     ],
 )

@@ -21,9 +21,7 @@ def run(capsys, **given):
         "page_bytes": (1024,),
         "regions": 3,
         "blocks": (4,),
-        "modes": (),
-        "staging_bytes": 0,
-        "programs": 0,
+        "restore_programs": (16,),
         "json_output": True,
     }
     code = bench_offload(**{**settings, **given})
@@ -57,7 +55,7 @@ def test_wrong_bytes_fail_the_run(capsys, monkeypatch):
 
 def test_the_check_sees_a_wrong_byte():
     case = Case("cpu", 256, 2, 3)
-    copier = case.copier("auto", 0, 0)
+    copier = case.copier(16)
     rows = case.rows["scattered"]
     assert case.verified(copier, rows)
     restore = copier.restore
@@ -105,7 +103,6 @@ def test_a_step_longer_than_the_window_counts(capsys, monkeypatch):
     ("given", "text"),
     [
         ({"device": "tpu"}, "device is 'tpu'; accepted: cuda, cpu"),
-        ({"modes": ("sometimes",)}, "mode is 'sometimes'; accepted: auto, dma, kernel"),
         ({"page_bytes": (100,)}, "page_bytes is 100; accepted: multiples of 64"),
     ],
 )

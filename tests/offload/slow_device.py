@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
-import numpy as np
+import torch
 
-from kvconnect.offload.copies.tiles import BATCH_FIELDS, TILE_FIELDS
+from kvconnect.pack.launcher import FIELDS, Launcher, Staged
+from kvconnect.pack.staging import Lent
 
 
 class SlowEvent:
@@ -39,7 +43,8 @@ class SlowQueue:
         device.queues.append(self)
 
     def run(self, launch):
-        self.work.append(("do", launch))
+        # Like a stream, a queue does not own what its work reads.
+        self.work.append(("do", partial(launch.func, *map(unowned, launch.args))))
 
     def copy(self, source, target, length):
         if self.device.copies_left == 0:
@@ -103,36 +108,31 @@ class SlowDevice:
         self.work_until(lambda: not any(queue.work for queue in self.queues))
 
 
-class PlainNumbers:
-    def __init__(self, length):
-        self.column, self.loaded = np.zeros((2, length), dtype=np.int64)
+def unowned(value):
+    if isinstance(value, Lent):
+        return SimpleNamespace(
+            values=value.values, tensor=value.tensor, count=value.count, host_address=value.host_address
+        )
+    return replace(value, lent=None) if isinstance(value, Staged) else value
 
 
-class PlainMover:
-    """Does what the kernel does, a tile at a time."""
+class PlainLauncher(Launcher):
+    """Does what the kernels do, a page at a time."""
 
-    def __init__(self, table):
-        self.table = table
+    def load(self, lent):
+        lent.tensor[: lent.count] = torch.from_numpy(lent.values[: lent.count])
 
-    def make_numbers(self, length):
-        return PlainNumbers(length)
-
-    def load(self, numbers, length):
-        numbers.loaded[:length] = numbers.column[:length]
-
-    def start(self, numbers, launches, rows_at, to_rows, programs=0):
-        loaded = numbers.loaded
-        for launch in launches:
-            numbers = loaded[launch.numbers_at :]
-            batches = numbers[launch.batches_at :][: launch.num_batches * BATCH_FIELDS]
-            batches = batches.reshape(-1, BATCH_FIELDS).tolist()
-            ends = [batch[0] for batch in batches[1:]] + [launch.num_items]
-            for (first, tiles_each, tiles_at, pairs_at), end in zip(batches, ends, strict=True):
-                for place in range(end - first):
-                    tile = (tiles_at + place % tiles_each) * TILE_FIELDS
-                    address, stride, offset, length = self.table.numbers[tile : tile + TILE_FIELDS].tolist()
-                    block, row = numbers[pairs_at + place // tiles_each * 2 :][:2].tolist()
-                    page, row = address + block * stride, rows_at + row + offset
-                    assert page % launch.unit == row % launch.unit == length % launch.unit == 0
-                    assert length <= self.table.tile_bytes[launch.unit]
-                    ctypes.memmove(*((row, page) if to_rows else (page, row)), length)
+    def start(self, staged, slot, pack, seed=None):
+        numbers = staged.tensor.tolist()
+        for launch in staged.launches:
+            unit = launch.access.unit
+            for batch in range(launch.num_batches):
+                fields = numbers[launch.batches_at + batch * FIELDS :][:FIELDS]
+                _, lane_tiles, tiles, _, lanes_at, blocks_at, count, _, _, _, units, stride, *_ = fields
+                for lane in range(lane_tiles // tiles):
+                    address, offset = numbers[lanes_at + 2 * lane :][:2]
+                    for page in range(count):
+                        block, place = (numbers[blocks_at + at + page] for at in (0, count))
+                        ours, theirs = address + block * stride, slot + place + offset * unit
+                        assert ours % unit == theirs % unit == 0
+                        ctypes.memmove(*((theirs, ours) if pack else (ours, theirs)), units * unit)

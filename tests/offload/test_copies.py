@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,19 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.errors import ConfigError
-from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import make_arena, make_copier
-from kvconnect.offload.copies.row_parts import RowParts
+from kvconnect.offload.copies.pieces import RowParts
+from kvconnect.offload.copies.ring import Ring
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.offload.copies.staged import StagedCopier
-from kvconnect.offload.copies.staging import Staging
-from kvconnect.offload.copies.tiles import TileTable
-from kvconnect.offload.copies.trial import Way
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
 from tests.offload.rows_by_hand import Image, copy_back, copy_out
-from tests.offload.slow_device import PlainMover, SlowDevice
+from tests.offload.slow_device import PlainLauncher, SlowDevice
 from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
 
 NUM_BLOCKS = 12
@@ -45,7 +42,7 @@ def plan_rows(layout: RowLayout, num_rows: int = NUM_ROWS) -> ArenaPlan:
 class Bench:
     """A cache, rows, and a copier between them."""
 
-    def __init__(self, table, tensors, kind, *, half_bytes=4096, seed=0, mover=None):
+    def __init__(self, table, tensors, kind, *, half_bytes=4096, seed=0, launcher=None):
         self.table, self.tensors = table, tensors
         self.layout = RowLayout.build(table)
         self.arena = make_arena(plan_rows(self.layout), "cpu")
@@ -53,20 +50,25 @@ class Bench:
             self.arena.rows_of(group)[:] = 0xA5
         self.device = SlowDevice(seed)
         if kind == "cpu":
-            self.copier = make_copier(table, self.layout, self.arena, "cpu")
+            self.copier = make_copier(self.layout, self.arena, "cpu")
             return
-        self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
-        staging = Staging(-(-self.staging.data_ptr() // 64) * 64, half_bytes, half_bytes)
-        parts = RowParts(self.layout, self.arena, staging.part_bytes)
-        tiles = TileTable(parts.kinds)
-        if mover is None:
-            from kvconnect.offload.copies.rows_triton import RowKernel
+        from kvconnect.offload.copies.staged import RowKernel, StagedCopier
+        from kvconnect.pack.launcher import Launcher
 
-            mover = RowKernel(tiles, torch.device("cpu"))
-        else:
-            mover = mover(tiles)
-        way = Way(kind, 2 if kind == "kernel" else 0, 0.0)
-        self.copier = StagedCopier(parts, self.device, staging, mover, (way, way))
+        self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
+        address = -(-self.staging.data_ptr() // 64) * 64
+        parts = RowParts(self.layout, self.arena, half_bytes // 4)
+        classes = [lanes for kind in parts.classes for lanes in kind]
+        packing, unpacking = (
+            RowKernel(
+                parts, (launcher or Launcher)(classes, torch.device("cpu"), programs=programs, is_placed=True)
+            )
+            for programs in (0, 2)
+        )
+        restoring = Ring(address + half_bytes, half_bytes) if kind == "dma" else None
+        self.copier = StagedCopier(
+            parts, self.device, packing, unpacking, Ring(address, half_bytes), restoring, keep=self.staging
+        )
 
     def image(self):
         return Image(self.table, self.tensors)
@@ -174,7 +176,7 @@ def two_groups():
 def test_nothing_overtakes_what_it_depends_on(kind, half_bytes, seed, rounds):
     """The model writes to blocks right after they were asked for, before restores and after them."""
     side = two_groups()
-    bench = Bench(side.table, side.tensors, kind, half_bytes=half_bytes, seed=seed, mover=PlainMover)
+    bench = Bench(side.table, side.tensors, kind, half_bytes=half_bytes, seed=seed, launcher=PlainLauncher)
     random, device, copier = bench.device.random, bench.device, bench.copier
     image, rows = bench.image(), bench.rows()
     filling, restoring = {}, {}
@@ -191,7 +193,7 @@ def test_nothing_overtakes_what_it_depends_on(kind, half_bytes, seed, rounds):
             for block in blocks:
                 values = np.frombuffer(random.randbytes(len(image.row(group, block))), dtype=np.uint8)
                 image.write(group, block, values)
-                device.of_model.run(lambda g=group, b=block, v=values: write_now(bench, g, b, v))
+                device.of_model.run(partial(write_now, bench, group, block, values))
         for known in (filling, restoring):
             for key in [key for key, ticket in known.items() if ticket.done]:
                 assert known.pop(key).error is None
@@ -226,7 +228,7 @@ def write_now(bench, group, block, values):
 
 def test_a_full_staging_memory_is_counted_and_timed():
     side = two_groups()
-    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, mover=PlainMover)
+    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, launcher=PlainLauncher)
     everything = RowCopies(0, tuple(range(1, 10)), tuple(range(9)))
     ticket = bench.copier.snapshot([everything])
     ticket.wait()
@@ -279,7 +281,7 @@ def test_nothing_to_copy_is_done(kind):
 
 def test_a_copy_that_fails_half_way_ends_once_all_is_quiet_and_those_after_it_are_right():
     side = two_groups()
-    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, seed=3, mover=PlainMover)
+    bench = Bench(side.table, side.tensors, "dma", half_bytes=1024, seed=3, launcher=PlainLauncher)
     everything = RowCopies(0, tuple(range(1, 10)), tuple(range(9)))
     for call in (bench.copier.snapshot, bench.copier.restore):
         bench.device.copies_left = 2
@@ -320,15 +322,3 @@ def test_groups_that_lie_over_each_other_have_rows_of_their_own():
         bench.copier.snapshot(copies).wait()
         copy_out(image, rows, copies)
         bench.check(image, rows)
-
-
-def test_settings_that_are_not_accepted():
-    side = two_groups()
-    layout = RowLayout.build(side.table)
-    arena = RowArena(plan_rows(layout))
-    with pytest.raises(ConfigError, match="copy is 'pigeon'; accepted: auto, dma, kernel"):
-        make_copier(side.table, layout, arena, "cpu", mode="pigeon")
-    with pytest.raises(ConfigError, match="staging_bytes is -1"):
-        make_copier(side.table, layout, arena, "cpu", staging_bytes=-1)
-    with pytest.raises(ConfigError, match="programs is -2"):
-        make_copier(side.table, layout, arena, "cpu", programs=-2)

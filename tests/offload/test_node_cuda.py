@@ -14,11 +14,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("copy", ["dma", "kernel"])
 @pytest.mark.parametrize("model", list(POOLS))
-def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, copy, tmp_path):
+def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
     options = {"model": model, "num_blocks": POOLS[model], "device": "cuda"}
-    offload = disk_settings(tmp_path, copy=copy)
+    offload = disk_settings(tmp_path)
     plain = make_client(model=model, device="cuda", enable_prefix_caching=False)
     oracle = ORACLES[model]()
     prompts = [make_prompt(length, seed=length) for length in (300, 170, 33)]

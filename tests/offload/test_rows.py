@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from unittest.mock import patch
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -16,23 +16,21 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LocalError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.offload.copies.staging import Ring
-from kvconnect.offload.copies.tiles import _MOST_TILE_BYTES as sizes
-from kvconnect.offload.copies.tiles import Parts, TileTable, kinds_of
+from kvconnect.offload.copies.pieces import RowParts, told_of
+from kvconnect.offload.copies.ring import Ring
+from kvconnect.offload.copies.rows import GroupRows, RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
+from kvconnect.orders import RowCopies
 from tests.pack.sides import NUM_BLOCKS, Side, models, shapes
 
 
-def bytes_of_lanes(rows, block):
-    """Where the bytes of a block lie, by their place in the row."""
+def bytes_of_lanes(lanes, block):
+    """Where the bytes of a block lie, by place in the row; lanes are (address, stride, length, offset)."""
     found = {}
-    for address, stride, length, offset in zip(
-        rows.address, rows.stride, rows.length, rows.offset, strict=True
-    ):
+    for address, stride, length, offset in lanes:
         for at in range(length):
             assert offset + at not in found
-            found[int(offset + at)] = int(address + block * stride + at)
+            found[offset + at] = address + block * stride + at
     return [found[at] for at in range(len(found))]
 
 
@@ -62,60 +60,32 @@ def test_a_row_is_the_pages_of_a_block_one_after_the_other(made, block):
     assert list(layout.groups) == [geometry.group for geometry in table.groups]
     for group, rows in layout.groups.items():
         wanted = bytes_of_pages(table, group, block)
-        assert bytes_of_lanes(rows, block) == wanted
+        assert bytes_of_lanes(map(astuple, rows.lanes), block) == wanted
         assert rows.content_bytes == len(wanted)
         assert rows.row_bytes % 64 == 0
         assert 0 <= rows.row_bytes - rows.content_bytes < 64
         assert rows.num_blocks == NUM_BLOCKS
-        for columns in zip(rows.address, rows.stride, rows.length, rows.offset, rows.unit, strict=True):
-            assert columns[-1] in (1, 2, 4, 8, 16)
-            assert not any(number % columns[-1] for number in columns[:-1])
     assert layout.row_bytes == {group: rows.row_bytes for group, rows in layout.groups.items()}
 
 
 @settings(max_examples=50)
-@given(
-    made=tables(),
-    block=st.integers(0, NUM_BLOCKS - 1),
-    part_bytes=st.sampled_from([64, 128, 4096]),
-    tile_units=st.sampled_from([1, 3, 4, 1024]),
-)
-def test_tiles_of_all_parts_are_the_row(made, block, part_bytes, tile_units):
-    with patch.dict(sizes, {unit: unit * tile_units for unit in sizes}):
-        check_tiles(made, block, part_bytes)
-
-
-def check_tiles(made, block, part_bytes):
+@given(made=tables(), block=st.integers(0, NUM_BLOCKS - 1), part_bytes=st.sampled_from([64, 128, 4096]))
+def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
     table, _ = made
     for group, rows in RowLayout.build(table).groups.items():
-        kinds = kinds_of(rows, part_bytes)
-        assert [kind.length_bytes for kind in kinds[:-1]] == [part_bytes] * (len(kinds) - 1)
-        assert sum(kind.length_bytes for kind in kinds) == rows.row_bytes
-        tiles = TileTable(kinds)
-        # One row at address 0, in parts.
-        starts = np.arange(len(kinds)) * part_bytes
-        order = np.random.default_rng(block).permutation(len(kinds))
-        numbers, launches = tiles.launches(order, np.full(len(kinds), block), starts[order])
-        found = {}
-        for launch in launches:
-            for page, row, length in tiles_of(tiles, numbers, launch):
-                assert 0 < length <= tiles.tile_bytes[launch.unit]
-                assert not (page | row | length) % launch.unit
-                for at in range(length):
-                    assert row + at not in found
-                    found[row + at] = page + at
-        assert [found[at] for at in range(len(found))] == bytes_of_pages(table, group, block)
-
-
-def tiles_of(tiles, numbers, launch):
-    """Page address, row address and length of every item of a launch, found one by one."""
-    batches = [numbers[launch.batches_at + 4 * index :][:4].tolist() for index in range(launch.num_batches)]
-    for item in range(launch.num_items):
-        first, each, tiles_at, pairs_at = [batch for batch in batches if batch[0] <= item][-1]
-        row, tile = divmod(item - first, each)
-        block, in_row = numbers[pairs_at + 2 * row :][:2].tolist()
-        address, stride, offset, length = tiles.numbers[4 * (tiles_at + tile) :][:4].tolist()
-        yield address + block * stride, in_row + offset, length
+        lanes = []
+        for first in range(0, rows.row_bytes, part_bytes):
+            for alike in rows.classes(5, first, first + part_bytes):
+                walk, access = alike.walk, alike.access
+                assert (alike.group, alike.num_blocks) == (5, rows.num_blocks)
+                assert walk.tokens == walk.heads == walk.planes == 1
+                assert access.unit in (1, 2, 4, 8, 16)
+                for address, offset in zip(alike.address.tolist(), alike.wire_offset.tolist(), strict=True):
+                    assert offset + walk.page_bytes <= part_bytes
+                    numbers = (address, walk.block_stride, walk.run_bytes, offset)
+                    assert not any(number % access.unit for number in numbers)
+                    lanes.append((*numbers[:3], first + offset))
+        assert bytes_of_lanes(lanes, block) == bytes_of_pages(table, group, block)
 
 
 def test_layers_side_by_side_in_one_block_are_one_lane():
@@ -127,9 +97,9 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
     }
     config = KVCacheConfig(6, (KVCacheGroup(names, FullAttentionSpec(4, 4, 8, torch.float16)),))
     rows = RowLayout.build(RegionTable.build(config, {0: 4}, tensors)).of(0)
-    assert rows.length.tolist() == [1024]
-    assert rows.stride.tolist() == [1024]
-    assert rows.unit.tolist() == [16]
+    assert [(lane.length, lane.stride, lane.offset) for lane in rows.lanes] == [(1024, 1024, 0)]
+    (alike,) = rows.classes(0, 0, 1024)
+    assert alike.access.unit == 16
 
 
 def test_a_group_without_layers_here_has_rows_without_content():
@@ -147,47 +117,74 @@ def test_a_group_without_layers_here_has_rows_without_content():
         layout.of(2)
 
 
+def rows_of(row_bytes, num_rows, border_bytes=1 << 20):
+    """Rows of these lengths by group, without lanes, in memory that is pinned so many bytes at a time."""
+    groups = {group: GroupRows(group, 100, length, length, ()) for group, length in enumerate(row_bytes)}
+    classes, at = [], 0
+    for length in row_bytes:
+        classes.append(RowClass(length, num_rows, at))
+        at = classes[-1].end_bytes
+    plan = ArenaPlan(tuple(classes), {group: group for group in groups}, dict.fromkeys(groups, 1), at)
+    return RowLayout(groups), RowArena(plan, Pins(), piece_bytes=border_bytes)
+
+
 @given(
     data=st.data(),
-    lengths=st.lists(st.sampled_from([64, 128, 640]), min_size=1, max_size=12),
+    row_bytes=st.lists(st.sampled_from([64, 128, 640]), min_size=1, max_size=3),
+    part_bytes=st.sampled_from([64, 192, 1024]),
     most=st.sampled_from([64, 200, 256, 4096]),
 )
-def test_pieces_and_their_copies_are_all_bytes_once(data, lengths, most):
-    """Parts side by side, apart, and the same one twice."""
-    gaps = [data.draw(st.sampled_from([0, 0, 64])) for _ in lengths]
-    address = 4096 + np.cumsum(np.array(gaps) + np.array([0, *lengths[:-1]]))
-    again = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=3))
-    address = np.concatenate([address, address[again]]).astype(np.int64)
-    lengths = lengths + [lengths[index] for index in again]
-    order = np.array(data.draw(st.permutations(range(len(lengths)))))
-    columns = np.arange(len(lengths)), np.arange(len(lengths)) + 100, address, np.array(lengths)
-    parts = Parts.sorted(*(column[order] for column in columns))
-    borders = sorted(64 * border for border in data.draw(st.sets(st.integers(64, 150), max_size=3)))
+def test_pieces_and_their_copies_are_all_bytes_once(data, row_bytes, part_bytes, most):
+    """Rows side by side, apart, and the same one twice; those of several groups, whole and in parts."""
+    layout, arena = rows_of(row_bytes, 20, data.draw(st.sampled_from([4096, 8192])))
+    copies, wanted = [], []
+    for group in data.draw(st.permutations(range(len(row_bytes)))):
+        numbers = data.draw(st.lists(st.integers(0, 19), max_size=12))
+        blocks = data.draw(st.lists(st.integers(1, 99), min_size=len(numbers), max_size=len(numbers)))
+        copies.append(RowCopies(group, tuple(blocks), tuple(numbers)))
+        for block, number in zip(blocks, numbers, strict=True):
+            start = arena.address + arena.plan.offset_bytes(group, number)
+            wanted += [(group, block, start + at) for at in range(row_bytes[group])]
+    parts = RowParts(layout, arena, part_bytes)
+    ends, group_of = {}, {}
+    for group, length in enumerate(row_bytes):
+        for first in range(0, length, part_bytes):
+            group_of[len(ends)] = group
+            ends[len(ends)] = min(part_bytes, length - first)
     seen = []
-    for piece in parts.pieces(most, borders):
-        assert piece.total_bytes == piece.length.sum()
-        assert piece.total_bytes <= most or len(piece.length) == 1
-        wanted = {}
-        for index, block, start in zip(piece.kind, piece.block, piece.place.tolist(), strict=True):
-            assert block == index + 100
-            seen.append(int(index))
-            wanted |= {start + at: int(address[index]) + at for at in range(lengths[index])}
-        assert sorted(wanted) == list(range(piece.total_bytes))
+    for piece in parts.pieces(copies, most):
+        assert piece.total_bytes == sum(ends[kind] for kind in piece.kind.tolist())
+        assert piece.total_bytes <= most or len(piece.kind) == 1
+        here = {}
+        columns = (column.tolist() for column in (piece.kind, piece.block, piece.address, piece.place))
+        for kind, block, address, place in zip(*columns, strict=True):
+            seen += [(group_of[kind], block, address + at) for at in range(ends[kind])]
+            here |= {place + at: address + at for at in range(ends[kind])}
+        assert sorted(here) == list(range(piece.total_bytes))
         found = {}
         for host, place, length in zip(*(column.tolist() for column in piece.copies), strict=True):
             assert length > 0
-            assert not any(host < border < host + length for border in borders)
+            assert not any(host < border < host + length for border in arena.borders)
             found |= {place + at: host + at for at in range(length)}
-        assert found == wanted
-    assert sorted(seen) == list(range(len(lengths)))
+        assert found == here
+        for in_host, of_part in ((True, piece.address), (False, piece.place)):
+            told = {
+                (pages.group, *pair)
+                for pages, column in told_of(piece, in_host).items()
+                for pair in column.reshape(2, pages.count).T.tolist()
+            }
+            columns = (column.tolist() for column in (piece.kind, piece.block, of_part))
+            assert told == set(zip(*columns, strict=True))
+    assert sorted(seen) == sorted(wanted)
 
 
 def test_adjacent_rows_are_one_copy():
-    rows = np.arange(8, dtype=np.int64)
-    parts = Parts.sorted(rows * 0, rows, 4096 + rows[::-1] * 128, np.full(8, 128))
-    (piece,) = parts.pieces(1 << 20, [])
-    assert [column.tolist() for column in piece.copies] == [[4096], [0], [1024]]
-    assert [len(piece.length) for piece in parts.pieces(256, [])] == [2, 2, 2, 2]
+    layout, arena = rows_of([128], 8)
+    parts = RowParts(layout, arena, 1024)
+    copies = [RowCopies(0, tuple(range(1, 9)), tuple(range(7, -1, -1)))]
+    (piece,) = parts.pieces(copies, 1 << 20)
+    assert [column.tolist() for column in piece.copies] == [[arena.address], [0], [1024]]
+    assert [len(piece.kind) for piece in parts.pieces(copies, 256)] == [2, 2, 2, 2]
 
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), size=st.integers(100, 250))

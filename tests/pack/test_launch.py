@@ -17,9 +17,9 @@ from kvconnect.plan.wire import align_wire
 
 pytest.importorskip("triton")
 
-from kvconnect.pack import packer_triton
+from kvconnect.pack import launcher
 
-PARAMETERS = tuple(inspect.signature(packer_triton.move_kernel.fn).parameters)
+PARAMETERS = tuple(inspect.signature(launcher.move_kernel.fn).parameters)
 
 
 class Compiled:
@@ -50,8 +50,8 @@ class Language:
 
 def test_a_compiled_kernel_is_started_with_the_same_arguments(monkeypatch):
     language = Language()
-    monkeypatch.setattr(packer_triton, "CompiledKernel", Compiled)
-    monkeypatch.setattr(packer_triton, "move_kernel", language)
+    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launcher, "move_kernel", language)
     cache = torch.zeros(8, 4, 2, 16, dtype=torch.float16)
     spec = FullAttentionSpec(4, 2, 8, torch.float16)
     table = RegionTable.build(

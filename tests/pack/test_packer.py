@@ -27,6 +27,7 @@ from tests.pack.sides import (
     Side,
     digest_by_hand,
     held_blocks,
+    interpreted_by,
     models,
     rank_heads,
     rows_of,
@@ -78,16 +79,12 @@ def write_by_hand(target: Side, blocks, wire, chunk, streams, source: Side, imag
                     images[layer.name].write(block, token, head, one)
 
 
-def exchange(kernels, source, source_blocks, target, target_blocks, spans, slot_bytes, seed, max_programs=0):
+def exchange(kernels, source, source_blocks, target, target_blocks, spans, slot_bytes, seed):
     """Pack and unpack a request chunk by chunk, comparing slot, digests and caches on the way."""
     num_tokens = source.model.num_tokens
     wire = align_wire(source.card(), target.card(), "rows")
-    packer = Packer(
-        source.table, wire, side="source", device=DEVICE, kernels=kernels, max_programs=max_programs
-    )
-    unpacker = Packer(
-        target.table, wire, side="target", device=DEVICE, kernels=kernels, max_programs=max_programs
-    )
+    packer = Packer(source.table, wire, side="source", device=DEVICE, kernels=kernels)
+    unpacker = Packer(target.table, wire, side="target", device=DEVICE, kernels=kernels)
     try:
         chunks = packer.chunker.cut(spans, slot_bytes)
     except LayoutError:
@@ -140,12 +137,12 @@ def exchanges(draw):
         spans,
         draw(st.sampled_from([64, 200, 1000, 1 << 20])),
         draw(st.integers(0, M64 - 1)),
-        draw(st.integers(0, 3)),
+        draw(st.sampled_from([1, 2, 3, 8])),
     )
 
 
 def check(kernels, case):
-    model, ours, theirs, worlds, held, wanted, spans, slot_bytes, seed, max_programs = case
+    model, ours, theirs, worlds, held, wanted, spans, slot_bytes, seed, programs = case
     attention = any(layer.kind in ("gqa", "window") for layer in model.layers)
     sources = [
         Side(model, ours, rank_heads(model, rank, worlds[0]), NUM_BLOCKS, 100) for rank in range(worlds[0])
@@ -153,7 +150,8 @@ def check(kernels, case):
     rank = seed % worlds[1]
     target = Side(model, theirs, rank_heads(model, rank, worlds[1]), NUM_BLOCKS, 7)
     for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
-        exchange(kernels, sources[partner], held, target, wanted, spans, slot_bytes, seed, max_programs)
+        with interpreted_by(programs):
+            exchange(kernels, sources[partner], held, target, wanted, spans, slot_bytes, seed)
 
 
 @pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
@@ -464,8 +462,6 @@ def test_choices_that_do_not_exist_are_refused(monkeypatch):
     wire = align_wire(side.card(), side.card())
     with pytest.raises(ConfigError, match="'cuda'"):
         Packer(side.table, wire, side="source", device=DEVICE, kernels="cuda")
-    with pytest.raises(ConfigError, match="max_programs is -1"):
-        Packer(side.table, wire, side="source", device=DEVICE, max_programs=-1)
     with pytest.raises(LocalError, match="side is 'P'"):
         Packer(side.table, wire, side="P", device=DEVICE)
     monkeypatch.setitem(sys.modules, "kvconnect.pack.packer_triton", None)

@@ -18,7 +18,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, Results
-from kvconnect.pack.packer import StagedChunk
+from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.worker.mover import Mover
@@ -181,7 +181,7 @@ class SimWorker:
 
     def _touched(self, staged: StagedChunk) -> set[int]:
         """The logical blocks of a chunk, without the null block."""
-        touched = {int(block) for batch in staged.batches for block in batch.blocks // self._ratio}
+        touched = {int(block) for blocks in staged.blocks.values() for block in blocks // self._ratio}
         return touched - {0}
 
     def order(self, orders: Orders, ready: Callable[[], bool]) -> None:

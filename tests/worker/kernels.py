@@ -5,7 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.packer import Packer, StagedChunk
+from kvconnect.pack.batches import StagedChunk
+from kvconnect.pack.packer import Packer
 
 
 class SlowTicket:

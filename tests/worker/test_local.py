@@ -21,6 +21,6 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     before = {layer.name: side.storage(layer.name).clone() for layer in model.layers}
     arena = Arena(DEVICE, slot_bytes, 2)
     pools = [SlotPool(arena.addresses, slot_bytes, 1) for _ in range(2)]
-    Local(side.table, torch.device(DEVICE), *pools).warm_up(0)
+    Local(side.table, torch.device(DEVICE), *pools).warm_up()
     assert all(torch.equal(side.storage(name), was) for name, was in before.items())
     assert [pool.taken for pool in pools] == [0, 0]

@@ -1,8 +1,7 @@
 """The seam of copies between device memory and rows of host memory.
 
-A copier is told which blocks and rows belong together, never why. It moves bytes; whoever calls it knows
-what they mean, and that nobody else writes to them meanwhile. Copies never raise: what goes wrong is in
-their ticket.
+A copier is told which blocks and rows belong together, never why. It moves bytes; its caller knows what they
+mean, and that nothing else writes to them meanwhile. Copies never raise: what goes wrong is in their ticket.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, KVConnectError, LocalError
+from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.rows import GroupRows, RowLayout
+from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.orders import RowCopies
 
 logger = logging.getLogger(__name__)
 
-MODES = ("auto", "dma", "kernel")
+RESTORE_PROGRAMS = 16
+"""Few, since they occupy multiprocessors of the model, and as many as keep the link to the host busy."""
 
 
 class Ticket(Protocol):
@@ -33,7 +30,7 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """It ended: nobody reads or writes its blocks and rows for it any more."""
+        """It ended: nothing reads or writes its blocks and rows for it any more."""
         ...
 
     @property
@@ -83,11 +80,6 @@ class Copier(Protocol):
         ...
 
     @property
-    def rates(self) -> tuple[float, float]:
-        """Bytes per second of both directions, measured at the start; 0 where that was not."""
-        ...
-
-    @property
     def staging_waits(self) -> int:
         """How often a snapshot had to wait until staging memory was free."""
         ...
@@ -111,32 +103,25 @@ def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
 
 
 def make_copier(
-    table: RegionTable,
     layout: RowLayout,
     arena: RowArena,
     device: torch.device | str,
     *,
     staging_bytes: int = 0,
     reserved_bytes: int = 0,
-    mode: str = "auto",
-    programs: int = 0,
+    restore_programs: int = RESTORE_PROGRAMS,
 ) -> Copier:
-    """The copier for a device. On a GPU it takes a moment: kernels are compiled, and ways to copy are tried.
+    """The copier for a device. On a GPU it takes a moment: kernels are compiled.
 
-    Rows hold nothing yet: what is tried may write to them. If it fails the arena stays its owner's to close.
+    The tensors of the layout must outlive it. If it fails the arena stays its owner's to close.
 
-    ``staging_bytes`` is device memory for copies under way, ``programs`` how many programs of a copying
-    kernel may run at a time; 0 for what suits the device. Staging is smaller where the device's free memory,
-    less ``reserved_bytes`` of it, does not hold it. ``table`` must outlive the copier, and its tensors.
+    ``staging_bytes`` is device memory for copies under way, 0 for what suits the device: less where its free
+    memory, less ``reserved_bytes`` of it, does not hold that. ``restore_programs`` programs of a kernel read
+    rows out of pinned host memory; 0 for copy engines.
 
     Raises:
-        ConfigError: a setting is not accepted, or the device has no room.
+        ConfigError: the device has no room, or Triton is not installed.
     """
-    if mode not in MODES:
-        raise ConfigError(f"copy is {mode!r}; accepted: {', '.join(MODES)}")
-    for name, value in (("staging_bytes", staging_bytes), ("programs", programs)):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; accepted: 0 for what suits the device, or more")
     device = torch.device(device)
     if device.type != "cuda":
         from kvconnect.offload.copies.copier_cpu import CpuCopier
@@ -146,16 +131,14 @@ def make_copier(
         from kvconnect.offload.copies.copier_cuda import make_cuda_copier
     except ImportError as error:
         raise ConfigError(f"device is {str(device)!r}, which needs Triton: pip install triton") from error
-    made: Copier = make_cuda_copier(
+    return make_cuda_copier(
         layout,
         arena,
         device,
         staging_bytes=staging_bytes,
         reserved_bytes=reserved_bytes,
-        mode=mode,
-        programs=programs,
+        restore_programs=restore_programs,
     )
-    return made
 
 
 @dataclass(frozen=True)
@@ -179,20 +162,3 @@ def failed(what: str, error: Exception) -> Ended:
 def error_text(error: Exception) -> str:
     """What a ticket says of an error."""
     return f"{type(error).__name__}: {error}"
-
-
-def columns_of(copies: RowCopies, rows: GroupRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Blocks and rows of copies of one group, as columns.
-
-    Raises:
-        LocalError: they are not pairs, or a block is none of the cache, or the null block.
-    """
-    blocks, numbers = (np.array(ids, dtype=np.int64) for ids in (copies.block_ids, copies.rows))
-    if len(blocks) != len(numbers):
-        raise LocalError(f"{len(blocks)} blocks of cache group {copies.group} came with {len(numbers)} rows")
-    if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < rows.num_blocks:
-        raise LocalError(
-            f"cache group {copies.group} has blocks 1 to {rows.num_blocks - 1}; asked for are "
-            f"{int(blocks.min())} to {int(blocks.max())}"
-        )
-    return blocks, numbers

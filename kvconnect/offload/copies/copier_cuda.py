@@ -1,4 +1,4 @@
-"""The copier of a GPU: which memory, queues and kernels it has."""
+"""The copier of a GPU: which memory, streams and kernels it has."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import torch
 
 from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.cuda_queues import CudaDevice
 from kvconnect.offload.copies.host_memory import CudaHostMemory
-from kvconnect.offload.copies.row_parts import RowParts
+from kvconnect.offload.copies.pieces import RowParts
+from kvconnect.offload.copies.ring import Ring
 from kvconnect.offload.copies.rows import RowLayout
-from kvconnect.offload.copies.rows_triton import RowKernel
-from kvconnect.offload.copies.staged import StagedCopier
-from kvconnect.offload.copies.staging import LEAST_STAGING_BYTES, Staging, fitted_staging
-from kvconnect.offload.copies.tiles import TileTable
-from kvconnect.offload.copies.trial import Trial
+from kvconnect.offload.copies.staged import RowKernel, StagedCopier
+from kvconnect.offload.copies.streams import CudaDevice
 from kvconnect.pack.device_memory import spare_bytes
+from kvconnect.pack.launcher import Launcher
 
 logger = logging.getLogger(__name__)
 
 _MOST_STAGING_BYTES = 512 << 20
+_LEAST_STAGING_BYTES = 16 << 20
 _PART_OF_MEMORY = 256
 
 
@@ -32,26 +31,54 @@ def make_cuda_copier(
     *,
     staging_bytes: int,
     reserved_bytes: int,
-    mode: str,
-    programs: int,
+    restore_programs: int,
 ) -> StagedCopier:
-    """See ``make_copier``.
-
-    Raises:
-        ConfigError: the GPU has no room for staging memory, or there is no driver.
-    """
+    """See ``make_copier``."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.get_device_properties(device).total_memory
-    staging_bytes = staging_bytes or min(_MOST_STAGING_BYTES, total // _PART_OF_MEMORY)
-    if staging_bytes < LEAST_STAGING_BYTES:
+    staging_bytes = staging_bytes or _suited_bytes(device, reserved_bytes)
+    try:
+        memory = CudaHostMemory(device)
+        storage = torch.zeros(staging_bytes, dtype=torch.uint8, device=device)
+    except (EngineError, torch.OutOfMemoryError) as error:
         raise ConfigError(
-            f"kv_connector_extra_config.offload.staging_bytes is {staging_bytes}; accepted: at least "
-            f"{LEAST_STAGING_BYTES}, or 0 for what suits the device"
-        )
-    wanted_bytes, spare = staging_bytes, spare_bytes(device, reserved_bytes)
-    staging_bytes = fitted_staging(wanted_bytes, spare)
-    if staging_bytes < wanted_bytes:
+            f"{device} has no room for {staging_bytes} bytes of staging memory: {error}"
+        ) from error
+    if not arena.pinned:
+        memory.use_single_copies("the host's memory is not pinned")
+        restore_programs = 0
+    ring_bytes = staging_bytes // (1 if restore_programs else 2) // 256 * 256
+    storing = Ring(storage.data_ptr(), ring_bytes)
+    restoring = None if restore_programs else Ring(storage.data_ptr() + ring_bytes, ring_bytes)
+    parts = RowParts(layout, arena, ring_bytes // 4)
+    classes = [lanes for kind in parts.classes for lanes in kind]
+    packing = Launcher(classes, device, is_placed=True)
+    packing.compile(pack=True)
+    unpacking = Launcher(classes, device, programs=restore_programs, is_placed=True)
+    unpacking.compile(pack=False)
+    torch.cuda.synchronize(device)
+    return StagedCopier(
+        parts,
+        CudaDevice(device, memory),
+        RowKernel(parts, packing),
+        RowKernel(parts, unpacking),
+        storing,
+        restoring,
+        keep=storage,
+    )
+
+
+def fitted_staging(wanted_bytes: int, spare: int | None) -> int:
+    """As much staging memory as ``spare`` bytes of the device hold, and what copies cannot do without."""
+    return wanted_bytes if spare is None else min(wanted_bytes, max(spare, _LEAST_STAGING_BYTES))
+
+
+def _suited_bytes(device: torch.device, reserved_bytes: int) -> int:
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    wanted_bytes = min(_MOST_STAGING_BYTES, total_bytes // _PART_OF_MEMORY)
+    spare = spare_bytes(device, reserved_bytes)
+    fitted_bytes = fitted_staging(wanted_bytes, spare)
+    if fitted_bytes < wanted_bytes:
         logger.warning(
             "%d bytes of staging memory do not fit into the %d bytes that are spare on %s, beside %d that "
             "the serving stack is still to take: %d are taken",
@@ -59,23 +86,6 @@ def make_cuda_copier(
             spare,
             device,
             reserved_bytes,
-            staging_bytes,
+            fitted_bytes,
         )
-    try:
-        memory = CudaHostMemory(device)
-        storage = torch.zeros(staging_bytes, dtype=torch.uint8, device=device)
-    except (EngineError, torch.OutOfMemoryError) as error:
-        raise ConfigError(
-            f"kv_connector_extra_config.offload.staging_bytes: {device} has no room for {staging_bytes} "
-            f"bytes of staging memory; accepted: less ({error})"
-        ) from error
-    staging = Staging.divide(storage.data_ptr(), staging_bytes)
-    parts = RowParts(layout, arena, staging.part_bytes)
-    kernel = RowKernel(TileTable(parts.kinds), device)
-    if not arena.pinned:
-        memory.use_single_copies("the host's memory is not pinned")
-        mode = "dma"
-    on_device = CudaDevice(device, memory)
-    ways = Trial(parts, arena, staging, kernel, on_device.make_queue()).choose(mode, programs)
-    torch.cuda.synchronize(device)
-    return StagedCopier(parts, on_device, staging, kernel, ways, storage)
+    return fitted_bytes

@@ -16,7 +16,7 @@ import torch
 
 from kvconnect.engine.ipc import load_driver
 from kvconnect.errors import EngineError
-from kvconnect.offload.copies.rows import Column
+from kvconnect.pack.batches import Column
 
 logger = logging.getLogger(__name__)
 

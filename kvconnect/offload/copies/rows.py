@@ -10,36 +10,72 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
+from kvconnect.orders import RowCopies
+from kvconnect.pack.batches import Column, LaneClass, make_classes
+from kvconnect.pack.lanes import flat_lane
 
-Column = NDArray[np.int64]
 
-_WIDEST_BYTES = 16
+@dataclass(frozen=True)
+class RowLane:
+    """What every logical block has: block ``b`` has ``length`` bytes at ``address + b * stride``.
+
+    In the block's row they begin at ``offset``.
+    """
+
+    address: int
+    stride: int
+    length: int
+    offset: int
 
 
 @dataclass(frozen=True, eq=False)
 class GroupRows:
-    """How the rows of one cache group lie in device memory, as columns with one number a lane.
+    """How the rows of one cache group lie in device memory.
 
-    A lane is a stretch that every logical block has: block ``b`` has ``length[i]`` bytes at
-    ``address[i] + b * stride[i]``, which are in its row from ``offset[i]`` on. ``unit[i]`` is the widest
-    access, a power of two up to 16 bytes, that all of them are aligned to. A row has ``content_bytes``, and
-    nothing of use from there to ``row_bytes``.
+    A row has ``content_bytes``, and nothing of use from there to ``row_bytes``.
     """
 
     group: int
     num_blocks: int
     content_bytes: int
     row_bytes: int
-    address: Column
-    stride: Column
-    length: Column
-    offset: Column
-    unit: Column
+    lanes: tuple[RowLane, ...]
+
+    def classes(self, part: int, first: int, stop: int) -> tuple[LaneClass, ...]:
+        """The bytes ``first`` to ``stop - 1`` of rows, as lanes to a slot that holds them: group ``part``."""
+        cut = [
+            flat_lane(
+                part,
+                self.num_blocks,
+                lane.address + begin - lane.offset,
+                lane.stride,
+                end - begin,
+                begin - first,
+            )
+            for lane in self.lanes
+            if (begin := max(lane.offset, first)) < (end := min(lane.offset + lane.length, stop))
+        ]
+        return make_classes(cut, [(part, 1)])
+
+    def columns(self, copies: RowCopies) -> tuple[Column, Column]:
+        """Blocks and rows of an order, as columns.
+
+        Raises:
+            LocalError: they are not pairs, or a block is none of the cache, or the null block.
+        """
+        blocks, rows = (np.array(ids, dtype=np.int64) for ids in (copies.block_ids, copies.rows))
+        if len(blocks) != len(rows):
+            raise LocalError(f"{len(blocks)} blocks of cache group {self.group} came with {len(rows)} rows")
+        if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < self.num_blocks:
+            raise LocalError(
+                f"cache group {self.group} has blocks 1 to {self.num_blocks - 1}; asked for are "
+                f"{int(blocks.min())} to {int(blocks.max())}"
+            )
+        return blocks, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,54 +113,25 @@ class RowLayout:
 
 
 def _group_rows(group: int, regions: list[Region], ratio: int, num_blocks: int) -> GroupRows:
-    lanes: list[_Lane] = []
+    lanes: list[RowLane] = []
+    at = 0
     for region in regions:
-        for lane in _lanes(region, ratio):
-            if lanes and lanes[-1].goes_on_with(lane):
-                lanes[-1] = lanes[-1].joined(lane)
+        for address, stride, length in _stretches(region, ratio):
+            last = lanes[-1] if lanes else None
+            if last is not None and (last.address + last.length, last.stride) == (address, stride):
+                lanes[-1] = RowLane(last.address, stride, last.length + length, last.offset)
             else:
-                lanes.append(lane)
-    address, stride, length = (
-        np.array([getattr(lane, name) for lane in lanes], dtype=np.int64)
-        for name in ("address", "stride", "length")
-    )
-    offset = np.cumsum(length) - length
-    content_bytes = int(length.sum())
-    return GroupRows(
-        group=group,
-        num_blocks=num_blocks,
-        content_bytes=content_bytes,
-        row_bytes=max(1, -(-content_bytes // ROW_ALIGN_BYTES)) * ROW_ALIGN_BYTES,
-        address=address,
-        stride=stride,
-        length=length,
-        offset=offset,
-        unit=np.gcd.reduce(
-            [address, stride, length, offset, np.full(len(lanes), _WIDEST_BYTES)], dtype=np.int64
-        ),
-    )
+                lanes.append(RowLane(address, stride, length, at))
+            at += length
+    row_bytes = max(1, -(-at // ROW_ALIGN_BYTES)) * ROW_ALIGN_BYTES
+    return GroupRows(group, num_blocks, at, row_bytes, tuple(lanes))
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """See ``GroupRows``."""
-
-    address: int
-    stride: int
-    length: int
-
-    def goes_on_with(self, other: _Lane) -> bool:
-        """Whether in every block the other lane begins where this one ends."""
-        return other.address == self.address + self.length and other.stride == self.stride
-
-    def joined(self, other: _Lane) -> _Lane:
-        return _Lane(self.address, self.stride, self.length + other.length)
-
-
-def _lanes(region: Region, ratio: int) -> Iterator[_Lane]:
+def _stretches(region: Region, ratio: int) -> Iterator[tuple[int, int, int]]:
+    """Address, stride and length of what lies side by side in a logical block."""
     stride = region.block_stride * ratio
     if region.block_stride == region.page_bytes:
-        yield _Lane(region.address, stride, region.page_bytes * ratio)
+        yield region.address, stride, region.page_bytes * ratio
         return
     for page in range(ratio):
-        yield _Lane(region.address + page * region.block_stride, stride, region.page_bytes)
+        yield region.address + page * region.block_stride, stride, region.page_bytes

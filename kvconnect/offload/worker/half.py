@@ -145,15 +145,7 @@ class OffloadWorker:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
             undo.callback(arena.close)
-            copier = make_copier(
-                table,
-                layout,
-                arena,
-                device,
-                staging_bytes=self._config.staging_bytes,
-                reserved_bytes=reserved_bytes,
-                mode=self._config.copy,
-            )
+            copier = make_copier(layout, arena, device, reserved_bytes=reserved_bytes)
             undo.pop_all()
         lower = LowerTiers(tiers, arena, self._jobs, self._metrics)
         copies = Copies(copier, arena, self._jobs, lower, self._metrics)
@@ -319,7 +311,6 @@ class OffloadWorker:
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
             "pinned": self._arena.pinned,
             "copy": list(self._copier.modes),
-            "copy_bytes_per_s": [round(rate) for rate in self._copier.rates],
             "tiers": {tier.name: tier.state() for tier in self._loop.lower.tiers},
         }
 

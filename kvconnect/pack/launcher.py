@@ -1,0 +1,313 @@
+"""Launches of the kernel: how its work is cut, and the numbers that it reads.
+
+Lanes are of one launch if their accesses are equally wide, which all of a model's usually are; a layer
+with odd rows (the 132 bytes of an fp8 indexer) gets a launch of its own and slows no other down.
+The kernel itself, and what its numbers mean, is in ``move_triton.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from triton.compiler import CompiledKernel
+
+from kvconnect.arithmetic import div_ceil
+from kvconnect.errors import LocalError
+from kvconnect.pack.batches import Column, LaneClass, Move, PageRange
+from kvconnect.pack.digest import MULTIPLIER, STEP
+from kvconnect.pack.lanes import Access
+from kvconnect.pack.move_triton import load_kernel, move_kernel
+from kvconnect.pack.staging import Lent, Staging
+
+FIELDS = 20
+CAST_FIELDS = FIELDS + 1
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel's work is cut.
+
+    ``tile_bytes`` are moved at a time by one program of ``num_warps`` warps. An item has at most
+    ``max_turns`` such tiles, so that what is worked out once per item counts little.
+    """
+
+    tile_bytes: int
+    num_warps: int
+    max_turns: int
+
+
+# Measured on an H200 (`python -m benchmarks pack`). Where any number of programs may run, small tiles leave
+# registers for many of them; few programs must each keep more bytes under way.
+_MANY_PROGRAMS = Tuning(tile_bytes=8 << 10, num_warps=8, max_turns=16)
+_FEW_PROGRAMS = Tuning(tile_bytes=32 << 10, num_warps=16, max_turns=1)
+_PROGRAMS_PER_SM = 32
+_INTERPRETED_PROGRAMS = 8
+_ITEMS_EACH = 2
+_LEAST_TURNS = 4
+_LOADED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The moves of one access width. ``batches_at`` is where their fields begin among the numbers."""
+
+    access: Access
+    batches_at: int
+    num_batches: int
+    num_items: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Launches and their numbers, with room for what is told of each range of pages at its place."""
+
+    launches: tuple[_Launch, ...]
+    numbers: Column
+    places: tuple[tuple[PageRange, int], ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Launches, and the tensor with their numbers, which lies in ``lent``."""
+
+    tensor: torch.Tensor
+    launches: tuple[_Launch, ...]
+    lent: Lent
+
+
+class Launcher:
+    """Launches of the kernel over classes of lanes, on the stream that is current.
+
+    One thread prepares and stages; any may load and start, several at a time.
+
+    Args:
+        classes: all lanes that are ever moved.
+        device: where they are.
+        programs: at most so many programs of the kernel run; 0 for as many as are useful.
+        is_placed: pages do not lie one after the other in the slot, but each where it is told to. What is
+            told of pages are then their blocks, followed by as many bytes into the slot, multiples of 16.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[LaneClass],
+        device: torch.device,
+        *,
+        programs: int = 0,
+        is_placed: bool = False,
+    ) -> None:
+        self._is_placed = is_placed
+        self._tuning = _FEW_PROGRAMS if programs else _MANY_PROGRAMS
+        if not programs and device.type == "cuda":
+            programs = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
+        self._programs = programs or _INTERPRETED_PROGRAMS
+        sizes: dict[Access, list[tuple[int, int]]] = {}
+        self._flat: dict[Access, bool] = {}
+        for lanes in classes:
+            walk, access = lanes.walk, lanes.access
+            sizes.setdefault(access, []).append((walk.page_bytes // access.unit, len(lanes.address)))
+            flat = walk.tokens == walk.heads == walk.planes == 1
+            self._flat[access] = flat and self._flat.get(access, True)
+        self._units = {
+            access: units_at_once(found, self._tuning.tile_bytes // access.memory_unit)
+            for access, found in sizes.items()
+        }
+        self._compiled: dict[tuple[Access, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled_load: Any = None
+        self._staging = Staging(device)
+        self.sums = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def compile(self, pack: bool) -> None:
+        """Compile the kernels that move one way without a digest now, not while a step waits for them."""
+        lent = self._staging.lend(FIELDS)
+        lent.values[:FIELDS] = 0
+        self.load(lent)
+        for access in self._units:
+            self.start(Staged(lent.tensor, (_Launch(access, 0, 1, 0, 1),), lent), 0, pack)
+
+    def prepare(self, moves: Sequence[Move]) -> Prepared:
+        """What can be worked out before the blocks are known."""
+        columns: list[Column] = []
+        at = 0
+
+        def put(column: Column) -> int:
+            nonlocal at
+            columns.append(column)
+            at += len(column)
+            return at - len(column)
+
+        places: dict[PageRange, int] = {}
+        by_access: dict[Access, list[Move]] = {}
+        for move in moves:
+            by_access.setdefault(move.lanes.access, []).append(move)
+            if move.pages not in places:
+                width = 2 if self._is_placed else 1
+                places[move.pages] = put(np.zeros(width * move.pages.count, dtype=np.int64))
+        launches = []
+        for access, alike in by_access.items():
+            lanes_at = [put(_lane_numbers(move)) for move in alike]
+            blocks_at = [places[move.pages] for move in alike]
+            fields, num_items = self._fields(access, alike, lanes_at, blocks_at)
+            programs = min(num_items, self._programs)
+            launches.append(_Launch(access, put(fields), len(alike), num_items, programs))
+        # What is staged together lies side by side, each from a multiple of 16 bytes on, as the compiled
+        # kernel expects it.
+        put(np.zeros(2 - at % 2, dtype=np.int64))
+        return Prepared(tuple(launches), np.concatenate(columns), tuple(places.items()))
+
+    def stage(
+        self, prepared: Sequence[Prepared], told: Sequence[Mapping[PageRange, Column]]
+    ) -> tuple[Lent, list[Staged]]:
+        """Write the numbers of several, with what each is told of its pages, to memory for ``load``."""
+        lent = self._staging.lend(sum(len(one.numbers) for one in prepared))
+        staged, at = [], 0
+        for one, columns in zip(prepared, told, strict=True):
+            end = at + len(one.numbers)
+            lent.values[at:end] = one.numbers
+            for pages, place in one.places:
+                column = columns[pages]
+                lent.values[at + place : at + place + len(column)] = column
+            tensor = lent.tensor if len(prepared) == 1 else lent.tensor[at:end]
+            staged.append(Staged(tensor, one.launches, lent))
+            at = end
+        return lent, staged
+
+    def load(self, lent: Lent) -> None:
+        """Bring numbers to where the kernel reads them.
+
+        A kernel fetches them: a copy engine may have long copies to do before.
+        """
+        varying = (lent.tensor, lent.host_address, lent.count)
+        grid = div_ceil(lent.count, _LOADED_AT_ONCE)
+        if self._compiled_load is not None:
+            self._compiled_load[(grid, 1, 1)](*varying, _LOADED_AT_ONCE)
+            return
+        made = load_kernel[(grid,)](*varying, COUNT=_LOADED_AT_ONCE, num_warps=4)
+        if isinstance(made, CompiledKernel):
+            self._compiled_load = made
+
+    def start(self, staged: Staged, slot: int, pack: bool, seed: int | None = None) -> None:
+        """Launch what was loaded. With a ``seed`` the digest of what is in the slot is added to ``sums``."""
+        signed = 0 if seed is None else (seed + 2**63) % 2**64 - 2**63
+        for launch in staged.launches:
+            varying = (
+                staged.tensor,
+                launch.batches_at,
+                launch.num_batches,
+                launch.num_items,
+                slot,
+                self.sums,
+                signed,
+            )
+            key = (launch.access, pack, seed is not None)
+            compiled, constants = self._compiled.get(key, (None, ()))
+            if compiled is not None:
+                # What Triton would find out anew at each launch takes longer than everything else that is
+                # done for a chunk: the types of all arguments, and which kernel that means.
+                compiled[(launch.programs, 1, 1)](*varying, *constants)
+                continue
+            named = self._constants(*key)
+            made = move_kernel[(launch.programs,)](*varying, **named, num_warps=self._tuning.num_warps)
+            if isinstance(made, CompiledKernel):
+                self._compiled[key] = (made, tuple(named.values()))
+
+    def _constants(self, access: Access, pack: bool, digest: bool) -> dict[str, Any]:
+        """The kernel's compile-time arguments, in its order."""
+        cast = access.cast
+        return {
+            "PACK": pack,
+            "DIGEST": digest,
+            "PLACED": self._is_placed,
+            "FLAT": self._flat[access],
+            "UNIT": access.unit,
+            "WORD": access.word,
+            "MEMORY": access.stride_bytes,
+            "MEMORY_TYPE": None if cast is None else cast.memory,
+            "WIRE_TYPE": None if cast is None else cast.wire,
+            "PAGES": self._pages_at_once(access),
+            "UNITS": self._units[access],
+            "FIELDS": FIELDS if cast is None else CAST_FIELDS,
+            "STEP": STEP,
+            "MULTIPLIER": MULTIPLIER,
+        }
+
+    def _pages_at_once(self, access: Access) -> int:
+        return max(1, self._tuning.tile_bytes // access.memory_unit // self._units[access])
+
+    def _fields(
+        self, access: Access, moves: Sequence[Move], lanes_at: Sequence[int], blocks_at: Sequence[int]
+    ) -> tuple[Column, int]:
+        """The moves' fields, and how many items they have together."""
+        pages = self._pages_at_once(access)
+        tiles = [div_ceil(move.lanes.walk.page_bytes // access.unit, self._units[access]) for move in moves]
+        turns = [div_ceil(move.pages.count, pages) for move in moves]
+        all_turns = sum(
+            count * turn * len(move.wire) for count, turn, move in zip(tiles, turns, moves, strict=True)
+        )
+        # Long items, a few for each program, so that all programs end at about the same time; where there is
+        # less to do, fewer programs rather than short items.
+        at_once = div_ceil(all_turns, _ITEMS_EACH * self._programs)
+        at_once = max(at_once, min(_LEAST_TURNS, all_turns // max(1, self._programs // 4)))
+        at_once = min(at_once, self._tuning.max_turns)
+        rows, first = [], 0
+        step = access.stride_bytes
+        for move, count, turn, lanes, blocks in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):
+            walk = move.lanes.walk
+            turn = div_ceil(turn, at_once)
+            # Pages that are placed are moved one after the other, in all lanes: so programs that run at a
+            # time are near each other in the memory that pages are placed in.
+            order = (count * len(move.wire), count) if self._is_placed else (count * turn, turn)
+            rows.append(
+                (
+                    first,
+                    *order,
+                    at_once * pages,
+                    lanes,
+                    blocks,
+                    move.pages.count,
+                    move.lead,
+                    move.rows,
+                    walk.tokens,
+                    walk.page_bytes // access.unit,
+                    walk.block_stride,
+                    walk.wire_token_stride // access.unit,
+                    walk.wire_run_bytes // access.unit,
+                    walk.planes,
+                    walk.heads,
+                    walk.plane_stride // step,
+                    walk.head_stride // step,
+                    walk.token_stride // step,
+                    walk.wire_head_stride // access.unit,
+                    *(() if access.cast is None else (move.lanes.key_values,)),
+                )
+            )
+            first += count * turn * len(move.wire)
+        if first >= 2**31:
+            raise LocalError(f"a launch has {first} items of work; accepted: less than 2**31")
+        return np.array(rows, dtype=np.int64).reshape(-1), first
+
+
+def _lane_numbers(move: Move) -> Column:
+    """For each lane its address and its place in the slot; with a cast also its scales, two to a number."""
+    access = move.lanes.access
+    columns = [move.address, move.wire // access.unit]
+    if access.cast is not None:
+        columns.append(move.scales.view(np.int64).reshape(-1))
+    return np.stack(columns, axis=1).reshape(-1)
+
+
+def units_at_once(pages: Sequence[tuple[int, int]], most: int) -> int:
+    """How many units of a page a tile takes: a power of two, as large as wastes little.
+
+    ``pages`` are the units of a page and how many lanes have such pages.
+    """
+    most = max(1, 1 << (most.bit_length() - 1))
+    sizes = [1 << bit for bit in range(most.bit_length())]
+    cost = {size: sum(div_ceil(units, size) * size * lanes for units, lanes in pages) for size in sizes}
+    fewest = min(cost[size] for size in sizes)
+    return max(size for size in sizes if cost[size] <= fewest * 1.15)
