@@ -20,7 +20,7 @@ from kvconnect.plan.align import TableCard, align_tables
 from kvconnect.plan.chunks import Chunker
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
 from kvconnect.plan.cutting import RequestCutter
-from kvconnect.plan.size import PlanSize, plan_size
+from kvconnect.plan.transfer import PlanSize, plan_size
 from kvconnect.plan.wire import align_wire
 
 CUDA_SLOT_BYTES = 128 << 20

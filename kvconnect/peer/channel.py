@@ -1,4 +1,4 @@
-"""How frames travel between workers, and an in-memory network that does so.
+"""How frames travel between workers.
 
 A channel belongs to one thread, except for ``wake``. It carries frames, tells when a connection that
 we opened is lost, and knows nothing of what the frames mean.
@@ -6,9 +6,6 @@ we opened is lost, and knows nothing of what the frames mean.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,123 +71,3 @@ class Channel(Protocol):
     def close(self) -> None:
         """Close everything. Idempotent."""
         ...
-
-
-class MemoryNetwork:
-    """Channels that reach each other inside one process, ``127.0.0.1``, on a clock of the caller's.
-
-    Frames arrive after ``delay_s``. ``cut`` severs the way between two ports until ``mend``; frames on
-    a severed way are lost. Deterministic: no threads, no sockets.
-    """
-
-    def __init__(self, clock: Callable[[], float], delay_s: float = 0.0) -> None:
-        self.clock = clock
-        self.delay_s = delay_s
-        self._ports = itertools.count(1)
-        self._channels: dict[int, MemoryChannel] = {}
-        self._cut: set[frozenset[int]] = set()
-        self._order = itertools.count()
-
-    def channel(self) -> MemoryChannel:
-        """A new channel on the next port."""
-        channel = MemoryChannel(self, next(self._ports))
-        self._channels[channel.port] = channel
-        return channel
-
-    def next_number(self) -> int:
-        """What comes later has a larger one."""
-        return next(self._order)
-
-    def cut(self, first: int, second: int) -> None:
-        """Lose every frame between two ports from now on."""
-        self._cut.add(frozenset((first, second)))
-
-    def mend(self, first: int, second: int) -> None:
-        """Carry frames between two ports again."""
-        self._cut.discard(frozenset((first, second)))
-
-    def kill(self, port: int) -> None:
-        """The process behind a port is gone: those connected to it lose their link."""
-        self._channels.pop(port, None)
-        for channel in self._channels.values():
-            channel.lose_links_to(port)
-
-    def deliver(self, source: int, target: int, link: str, data: bytes) -> bool:
-        """Put a frame on its way. False if there is nobody at the target."""
-        if target not in self._channels:
-            return False
-        if frozenset((source, target)) not in self._cut:
-            arrives = self.clock() + self.delay_s
-            self._channels[target].enqueue(
-                arrives, self.next_number(), Frame(link, data, "127.0.0.1" if link.startswith("in:") else "")
-            )
-        return True
-
-
-class MemoryChannel:
-    """One end of a ``MemoryNetwork``."""
-
-    def __init__(self, network: MemoryNetwork, port: int) -> None:
-        self._network = network
-        self._port = port
-        self._opened: dict[str, int] = {}
-        self._queue: list[tuple[float, int, Arrival]] = []
-
-    @property
-    def port(self) -> int:
-        """The port that peers connect to."""
-        return self._port
-
-    def connect(self, link: str, host: str, port: int) -> None:
-        """Open a link to a port; ``host`` is ignored."""
-        self._opened[link] = port
-
-    def send(self, link: str, data: bytes) -> bool:
-        """Send over a link we opened, or answer over one that came (``in:PORT:LINK``)."""
-        if link in self._opened:
-            target = self._opened[link]
-            delivered = self._network.deliver(self._port, target, f"in:{self._port}:{link}", data)
-            if not delivered:
-                self.enqueue(
-                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
-                )
-            return True
-        _, port, theirs = link.split(":", 2)
-        return self._network.deliver(self._port, int(port), theirs, data)
-
-    def drop(self, link: str) -> None:
-        """Forget a link."""
-        self._opened.pop(link, None)
-
-    def receive(self) -> list[Arrival]:
-        """What has arrived by now."""
-        arrived: list[Arrival] = []
-        while self._queue and self._queue[0][0] <= self._network.clock():
-            arrived.append(heapq.heappop(self._queue)[2])
-        return [item for item in arrived if item.link.startswith("in:") or item.link in self._opened]
-
-    def enqueue(self, arrives: float, order: int, item: Arrival) -> None:
-        """Called by the network."""
-        heapq.heappush(self._queue, (arrives, order, item))
-
-    def lose_links_to(self, port: int) -> None:
-        """Called by the network when a process is gone."""
-        for link, target in self._opened.items():
-            if target == port:
-                self.enqueue(
-                    self._network.clock(), self._network.next_number(), LinkLost(link, PeerLoss.PROCESS_GONE)
-                )
-
-    def _lose(self, link: str) -> None:
-        lost = LinkLost(link, PeerLoss.PROCESS_GONE)
-        self.enqueue(self._network.clock(), self._network.next_number(), lost)
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns at once: time is the caller's."""
-
-    def wake(self) -> None:
-        """Nothing sleeps."""
-
-    def close(self) -> None:
-        """Leave the network."""
-        self._network.kill(self._port)

@@ -59,30 +59,18 @@ class Side(enum.Enum):
     PREFILL = "prefill"
 
 
+_KEEPS_READY = {
+    Side.DECODE: (Welcome, Accepted, CreditRequest, Declined, Landed, Written, Renewed, StillAlive, Bad),
+    Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Bad),
+}
 TRANSITIONS: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.GREETED, Welcome): State.READY,
     (Side.DECODE, State.GREETED, Refused): State.ENDED,
     (Side.DECODE, State.GREETED, Bad): State.ENDED,
-    (Side.DECODE, State.READY, Welcome): State.READY,
-    (Side.DECODE, State.READY, Accepted): State.READY,
-    (Side.DECODE, State.READY, CreditRequest): State.READY,
-    (Side.DECODE, State.READY, Declined): State.READY,
-    (Side.DECODE, State.READY, Landed): State.READY,
-    (Side.DECODE, State.READY, Written): State.READY,
-    (Side.DECODE, State.READY, Renewed): State.READY,
-    (Side.DECODE, State.READY, StillAlive): State.READY,
     (Side.DECODE, State.READY, Refused): State.ENDED,
-    (Side.DECODE, State.READY, Bad): State.READY,
     (Side.PREFILL, State.NEW, Hello): State.READY,
-    (Side.PREFILL, State.READY, Hello): State.READY,
-    (Side.PREFILL, State.READY, Fetch): State.READY,
-    (Side.PREFILL, State.READY, CreditGrant): State.READY,
-    (Side.PREFILL, State.READY, Cancel): State.READY,
-    (Side.PREFILL, State.READY, Release): State.READY,
-    (Side.PREFILL, State.READY, Renew): State.READY,
-    (Side.PREFILL, State.READY, Alive): State.READY,
     (Side.PREFILL, State.NEW, Bad): State.NEW,
-    (Side.PREFILL, State.READY, Bad): State.READY,
+    **{(side, State.READY, kind): State.READY for side, kinds in _KEEPS_READY.items() for kind in kinds},
 }
 """The state after a received message. What is not here is illegal."""
 

@@ -116,6 +116,38 @@ def make_plan(
     return Plan(source_column, target_column, length_column, pages)
 
 
+@dataclass(frozen=True)
+class PlanSize:
+    """The copies of a plan and their bytes: of all, of the smallest, of the largest."""
+
+    copies: int
+    total_bytes: int
+    least_bytes: int
+    most_bytes: int
+
+
+def plan_size(
+    link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
+) -> PlanSize:
+    """The size of the plan that ``make_plan`` makes of the same arguments, without making it.
+
+    Raises:
+        LayoutError: the target wants a group or a block that the source does not have.
+    """
+    copies = total_bytes = most = 0
+    least: list[int] = []
+    for group, pairs in pair_groups(link, source, target, num_tokens):
+        blocks = len(pairs.source)
+        for rows in group.rows if blocks else ():
+            starts = run_starts(pairs.source, pairs.target, 1) if rows.dense else np.arange(blocks)
+            lengths = run_lengths(starts, blocks)
+            copies += len(lengths) * len(rows.length)
+            total_bytes += blocks * int(rows.length.sum())
+            least.append(int(lengths.min() * rows.length.min()))
+            most = max(most, int(lengths.max() * rows.length.max()))
+    return PlanSize(copies, total_bytes, min(least, default=0), most)
+
+
 def _expand(rows: PageRows, pairs: BlockPairs) -> tuple[Column, Column, Column]:
     """The copies of a group's rows: an outer sum of row bases and block offsets."""
     if rows.dense:

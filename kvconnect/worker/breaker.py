@@ -53,11 +53,7 @@ class Breaker:
     reason: str = ""
 
     def move(self, event: BreakerEvent) -> None:
-        """Change state.
-
-        Raises:
-            IllegalTransition: the event is not legal in this state.
-        """
+        """Change state, or raise ``IllegalTransition``."""
         self.state = next_state(BREAKER_TRANSITIONS, self.state, event, f"peer {self.name}")
 
     def met(self) -> None:

@@ -35,7 +35,7 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import LoadEvent, LoadRecord, RankFetch, RankFetchState
+from kvconnect.worker.loads import LoadEvent, LoadRecord, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
 from kvconnect.worker.peers import Peers
 from kvconnect.worker.rank_fetches import RankFetches

@@ -24,7 +24,7 @@ from kvconnect.peer.session import Session, Side, State
 from kvconnect.plan.align import TableAlignment, align_tables
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
-from kvconnect.worker.ledger import TransferKey
+from kvconnect.worker.leases import TransferKey
 from kvconnect.worker.local import Local
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold
 from kvconnect.peer.messages import MAX_HANDLES, Renewed
 from kvconnect.worker.error_counting import ErrorsCounted
-from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, LeaseState
+from kvconnect.worker.leases import Consumer, Lease, LeaseEvent, LeaseState
 from kvconnect.worker.pending_fetches import PendingFetches
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import Fetch
 from kvconnect.plan.cost import LinkCost, fit
-from kvconnect.plan.size import plan_size
+from kvconnect.plan.transfer import plan_size
 from kvconnect.worker.inbound_peers import Way
-from kvconnect.worker.ledger import Claims, Lease, Sending, TransferKey
+from kvconnect.worker.leases import Claims, Lease, Sending, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.sender import Sender
 

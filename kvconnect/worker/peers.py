@@ -21,7 +21,7 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import CacheMeaning, Introduction, Release
 from kvconnect.peer.session import Event, Ready, Session, Side, State
 from kvconnect.worker.breaker import BreakerEvent, BreakerState
-from kvconnect.worker.ledger import PeerKey
+from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.remote import Peer, RankLink
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from kvconnect.peer.messages import OTHER_PROMPT, Fetch
 from kvconnect.plan.chunks import Chunker
 from kvconnect.scheduler.handles import epoch_of
 from kvconnect.scheduler.params import announced_id
-from kvconnect.worker.ledger import Consumer, Tombstones, TransferKey
+from kvconnect.worker.leases import Consumer, TransferKey
 
 _LONGEST_FETCH_S = 3600.0
 _FEW_CHUNKS = 256
@@ -123,6 +123,28 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
             f"{len(fetch.chunks)} chunks are wanted, {most} are enough for {fetch.num_tokens} tokens in "
             f"slots of {slot_bytes} bytes"
         )
+
+
+class Tombstones:
+    """Handles that were valid once, and why they are not any more. The oldest are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+
+    def bury(self, handle: str, reason: str) -> None:
+        """Remember why a handle ended."""
+        self._reasons[handle] = reason
+        while len(self._reasons) > self._capacity:
+            self._reasons.popitem(last=False)
+
+    def lift(self, handle: str) -> None:
+        """The handle is in use again."""
+        self._reasons.pop(handle, None)
+
+    def reason(self, handle: str) -> str | None:
+        """Why a handle ended, or None if it was never known or is forgotten."""
+        return self._reasons.get(handle)
 
 
 class PendingFetches:

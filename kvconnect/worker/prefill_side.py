@@ -39,7 +39,7 @@ from kvconnect.plan.transfer import make_plan
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers, Way
 from kvconnect.worker.lease_book import LeaseBook, answer_renewal
-from kvconnect.worker.ledger import Consumer, Lease, LeaseEvent, Sending, TransferKey
+from kvconnect.worker.leases import Consumer, Lease, LeaseEvent, Sending, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.outbox import Arrived
 from kvconnect.worker.path_choice import PathChoice

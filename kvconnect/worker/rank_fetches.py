@@ -17,7 +17,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
 from kvconnect.peer.messages import Accepted, Cancel, CreditRequest, Declined, Landed, Message, Written
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
+from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.routes import Asked
 
 logger = logging.getLogger(__name__)

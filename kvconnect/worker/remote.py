@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvconnect.orders import RankAddress
 from kvconnect.peer.session import Session
 from kvconnect.worker.breaker import Breaker
-from kvconnect.worker.ledger import PeerKey
+from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.routes import Route
 
 _MOST_LET_GO = 1024

@@ -16,7 +16,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Await
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
 from kvconnect.peer.session import State
-from kvconnect.worker.ledger import LoadRecord, PeerKey
+from kvconnect.worker.loads import LoadRecord, PeerKey
 from kvconnect.worker.peers import Peers
 from kvconnect.worker.remote import Peer
 

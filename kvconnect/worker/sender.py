@@ -17,7 +17,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
 from kvconnect.plan.transfer import Plan
-from kvconnect.worker.ledger import SendEvent, Sending, TransferKey
+from kvconnect.worker.leases import SendEvent, Sending, TransferKey
 from kvconnect.worker.outbox import Arrived, Outbox, PageOutbox, SlotOutbox
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 from kvconnect.worker.supply import Supply

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvconnect.peer.messages import CreditRequest, Grant, Landed
 from kvconnect.worker.inbound_peers import InboundPeers
-from kvconnect.worker.ledger import Sending, TransferKey
+from kvconnect.worker.leases import Sending, TransferKey
 from kvconnect.worker.outbox import Arrived
 from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches
 from kvconnect.worker.sender import Sender

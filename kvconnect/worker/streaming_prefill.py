@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.orders import GroupBlocks, Hold, Preempted, Progress
-from kvconnect.worker.ledger import Claims
+from kvconnect.worker.leases import Claims
 
 logger = logging.getLogger(__name__)
 

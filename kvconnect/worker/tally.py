@@ -6,7 +6,8 @@ import logging
 
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
-from kvconnect.worker.ledger import Lease, LoadRecord, Sending
+from kvconnect.worker.leases import Lease, Sending
+from kvconnect.worker.loads import LoadRecord
 
 logger = logging.getLogger(__name__)
 

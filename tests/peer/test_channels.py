@@ -8,11 +8,12 @@ import pytest
 import zmq
 
 from kvconnect.errors import ConfigError
-from kvconnect.peer.channel import Frame, LinkLost, MemoryNetwork
+from kvconnect.peer.channel import Frame, LinkLost
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.zmq_channel import ZmqChannel
 from tests.peer.keys import node_keys
+from tests.peer.memory_network import MemoryNetwork
 
 LIMIT = 1 << 20
 

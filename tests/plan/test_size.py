@@ -13,8 +13,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard, align_tables
-from kvconnect.plan.size import PlanSize, plan_size
-from kvconnect.plan.transfer import make_plan
+from kvconnect.plan.transfer import PlanSize, make_plan, plan_size
 from tests.caches import attention_layer
 
 NUM_BLOCKS = 16

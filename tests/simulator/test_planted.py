@@ -13,7 +13,8 @@ from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.ledger import Claims, Lease, LeaseEvent, RankFetch, RankFetchState
+from kvconnect.worker.leases import Claims, Lease, LeaseEvent
+from kvconnect.worker.loads import RankFetch, RankFetchState
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.pending_fetches import PendingFetches
 from kvconnect.worker.prefill_side import PrefillSide

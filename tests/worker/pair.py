@@ -22,7 +22,6 @@ from kvconnect.engine.memory import MemoryEngine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
 from kvconnect.pack.arena import Arena
-from kvconnect.peer.channel import MemoryNetwork
 from kvconnect.peer.messages import (
     CacheMeaning,
     Introduction,
@@ -35,6 +34,7 @@ from kvconnect.plan.align import TableCard
 from kvconnect.worker.local import Local
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.slots import SlotPool, SlotState
+from tests.peer.memory_network import MemoryNetwork
 
 LAYERS = 3
 HEADS = 2

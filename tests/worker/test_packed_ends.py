@@ -14,7 +14,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Fetch, Landed, Refused, Written, encode
-from kvconnect.worker.ledger import RankFetchState
+from kvconnect.worker.loads import RankFetchState
 from tests.worker.kernels import SlowKernels
 from tests.worker.pair import PAGE_BYTES, Pair, quarantined
 

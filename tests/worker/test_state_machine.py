@@ -12,24 +12,26 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Load
 from kvconnect.worker.breaker import BREAKER_TRANSITIONS, Breaker, BreakerEvent, BreakerState
 from kvconnect.worker.error_counting import ErrorsCounted
-from kvconnect.worker.ledger import (
+from kvconnect.worker.leases import (
     LEASE_TRANSITIONS,
-    LOAD_TRANSITIONS,
-    RANK_FETCH_TRANSITIONS,
     SEND_TRANSITIONS,
     Claims,
     Lease,
     LeaseEvent,
     LeaseState,
+    SendEvent,
+    Sending,
+    SendState,
+)
+from kvconnect.worker.loads import (
+    LOAD_TRANSITIONS,
+    RANK_FETCH_TRANSITIONS,
     LoadEvent,
     LoadRecord,
     LoadState,
     RankFetch,
     RankFetchEvent,
     RankFetchState,
-    SendEvent,
-    Sending,
-    SendState,
 )
 from kvconnect.worker.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
 from kvconnect.worker.state_machine import IllegalTransition

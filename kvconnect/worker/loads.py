@@ -1,0 +1,206 @@
+"""D's records: one for each request that it fetches, with one for each rank that it is fetched from.
+
+Pure, with the time as an argument. A record changes only along its table of legal transitions; an illegal
+event names state and event, and changes nothing. Forgetting a request is one ``del``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnect.orders import ABORTED, Load
+from kvconnect.peer.loss import Quarantine
+from kvconnect.worker.state_machine import next_state
+
+
+class LoadState(enum.Enum):
+    """A request that D fetches."""
+
+    QUEUED = "waits for its turn"
+    FETCHING = "being fetched"
+    FAILED = "failed, and not all of it is quiet yet"
+    OVER = "reported"
+
+
+class LoadEvent(enum.Enum):
+    """What can happen to a load."""
+
+    ADMIT = "it is its turn"
+    FAIL = "something went wrong with it"
+    END = "all of its rank fetches are over"
+
+
+LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
+    (LoadState.QUEUED, LoadEvent.ADMIT): LoadState.FETCHING,
+    (LoadState.QUEUED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FETCHING, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FAILED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FETCHING, LoadEvent.END): LoadState.OVER,
+    (LoadState.FAILED, LoadEvent.END): LoadState.OVER,
+}
+
+
+class RankFetchState(enum.Enum):
+    """One rank's part of a request that D fetches."""
+
+    MEETING = "meeting the peer"
+    ASKED = "asked"
+    UNPACKING = "sent, being unpacked"
+    LANDED = "landed"
+    BUSY = "failed, memory may still be written"
+    FAILED = "failed, memory is quiet"
+
+
+class RankFetchEvent(enum.Enum):
+    """What can happen to a fetch."""
+
+    ASK = "the fetch is sent"
+    FORGET = "the peer had forgotten us, and does nothing"
+    REPEAT = "the peer lost what it was sending, and does nothing"
+    ARRIVE = "nothing more is sent, and what arrived is being unpacked"
+    LAND = "all of it is in its pages"
+    FAIL = "it failed, and nothing writes"
+    LOSE = "it failed, and writes may be under way"
+    SETTLE = "the peer says, or time proves, that nothing writes any more"
+
+
+RANK_FETCH_TRANSITIONS: dict[tuple[RankFetchState, RankFetchEvent], RankFetchState] = {
+    (RankFetchState.MEETING, RankFetchEvent.ASK): RankFetchState.ASKED,
+    (RankFetchState.MEETING, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.LAND): RankFetchState.LANDED,
+    (RankFetchState.ASKED, RankFetchEvent.ARRIVE): RankFetchState.UNPACKING,
+    (RankFetchState.UNPACKING, RankFetchEvent.LAND): RankFetchState.LANDED,
+    (RankFetchState.UNPACKING, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.FORGET): RankFetchState.MEETING,
+    (RankFetchState.ASKED, RankFetchEvent.REPEAT): RankFetchState.MEETING,
+    (RankFetchState.ASKED, RankFetchEvent.FAIL): RankFetchState.FAILED,
+    (RankFetchState.ASKED, RankFetchEvent.LOSE): RankFetchState.BUSY,
+    (RankFetchState.BUSY, RankFetchEvent.SETTLE): RankFetchState.FAILED,
+}
+
+_WAITING = (RankFetchState.MEETING, RankFetchState.ASKED)
+
+PeerKey = tuple[str, str, int]
+"""A remote engine as a request names it: engine id, host, port of rank 0."""
+
+
+@dataclass(eq=False)
+class RankFetch:
+    """One rank's part of a load.
+
+    ``path`` is empty while the peer has not said which one it takes. ``quarantine`` is that of its memory
+    where the peer may still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch``
+    is that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the
+    packed path was not asked for. ``is_cut``: what was asked cannot arrive any more, since our registration
+    is another, and can be asked for anew. ``is_answered``: the peer has given its one answer to the fetch.
+    """
+
+    rank: int
+    state: RankFetchState = RankFetchState.MEETING
+    path: str = ""
+    transfer_id: int = -1
+    link: str = ""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    repeats: int = 0
+    epoch: int = 0
+    closed: str = ""
+    is_cut: bool = False
+    is_answered: bool = False
+
+    def move(self, event: RankFetchEvent) -> None:
+        """Change state, or raise ``IllegalTransition``."""
+        self.state = next_state(
+            RANK_FETCH_TRANSITIONS, self.state, event, f"fetch {self.transfer_id} of rank {self.rank}"
+        )
+
+    @property
+    def owed(self) -> bool:
+        """The peer owes us an answer: that it is done, or that it stopped."""
+        return self.state in (RankFetchState.ASKED, RankFetchState.BUSY)
+
+    @property
+    def over(self) -> bool:
+        """Nothing of this fetch can touch memory any more."""
+        return self.state in (RankFetchState.LANDED, RankFetchState.FAILED)
+
+
+@dataclass(eq=False)
+class LoadRecord:
+    """D's record of one request.
+
+    ``admitted`` once it was its turn; ``fetches`` is empty until the peer said how many ranks it has;
+    ``met_again`` once a peer had forgotten us and was greeted anew; ``given_back`` once it failed and the
+    peer was told that it will not be fetched; ``moved`` are bytes and copies by path.
+    ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
+    ``aborted``: it ended because its client left, and for no other reason.
+    """
+
+    order: Load
+    peer: PeerKey
+    ordered_at: float
+    deadline: float
+    ready: Callable[[], bool]
+    admitted: bool = False
+    met_again: bool = False
+    given_back: bool = False
+    fetches: dict[int, RankFetch] = field(default_factory=dict)
+    error: str = ""
+    moved: dict[str, list[int]] = field(default_factory=dict)
+    seconds: float = 0.0
+    epochs: dict[int, int] = field(default_factory=dict)
+    renew_at: float = math.inf
+    aborted: bool = False
+    state: LoadState = LoadState.QUEUED
+
+    @property
+    def handle(self) -> str:
+        """Empty where there is nothing to fetch."""
+        return self.order.handle
+
+    def counts_on(self, rank: int) -> bool:
+        """Whether it still wants what a rank of its peer holds."""
+        fetch = self.fetches.get(rank)
+        return not self.error and (fetch is None or fetch.state in _WAITING)
+
+    def is_to_ask_of(self, rank: int) -> bool:
+        """Whether a rank of its peer was not asked for it."""
+        return rank not in self.fetches or self.fetches[rank].state is RankFetchState.MEETING
+
+    def move(self, event: LoadEvent) -> None:
+        """Change state, or raise ``IllegalTransition``."""
+        self.state = next_state(LOAD_TRANSITIONS, self.state, event, f"load of {self.order.request_id}")
+
+    def fail(self, reason: str) -> None:
+        """It will not be loaded. The first reason is the one that is told.
+
+        Raises:
+            IllegalTransition: it was reported already.
+        """
+        self.move(LoadEvent.FAIL)
+        self.error = self.error or reason
+
+    def abort(self) -> None:
+        """Its client left. That is no failure, unless it had failed before. Raises what ``fail`` does."""
+        self.aborted = self.aborted or not self.error
+        self.fail(ABORTED)
+
+    def is_due(self, now: float) -> bool:
+        """Something is to be done about it that nobody tells us: more than to wait for its peer."""
+        if now >= self.deadline:
+            return True
+        return any(fetch.state not in _WAITING for fetch in self.fetches.values())
+
+    @property
+    def is_to_ask(self) -> bool:
+        """A rank of its peer, or the peer for its ranks, is still to be asked."""
+        return not self.fetches or any(
+            fetch.state is RankFetchState.MEETING for fetch in self.fetches.values()
+        )
+
+    @property
+    def over(self) -> bool:
+        """Every fetch is over, and there was one or there will be none."""
+        return all(fetch.over for fetch in self.fetches.values()) and bool(self.fetches or self.error)
