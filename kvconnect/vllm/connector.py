@@ -1,8 +1,6 @@
-"""``KVConnect``, the class that vLLM loads: thin, over the scheduler and worker halves.
+"""``KVConnect``, the class that vLLM loads: every hook translates for the scheduler or worker half.
 
-vLLM makes one object in its scheduler process and one in each worker. Every hook translates and
-delegates; none waits for a transfer. Hooks that a prefill/decode connector has no use for answer what
-means "nothing to do".
+vLLM makes one object in its scheduler process and one in each worker. None of the hooks waits for a transfer.
 """
 
 from __future__ import annotations
@@ -29,10 +27,7 @@ from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm.factory import make_scheduler_half, make_worker_half, tensor_rank
 from kvconnect.vllm.geometry import running_states, transferred_groups
 from kvconnect.vllm.loaded import LoadedWeights, ResetWatch, loaded_weights
-from kvconnect.vllm.offload import kept_groups
-from kvconnect.vllm.plugin import register
-from kvconnect.vllm.recovery import Recovery
-from kvconnect.vllm.reports import (
+from kvconnect.vllm.metadata import (
     PEER_SOURCE,
     AddressMetadata,
     OrdersMetadata,
@@ -40,8 +35,10 @@ from kvconnect.vllm.reports import (
     hit_sources,
     kv_events,
 )
-from kvconnect.vllm.request_ids import reaches_router
-from kvconnect.vllm.requests import introduce, shorten
+from kvconnect.vllm.offload import kept_groups
+from kvconnect.vllm.plugin import register
+from kvconnect.vllm.recovery import Recovery
+from kvconnect.vllm.requests import introduce, reaches_router, shorten
 from kvconnect.vllm.settings import (
     computes_prompts_whole,
     log_like_vllm,
@@ -68,7 +65,7 @@ _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 _NOTHING_YET = SchedulerComposite(None, None)
 
-# Whoever names this class by its module may put it under a MultiConnector, which looks for it by name.
+# It may be configured by its module, and under a MultiConnector, which looks for it by name all the same.
 register()
 
 
@@ -93,24 +90,18 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         refuse_unsupported(vllm_config, kv_cache_config, self._config)
         if role is KVConnectorRole.SCHEDULER:
             recompute_if_alone(vllm_config, self._config)
-        self._moved = transferred_groups(kv_cache_config)
-        offload = self._config.extra.offload
-        self._kept = kept_groups(kv_cache_config) if offload else ()
+        self._kept = kept_groups(kv_cache_config) if self._config.extra.offload else ()
         self._scheduler: SchedulerComposite | None = None
-        self._worker: WorkerComposite | None = None
-        self._weights: LoadedWeights | None = None
-        self._reset_watch = ResetWatch()
-        self._rank = 0
-        self._row_bytes: dict[int, int] = {}
-        self._told: dict[int, AddressMetadata] = {}
+        self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
-        self._is_asked = False
-        self._takes_all_but_one = computes_prompts_whole(vllm_config)
+        self._reset_watch = ResetWatch()
         self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
+        self._worker: WorkerComposite | None = None
+        self._own = AddressMetadata(0, None)
+        self._weights: LoadedWeights | None = None
         self._report = ReportMetadata(())
-        kv_events = getattr(vllm_config, "kv_events_config", None)
-        self._tells_events = bool(kv_events and kv_events.enable_kv_cache_events)
+        self._is_asked = False
 
     # What vLLM asks the class
 
@@ -126,7 +117,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """What a worker told, rebuilt in another process."""
+        """What a worker reported, rebuilt in another process."""
         return TransferStats.of_data(data)
 
     @classmethod
@@ -152,15 +143,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """The workers' addresses. May be told again; another connector's metadata is not for us."""
+        """The workers' addresses. May come again; another connector's metadata is not for us."""
         for meta in metadata.values():
             if isinstance(meta, AddressMetadata):
-                self._hear(meta)
+                self._add_worker(meta)
         engine = self._config.extra.engine
-        if not self._told and engine != "none":
+        if not self._workers and engine != "none":
             kinds = sorted({type(meta).__name__ for meta in metadata.values()})
             raise ConfigError(
-                f"the workers told where they listen by {', '.join(kinds)}, which is not ours: of a "
+                f"the workers announce where they listen by {', '.join(kinds)}, which is not ours: of a "
                 f"MultiConnector vLLM passes on the handshake of one connector only, and engine is "
                 f"{engine!r}; accepted beside that connector: engine 'none', with offload"
             )
@@ -189,14 +180,15 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             return None, False
         count, in_background = half.matched_tokens(request, num_computed_tokens)
         missing = request.num_tokens - num_computed_tokens - (count or 0)
-        if count and missing > 1 and self._takes_all_but_one and half.offload is not None:
+        if count and missing > 1 and half.offload is not None and computes_prompts_whole(self._vllm):
             half.offload.withdraw(request.request_id)
             return 0, False
         return count, in_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """The groups that a load fills: vLLM must neither zero nor replay them."""
-        return self._kept if self._half.is_restored(request.request_id) else self._moved
+        is_restored = self._half.is_restored(request.request_id)
+        return self._kept if is_restored else transferred_groups(self._cache)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The tiers that a hit came from, as far as vLLM tells them apart."""
@@ -225,11 +217,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
-        told = getattr(connector_output, "kv_connector_worker_meta", None)
-        report = told if isinstance(told, ReportMetadata) else ReportMetadata(())
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
+        if not isinstance(report, ReportMetadata):
+            report = ReportMetadata(())
         for address in report.addresses:
-            self._hear(address)
-        self._recovery.heard(report.reports)
+            self._add_worker(address)
+        self._recovery.reported(report.reports)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),
@@ -254,8 +247,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """What the tiers have got and lost since the last call."""
         if not self._kept:
             return ()
+        # Taken also where they are not wanted: they are remembered until then.
         host, lower = self._half.take_events()
-        return list(kv_events(host, lower)) if self._tells_events else ()
+        wanted = getattr(self._vllm, "kv_events_config", None)
+        return list(kv_events(host, lower)) if wanted and wanted.enable_kv_cache_events else ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``."""
@@ -276,12 +271,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        self._rank = tensor_rank()
+        rank = tensor_rank()
         self._weights = loaded_weights(self._vllm)
-        self._worker, self._row_bytes = make_worker_half(
-            self._vllm, self._cache, self._config, kv_caches, self._rank, self._weights.name
+        self._worker = make_worker_half(
+            self._vllm, self._cache, self._config, kv_caches, rank=rank, weights=self._weights.name
         )
-        if self._kept and not self._rank:
+        row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
+        self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
+        if self._kept and not rank:
             warn_if_restores_fail(self, outermost(self), self._config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -290,8 +287,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         Of a ``MultiConnector`` vLLM passes on to all children what the first that answers says, and not all
         bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
         """
-        told = self._address()
-        return told if told and (told.address or outermost(self) is self) else None
+        answers = self._own.address is not None or outermost(self) is self
+        return self._own if self._worker is not None and answers else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
@@ -344,14 +341,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
         report, self._report = self._report, ReportMetadata(())
-        if self._is_asked and (address := self._address()):
-            report.addresses = (address,)
+        if self._is_asked and self._worker is not None:
+            report.addresses = (self._own,)
         return report if report.reports or report.addresses or report.settled else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""
         changes = None if self._worker is None else self._worker.changes()
-        return None if changes is None else TransferStats.of_worker(self._rank, changes)
+        return None if changes is None else TransferStats.of_worker(self._own.rank, changes)
 
     def shutdown(self) -> None:
         """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
@@ -363,11 +360,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _half(self) -> SchedulerComposite:
-        """The scheduler half, made at the first hook after the workers have told about themselves."""
+        """The scheduler half, made at the first hook after the workers have announced themselves."""
         if self._scheduler is None:
             if self._awaits_workers:
                 return _NOTHING_YET
-            self._scheduler = make_scheduler_half(self._vllm, self._cache, self._config, self._told)
+            self._scheduler = make_scheduler_half(self._vllm, self._cache, self._config, self._workers)
             for request in self._early.values():
                 introduce(self._scheduler, request)
             self._early = {}
@@ -376,17 +373,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     @property
     def _awaits_workers(self) -> bool:
         """Whether rows are not known yet, since the handshake is another connector's."""
-        return self._config.extra.engine == "none" and not self._told
+        return self._config.extra.engine == "none" and not self._workers
 
-    def _hear(self, told: AddressMetadata) -> None:
+    def _add_worker(self, worker: AddressMetadata) -> None:
         offload = self._config.extra.offload
-        self._told[told.rank] = told
+        self._workers[worker.rank] = worker
         self._recovery.expect(expects=bool(offload and offload.disk_path))
-
-    def _address(self) -> AddressMetadata | None:
-        if self._worker is None:
-            return None
-        return AddressMetadata(self._rank, self._worker.address(), self._row_bytes)
 
     def _check_weights(self, metadata: OrdersMetadata) -> None:
         """Before anything of a step's orders is carried out."""

@@ -1,7 +1,8 @@
-"""The two halves of a connector, made from what vLLM was configured with and what its workers told."""
+"""The two halves of a connector, made from vLLM's configuration and what its workers announced."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm.geometry import VllmCache, held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
-from kvconnect.vllm.memory import still_taken_bytes
+from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
     align_tokens,
@@ -30,9 +31,7 @@ from kvconnect.vllm.offload import (
     offload_config,
     stack_facts,
 )
-from kvconnect.vllm.prompts import prompt_digest
-from kvconnect.vllm.reports import AddressMetadata
-from kvconnect.vllm.request_ids import parent_of
+from kvconnect.vllm.requests import parent_of, prompt_digest
 from kvconnect.vllm.values import attention_layers
 from kvconnect.worker.connector import WorkerConnector
 
@@ -44,9 +43,9 @@ def make_scheduler_half(
     vllm_config: VllmConfig,
     kv_cache_config: Any,
     config: TransferConfig,
-    told: Mapping[int, AddressMetadata],
+    workers: Mapping[int, AddressMetadata],
 ) -> SchedulerComposite:
-    """The scheduler half, once the workers have told about themselves."""
+    """The scheduler half, once the workers have announced themselves."""
     extra = config.extra
     transfer = None
     if extra.engine != "none":
@@ -62,7 +61,7 @@ def make_scheduler_half(
             config,
             scheduler_config(kv_cache_config),
             traits,
-            directory=tuple(meta.address for meta in told.values() if meta.address is not None),
+            directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
             environ=os.environ,
             clock=time.time,
         )
@@ -73,7 +72,7 @@ def make_scheduler_half(
             offload_config(kv_cache_config).groups,
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
             align_tokens=align_tokens(kv_cache_config),
-            row_bytes=_same_rows(told),
+            row_bytes=_same_rows(workers),
             draft_groups=draft_groups(vllm_config, kv_cache_config),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             lower_tiers=lower_tier_names(extra.offload),
@@ -87,10 +86,11 @@ def make_worker_half(
     kv_cache_config: Any,
     config: TransferConfig,
     kv_caches: Mapping[str, torch.Tensor],
+    *,
     rank: int,
     weights: str,
-) -> tuple[WorkerComposite, dict[int, int]]:
-    """The worker half, with the caches registered, and the bytes of its rows by cache group."""
+) -> WorkerComposite:
+    """The worker half, with the caches registered."""
     world_size = vllm_config.parallel_config.tensor_parallel_size
     counts = head_counts(vllm_config)
 
@@ -106,7 +106,7 @@ def make_worker_half(
         )
 
     # Before anything is taken: what is ours is none of vLLM's share.
-    reserved_bytes = still_taken_bytes(vllm_config, kv_caches)
+    reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     transfer = None
     if config.extra.engine != "none":
         cache = described(convert_dtype=config.extra.convert_dtype)
@@ -142,7 +142,21 @@ def make_worker_half(
             least_rows=least_rows(config.extra.offload, kv_cache_config),
         )
         offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
-    return WorkerComposite(transfer, offload), {} if offload is None else offload.row_bytes
+    return WorkerComposite(transfer, offload)
+
+
+def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
+    """What vLLM may yet take of a device by its own setting, for activations and graphs; 0 beside no GPU.
+
+    vLLM makes the worker's connector after it has measured the device and sized the cache, and asks none for
+    a share: slots live outside of ``gpu_memory_utilization``. Where the cache's size was given in bytes the
+    setting says nothing of the rest, and the caches that are there may have passed it.
+    """
+    if device.type != "cuda":
+        return 0
+    _, total_bytes = torch.cuda.mem_get_info(device)
+    share_bytes: int = math.ceil(total_bytes * vllm_config.cache_config.gpu_memory_utilization)
+    return max(0, share_bytes - int(torch.cuda.memory_reserved(device)))
 
 
 def tensor_rank() -> int:
@@ -157,13 +171,13 @@ def _num_lookahead_tokens(vllm_config: VllmConfig) -> int:
     return getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
 
 
-def _same_rows(told: Mapping[int, AddressMetadata]) -> dict[int, int]:
+def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:
     """The rows of all ranks. The scheduler numbers rows once for all of them.
 
     Raises:
         ConfigError: the ranks' rows differ.
     """
-    rows = {rank: meta.row_bytes for rank, meta in sorted(told.items())}
+    rows = {rank: meta.row_bytes for rank, meta in sorted(workers.items())}
     first = next(iter(rows.values()), {})
     if not first or any(other != first for other in rows.values()):
         raise ConfigError(

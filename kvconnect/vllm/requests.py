@@ -1,31 +1,89 @@
-"""What is done to a request of vLLM when it arrives. Imports no vLLM."""
+"""What vLLM's requests are to us: which were made of one, what their KV depends on, how prompts are
+shortened.
+
+vLLM calls the request for prompt ``i`` of a completion ``cmpl-NAME-i-RANDOM``, with any NAME that a client
+chose, and makes children ``0_ID``, ``1_ID`` and so on of a request that is to be answered several times.
+Imports no vLLM.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.scheduler.params import TRANSFER_KEY, transfer_params
+from kvconnect.scheduler.prompts import digest_prompt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+# Ids that a client had a part in begin with letters of vLLM's own.
+_CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
+_LATER_PROMPT = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
+
+
+def parent_of(request_id: str) -> str:
+    """The request that a child was made of; a request that is none is its own."""
+    child = _CHILD.fullmatch(request_id)
+    return request_id if child is None else child[1]
+
+
+def reaches_router(request: Request) -> bool:
+    """Whether the parameters that this request ends with can reach a router.
+
+    One answer to a batch of prompts carries those of the first prompt; a stream has an end for each. What a
+    router gave a transfer id it can name without them.
+    """
+    if _LATER_PROMPT.fullmatch(request.request_id) is None:
+        return True
+    kind = getattr(getattr(request.sampling_params, "output_kind", None), "name", "")
+    return kind != "FINAL_ONLY" or transfer_params(request).get(TRANSFER_KEY) is not None
+
 
 def introduce(half: SchedulerComposite, request: Request) -> None:
     """Make a new request known to the scheduler half."""
-    # With prompt log probabilities vLLM computes the whole prompt anew, whatever could be loaded.
+    # With prompt log probabilities vLLM computes the whole prompt anew, even where some could be loaded.
     reads, writes = not request.get_skip_reading_prefix_cache(), not getattr(request, "resumable", False)
     half.new_request(request, reads=reads, writes=writes)
 
 
 def shorten(request: Request, excess: int) -> None:
     """Cut the last ``excess`` tokens off a prompt that has not been scheduled yet, and compute no more."""
-    if request.prompt_token_ids is not None:
-        request.prompt_token_ids = request.prompt_token_ids[:-excess]
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-excess]
-    if getattr(request, "prompt_is_token_ids", None) is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-excess]
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        if (prompt := getattr(request, name, None)) is not None:
+            setattr(request, name, prompt[:-excess])
     # In place: vLLM hands out read-only views of this list.
     del request._all_token_ids[-excess:]
     request.num_prompt_tokens -= excess
     request.max_tokens = 1
+
+
+def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
+    """The digest of a request's first tokens, and of what vLLM tells equal blocks apart by.
+
+    Made of the same for every version of vLLM, each of which writes its own hashes. None for what vLLM
+    submits, and aborts, in place of a request whose client left or that was refused before it came here: it
+    has the parameters of that one, so that they can be given back, and a prompt of one token.
+    """
+    if getattr(request, "abort_immediately", False):
+        return None
+    return digest_prompt(request.all_token_ids[:num_tokens], _keys(request, num_tokens))
+
+
+def _keys(request: Request, num_tokens: int) -> Iterator[tuple[str | int | bytes, ...]]:
+    lora = request.lora_request
+    if lora is not None:
+        yield "lora", lora.lora_name, lora.lora_path
+    if request.cache_salt:
+        yield "salt", request.cache_salt
+    for feature in request.mm_features or ():
+        if feature.mm_position.offset < num_tokens:
+            yield "mm", feature.identifier, feature.mm_position.offset, feature.mm_position.length
+    if request.prompt_embeds is not None:
+        embeds = request.prompt_embeds[:num_tokens].contiguous().cpu()
+        yield "embeds", str(embeds.dtype), hashlib.sha256(embeds.view(torch.uint8).numpy()).digest()

@@ -1,9 +1,8 @@
 """A worker's numbers on their way through vLLM: to its log line and to its ``/metrics``.
 
-A worker tells what changed in a step (``TransferStats``). vLLM adds up its ranks, sends the plain
-dictionary to the API server, adds up again what belongs to one log line, and hands every dictionary to
-``TransferPromMetrics``. The same ``aggregate`` serves ranks and time: counters add up, and gauges, which
-would not, are kept by rank.
+A worker reports what changed in a step (``TransferStats``). vLLM adds up its ranks, sends the sum to the API
+server, adds up again what belongs to one log line, and hands each dictionary to ``TransferPromMetrics``.
+``aggregate`` serves ranks and time: counters add up, gauges are kept by rank.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TransferStats(KVConnectorStats):
 
     @classmethod
     def of_worker(cls, rank: int, changes: Changes) -> TransferStats:
-        """What one worker has to tell."""
+        """What one worker reports."""
         gauges = {str(rank): changes.gauges} if changes.gauges else {}
         return cls({"counters": changes.counters, "gauges": gauges, "load_seconds": changes.load_seconds})
 
@@ -65,7 +64,7 @@ class TransferStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> TransferStats:
-        """Add what another worker has to tell, or the same one later. ``other`` stays as it is."""
+        """Add what another worker reports, or the same one later. ``other`` stays as it is."""
         counters = self.data["counters"]
         for name, numbers in other.data["counters"].items():
             ours = counters.setdefault(name, {})
@@ -124,7 +123,7 @@ class TransferPromMetrics(KVConnectorPromMetrics):
                     name=name, documentation=text, labelnames=[*labelnames, *family.labels]
                 )
             else:
-                # Of several API servers each hears only some steps: the one that heard last is right.
+                # Each of several API servers is given some steps only: the latest value is right.
                 self._families[family.name] = self._gauge_cls(
                     name=name,
                     documentation=text,

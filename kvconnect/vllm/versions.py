@@ -1,7 +1,6 @@
-"""Which vLLM this is, and whether it can do what a connector cannot do without.
+"""Which vLLM this is, and whether it can do what a connector cannot do without. Imports no vLLM.
 
-What a vLLM can do is found by looking, never by comparing versions. The version is read for one thing
-only: to say once that it is one nobody has tried. Imports no vLLM.
+What a vLLM can do is found by looking, never by comparing versions: these are only warned of, once.
 """
 
 from __future__ import annotations

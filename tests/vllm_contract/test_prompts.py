@@ -21,7 +21,7 @@ from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.params import HANDLE_KEY
 from kvconnect.scheduler.stack import StackTraits
-from kvconnect.vllm.prompts import prompt_digest
+from kvconnect.vllm.requests import prompt_digest
 from tests.scheduler.test_connector import ATTENTION, HANDLES
 
 PAIRS = 1000

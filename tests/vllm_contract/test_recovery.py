@@ -20,12 +20,12 @@ def test_it_steps_while_more_is_told_and_then_no_more():
     for _ in range(3):
         assert recovery.is_under_way
         recovery.step()
-        recovery.heard(NEWS)
+        recovery.reported(NEWS)
     assert recovery.is_under_way
     recovery.step()
     assert not recovery.is_under_way, "a step that brought nothing is the last"
     recovery.step()
-    recovery.heard(NEWS)
+    recovery.reported(NEWS)
     assert recovery.is_under_way, "what changes later is heard in the same way"
 
 
@@ -35,7 +35,7 @@ def test_where_nothing_is_told_it_waits_for_a_while():
     assert recovery.is_under_way
     clock.now += WAIT_S - 0.1
     recovery.step()
-    recovery.heard([OffloadReport(0)])
+    recovery.reported([OffloadReport(0)])
     assert recovery.is_under_way
     clock.now += 0.2
     assert not recovery.is_under_way

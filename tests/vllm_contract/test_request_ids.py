@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.vllm.request_ids import parent_of, reaches_router
+from kvconnect.vllm.requests import parent_of, reaches_router
 
 CHOSEN = ["x", "a-1", "1_a", "a-1-0123abcd", "cmpl-a-1-0123abcd", "___prefill_addr_10.0.0.1:1_", "a b\nc-2"]
 """What clients may put between vLLM's own parts."""

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.loaded import LoadedWeights, ResetWatch
-from kvconnect.vllm.reports import OrdersMetadata
+from kvconnect.vllm.metadata import OrdersMetadata
 from kvconnect.vllm.steps import Steps
 
 EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)

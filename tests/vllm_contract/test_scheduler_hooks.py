@@ -20,8 +20,8 @@ from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.loaded import ResetWatch
+from kvconnect.vllm.metadata import AddressMetadata, ReportMetadata
 from kvconnect.vllm.recovery import WAIT_S, Recovery
-from kvconnect.vllm.reports import AddressMetadata, ReportMetadata
 from kvconnect.vllm.steps import Steps
 from tests.offload.half_kit import Kind, Stack
 
@@ -38,13 +38,17 @@ def connector(half: SchedulerComposite | None = None, engine: str = "none") -> K
             "kv_connector_extra_config": {"engine": engine, "offload": {"cpu_bytes": 1 << 20}},
         }
     )
-    made._vllm, made._told, made._early, made._is_asked = None, {}, {}, False
-    made._report, made._rank, made._row_bytes, made._worker = ReportMetadata(()), 0, {0: 64}, None
-    made._scheduler, made._kept, made._moved = half, KEPT, MOVED
-    made._cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())])
+    made._vllm = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=True), scheduler_config=SimpleNamespace()
+    )
+    made._workers, made._early, made._is_asked = {}, {}, False
+    made._report, made._own, made._worker = ReportMetadata(()), AddressMetadata(0, None, {0: 64}), None
+    made._scheduler, made._kept = half, KEPT
+    made._cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())], transfer_group_ids=MOVED
+    )
     made._recovery = Recovery(expects=made._awaits_workers, clock=lambda: 0.0)
     made._steps = Steps(is_zeroed_first=False)
-    made._takes_all_but_one = False
     made._reset_watch, made._weights = ResetWatch(), None
     return made
 
@@ -67,7 +71,7 @@ def test_vllm_is_told_until_a_request_ends_that_its_restore_brought_no_replayed_
     """It asks before the blocks are given, and again once the load was reported, to replay the rest."""
     stack = stored()
     hooks = connector(SchedulerComposite(None, stack.half))
-    hooks._told = {0: AddressMetadata(0, None, {0: 64})}
+    hooks._workers = {0: AddressMetadata(0, None, {0: 64})}
     request = stack.add("again", range(64))
     assert hooks.get_num_new_matched_tokens(request, 0) == (56, True)
     assert hooks.get_loaded_kv_cache_group_ids(request) == KEPT
@@ -114,9 +118,8 @@ class Theirs:
 class Worker:
     """A worker half that carries nothing out."""
 
-    def __init__(self, address: RankAddress | None) -> None:
-        self.address = lambda: address
-        self.start = lambda orders: None
+    def start(self, orders) -> None:
+        pass
 
 
 def beside(ours: KVConnect, theirs: Theirs, *, first: bool) -> MultiConnector:
@@ -155,7 +158,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
         lambda *given: made.append(given[-1]) or SchedulerComposite(None, stack.half),
     )
     ours, theirs = connector(), Theirs()
-    ours._worker = Worker(None)
+    ours._worker = Worker()
     worker = beside(ours, Theirs(), first=first)
     monkeypatch.setattr(module, "outermost", lambda ours: worker)
     ours = connector()
@@ -198,13 +201,13 @@ def test_requests_wait_for_a_bounded_time_for_what_workers_tell():
 def test_alone_the_handshake_tells_what_the_workers_are():
     hooks = connector()
     assert hooks.get_handshake_metadata() is None
-    hooks._worker = Worker(None)
+    hooks._worker = Worker()
     assert hooks.get_handshake_metadata() == AddressMetadata(0, None, {0: 64})
 
 
 def test_an_engine_beside_another_handshake_is_refused_with_what_is_accepted():
     hooks = connector(engine="nixl")
-    hooks._worker = Worker(RankAddress(0, "10.0.0.1", 5600))
+    hooks._worker, hooks._own = Worker(), AddressMetadata(0, RankAddress(0, "10.0.0.1", 5600))
     assert hooks.get_handshake_metadata().address is not None
     with pytest.raises(ConfigError, match=r"TheirMetadata.* engine is 'nixl'; accepted .*: engine 'none'"):
         hooks.set_xfer_handshake_metadata_pp_aware({(0, 0): TheirMetadata()})

@@ -38,7 +38,7 @@ from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_
 from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.orders import OffloadReport, TierChange
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.reports import PEER_SOURCE, ReportMetadata, hit_sources, kv_events
+from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources, kv_events
 from kvconnect.vllm.stats import TransferStats
 from kvconnect.vllm.versions import vllm_version
 from tests.vllm_contract.sources import VERSIONS, recorded
@@ -422,7 +422,8 @@ MULTI = {
 
 def test_a_multi_connector_carries_our_stats(clean_registry):
     children = [SimpleNamespace(get_kv_connector_stats=lambda: None), object.__new__(KVConnect)]
-    children[1]._worker, children[1]._rank = SimpleNamespace(changes=busy().changes), 0
+    children[1]._worker = SimpleNamespace(changes=busy().changes)
+    children[1]._own = AddressMetadata(0, None)
     multi = object.__new__(MultiConnector)
     multi._connectors = children
     stats = multi.get_kv_connector_stats()
