@@ -157,6 +157,21 @@ def test_several_answers_to_one_prompt_take_one_lease_and_one_load(servers):
     assert len(prefill.observed("hold")) - holds == 1
 
 
+def test_several_answers_through_the_router(servers, router):
+    prefill, decode = servers
+    url, flow = router
+    loaded = decode.loaded_tokens()
+    for number in range(2):
+        prompt = random_prompt(700, 8000 + 10 * len(flow) + number)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "ignore_eos": True, **FOUR}
+        answer = fetch_json(url + "/v1/completions", {**body, "return_token_ids": True}, 120)
+        tokens = [choice["token_ids"] for choice in answer["choices"]]
+        assert tokens == [prefill.local_tokens(prompt)] * 4
+    prefill.wait_idle(SOON_S)
+    decode.wait_idle()
+    assert decode.loaded_tokens() - loaded == 2 * 700
+
+
 def test_a_batch_of_prompts_holds_what_its_answer_tells_of(servers):
     prefill, decode = servers
     prompts = [random_prompt(400, 80 + number) for number in range(4)]
