@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable
+from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.cache.retention import Retention
 from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
 from kvconnect.errors import LocalError
@@ -74,28 +74,13 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def worker_facts(
-    config: KVCacheConfig,
-    table: RegionTable,
-    *,
-    rank: int,
-    world_size: int,
-    salt: str,
-    stack: Mapping[str, Any],
-) -> dict[str, Any]:
-    """All facts of one worker.
+def worker_facts(config: KVCacheConfig, table: RegionTable, **others: Any) -> dict[str, Any]:
+    """All facts of one worker: those of its cache and its rows, and ``others``.
 
-    ``stack`` are those that only the serving stack knows: the model, its revision and weights, adapters, and
-    how the hashes of contents are made.
+    These are its rank, the salt, and what only the serving stack knows: the model, its revision and weights,
+    adapters, and how the hashes of contents are made.
     """
-    return {
-        "cache": cache_facts(config),
-        "rows": row_facts(table),
-        "rank": rank,
-        "world_size": world_size,
-        "salt": salt,
-        "stack": dict(stack),
-    }
+    return {"cache": cache_facts(config), "rows": row_facts(table), **others}
 
 
 def cache_facts(config: KVCacheConfig) -> list[Any]:
@@ -127,18 +112,13 @@ def row_facts(table: RegionTable) -> dict[str, Any]:
 
     Rows hold the pages of a block region by region in the table's order, without padding.
     """
-    return {
-        "groups": [_group_facts(geometry) for geometry in table.groups],
-        "regions": [_region_facts(region) for region in table.regions],
-    }
-
-
-def _group_facts(geometry: GroupGeometry) -> dict[str, Any]:
-    facts: dict[str, Any] = {"group": geometry.group, "retention": geometry.retention}
-    if not geometry.is_state:
-        facts["block_tokens"] = geometry.block_tokens
-        facts["blocks_per_kv_block"] = geometry.blocks_per_kv_block
-    return facts
+    groups: list[dict[str, Any]] = []
+    for geometry in table.groups:
+        groups.append({"group": geometry.group, "retention": geometry.retention})
+        if not geometry.is_state:
+            groups[-1]["block_tokens"] = geometry.block_tokens
+            groups[-1]["blocks_per_kv_block"] = geometry.blocks_per_kv_block
+    return {"groups": groups, "regions": [_region_facts(region) for region in table.regions]}
 
 
 def _region_facts(region: Region) -> dict[str, Any]:

@@ -93,20 +93,22 @@ class OffloadWorker:
         """The names of the tiers below host memory that are configured, nearest first."""
         return lower_tier_names(self._config)
 
+    # These, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
+
     @property
     def row_bytes(self) -> dict[int, int]:
-        """Bytes of a row by group index. Raises ``LocalError`` before ``register_kv_caches``."""
+        """Bytes of a row by group index."""
         return {group: self.plan.row_class(group).row_bytes for group in self.plan.groups}
 
     @property
     def plan(self) -> ArenaPlan:
-        """How host memory is divided. Raises ``LocalError`` before ``register_kv_caches``."""
+        """How host memory is divided."""
         self._registered()
         return self._arena.plan
 
     @property
     def namespace(self) -> Namespace:
-        """What the bytes of blocks depend on. Raises ``LocalError`` before ``register_kv_caches``."""
+        """What the bytes of blocks depend on."""
         self._registered()
         return self._namespace
 
@@ -167,24 +169,14 @@ class OffloadWorker:
         )
 
     def _name(self) -> Namespace:
-        return Namespace.of(
-            worker_facts(
-                self._cache_config,
-                self._table,
-                rank=self._rank,
-                world_size=self._world_size,
-                salt=self._config.salt,
-                stack={**self._facts, "weights": self._weights},
-            )
-        )
+        own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
+        stack = {**self._facts, "weights": self._weights}
+        return Namespace.of(worker_facts(self._cache_config, self._table, stack=stack, **own))
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: nothing that is kept is theirs, in any tier.
 
         After the scheduler half was cleared, and before the first orders whose KV is of the new ones.
-
-        Raises:
-            LocalError: ``register_kv_caches`` was not called.
         """
         _, loop = self._registered()
         self._weights = weights
@@ -205,9 +197,6 @@ class OffloadWorker:
         """Read the blocks that are to be stored, before the step that comes with these orders is launched.
 
         The same orders are given to ``start`` afterwards.
-
-        Raises:
-            LocalError: ``register_kv_caches`` was not called.
         """
         if not orders:
             return
@@ -230,11 +219,7 @@ class OffloadWorker:
         loop.order(take)
 
     def start(self, orders: OffloadOrders) -> None:
-        """Take the rest of a step's orders. Never waits.
-
-        Raises:
-            LocalError: ``register_kv_caches`` was not called.
-        """
+        """Take the rest of a step's orders. Never waits."""
         if not (orders.restores or orders.fetches or orders.seeks):
             return
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
@@ -303,7 +288,7 @@ class OffloadWorker:
         }
 
     def usage(self) -> dict[str, Any]:
-        """What there is to see that stays when idle: sizes, and what each lower tier says of itself."""
+        """What there is to see that stays when idle: sizes, and the state of each lower tier."""
         if self._copier is None or self._loop is None:
             return {}
         return {

@@ -56,7 +56,7 @@ class LowerTiers:
         self._write_timeout_s, self._read_timeout_s = WRITE_TIMEOUT_S, READ_TIMEOUT_S
         self._calls: dict[_Key, _Call] = {}
         self.next_deadline_s: float | None = None
-        """When ``advance`` has something to do though no tier has news."""
+        """When ``advance`` has something to do though no tier has anything to report."""
         self._logged: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class LowerTiers:
         return tier
 
     def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
-        """Log once of each tier and kind what went wrong there; the count tells how often."""
+        """Log once of each tier and kind what went wrong there; the count has the others."""
         if (name, kind) not in self._logged:
             self._logged.add((name, kind))
             logger.error("lower tier %s: " + text, name, *about, exc_info=exc_info)

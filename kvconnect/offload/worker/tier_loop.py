@@ -32,13 +32,7 @@ _LAST_COPIES_S = 5.0
 class TierLoop:
     """``step`` does everything that can be done now and returns how long to sleep; the thread only sleeps.
 
-    Args:
-        copies: between device and rows.
-        lower: the tiers below.
-        jobs: what is open.
-        metrics: only this thread writes them, once it runs.
-        device: where the pages are.
-        release: called last, on the thread: frees memory that is not used then.
+    Only the thread writes ``metrics``. It calls ``release`` last, which frees memory that is not used then.
     """
 
     def __init__(
