@@ -2,7 +2,8 @@
 
 The folders are the data flow, and their order is the import order:
 
-``cache``      what bytes exist: specs, kernel block sizes, block tables, the region table, shards
+``cache``      what bytes exist: specs, region table, shards, retention
+``runner_kit`` kernel block sizes, block tables, zeroing, flex-attention capacity
 ``plan``       pure: which bytes go where
 ``pack``       kernels that move pages into a contiguous slot and out of one
 ``engine``     one narrow seam over the transfer libraries; the only place that imports them
@@ -11,12 +12,14 @@ The folders are the data flow, and their order is the import order:
 ``worker``     the half that lives with the tensors: leases, loads, slots
 ``offload``    tiers below the device's memory: index, copies, disk, store, and their two halves
 ``vllm``       the connector class that vLLM loads, and everything that knows a vLLM type
-``testing``    shipped doubles, contract suites and the simulator
 ``node``       a small real serving node, used by the demo, the tests and the benchmarks
 ``router``     the HTTP router of a prefill/decode pair
 ``explain``    what two configurations would exchange, and by which path
+``testing``    contract suites and doubles, for engines and tiers of others too
+``demo``       the proof that an installed kvconnect works here
+``cli``        the command line, a file per command
 
 This module imports nothing heavy: a serving stack loads it in every one of its processes.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

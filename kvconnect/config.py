@@ -128,9 +128,9 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             where ``host`` is a loopback address.
         key_file: the secret that all nodes of a small cluster share (``kvconnect keys new``).
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
-        allow_peers: whom this node fetches from, and nobody else: host, host:port, network, and
-            network:ports such as ``10.0.0.0/24:14600-14607``. Empty for whoever a signed handle names. Also
-            hosts that a peer's engine or other ranks may be at, beside the one that it speaks from.
+        allow_peers: the only peers that this node fetches from: host, host:port, network, and network:ports
+            such as ``10.0.0.0/24:14600-14607``. Empty for every peer that a signed handle names. Also hosts
+            that a peer's engine or other ranks may be at, beside the one that it connects from.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
         path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
             peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers
@@ -141,10 +141,10 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             packed path, with the scales of the quantised side; both sides must say so.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
             asked both nodes at once and the packed path is open; 0 for never.
-        lease_s: how long prefilled blocks wait to be fetched, unless who will fetch them renews that.
-        lease_max_s: how long they wait at most, however often that is renewed.
-        drain_s: how long a node that shall stop goes on sending what it was asked for. vLLM decides that by
-            itself: ``--shutdown-timeout``, 0 unless told otherwise.
+        lease_s: how long prefilled blocks wait to be fetched, unless the decode node renews the lease.
+        lease_max_s: how long they wait at most, however often the lease is renewed.
+        drain_s: how long a node that shall stop goes on sending what it was asked for. Under vLLM its own
+            ``--shutdown-timeout`` decides, which is 0 by default.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
