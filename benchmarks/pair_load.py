@@ -21,7 +21,6 @@ from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.outcome import difference, tokens_of
 from kvconnect.demo.pair import START_TIMEOUT_S, Pair, ask, start_nodes, start_reference, start_router
 from kvconnect.errors import KVConnectError
-from tests.faults.listeners import family
 
 _SOAK_TOKENS = 4
 _LONGEST_PROMPT = 160
@@ -102,13 +101,12 @@ def bench_idle(*, engine: str, model: str, seconds: float) -> int:
             ask(url, model, list(range(1, 100)))
         time.sleep(1.0)
         nodes = {"alone": single, "prefill": pair.prefill, "decode": pair.decode}
-        before = {name: _family_seconds(child.pid) for name, child in nodes.items()}
+        before = {name: _cpu_seconds(child.pid) for name, child in nodes.items()}
         started = time.monotonic()
         time.sleep(seconds)
         waited = time.monotonic() - started
         cores = {
-            name: round((_family_seconds(child.pid) - before[name]) / waited, 4)
-            for name, child in nodes.items()
+            name: round((_cpu_seconds(child.pid) - before[name]) / waited, 4) for name, child in nodes.items()
         }
     extra = {side: round(cores[side] - cores["alone"], 4) for side in ("prefill", "decode")}
     print(
@@ -172,19 +170,14 @@ def _until(read: Callable[[], Any], good: Callable[[Any], bool]) -> Any:
         time.sleep(0.2)
 
 
-def _family_seconds(pid: int) -> float:
-    """The processor time of a node so far, its HTTP front's among it.
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process and its threads so far.
 
     Raises:
         KVConnectError: this is no Linux, or the process is gone.
     """
     try:
-        return sum(_cpu_seconds(one) for one in family(pid))
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError as error:
         raise KVConnectError(f"the processor time of process {pid} cannot be read: {error}") from error
-
-
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process and its threads so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from kvconnect.demo.http import growth
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.key_files import new_secret
 from tests.faults import frames
@@ -145,9 +144,6 @@ def judge_health(stage: Stage, questions: Questions, before: Health, report: Hos
         internal = actor.metrics().get(("kvconnect_failures_total", (("reason", "internal"),)), 0)
         if internal:
             report.problems.append(f"{actor.name} met {internal:.0f} errors of its own, see its log")
-        restarts = growth({}, actor.metrics(), "kvconnect_node_front_restarts_total")
-        if restarts:
-            report.problems.append(f"{actor.name} had to start its HTTP front {restarts:.0f} times again")
     for name, rss_bytes in before.rss_bytes.items():
         grown = after.rss_bytes[name] - rss_bytes
         report.grown_bytes[name] = grown

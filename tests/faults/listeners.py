@@ -1,4 +1,4 @@
-"""Where a process listens and what it has started, read from /proc: no tool for it is on every machine."""
+"""Where a process listens, read from /proc: no tool for it is on every machine."""
 
 from __future__ import annotations
 
@@ -29,16 +29,6 @@ def listeners(pid: int) -> list[tuple[str, int]]:
                 address, _, port = fields[1].partition(":")
                 found.append((_host(address), int(port, 16)))
     return found
-
-
-def family(pid: int) -> list[int]:
-    """A process and those that it has started.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [pid, *(int(child) for task in tasks for child in (task / "children").read_text().split())]
 
 
 def _link(path: Path) -> str:

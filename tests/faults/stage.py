@@ -23,7 +23,6 @@ from typing import Any
 from kvconnect.demo.children import ChildFailed
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
 from kvconnect.demo.pair import RESERVED_BLOCKS
-from tests.faults.listeners import family
 from tests.faults.nursery import Nursery, is_running, wait_until_gone
 
 START_TIMEOUT_S = 90.0
@@ -145,14 +144,14 @@ class Actor:
 
     @property
     def rss_bytes(self) -> int:
-        """The memory that it and its HTTP front occupy."""
-        pages = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in family(self.pid)]
-        return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
+        """The memory that it occupies."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def num_threads(self) -> int:
-        """The threads that it and its HTTP front run."""
-        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in family(self.pid))
+        """The threads that it runs."""
+        return len(os.listdir(f"/proc/{self.pid}/task"))
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log."""
