@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo import children, http, outcome, prompts, runner
 from kvconnect.demo.outcome import Outcome, Tokens
+from kvconnect.demo.runner import DemoOptions
 from kvconnect.node.options import NodeOptions
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +175,7 @@ kvconnect_transfer_seconds_total{direction="received"} %s
 
 
 def judged(ok: float, failed: float, moved: float, seconds: float) -> Outcome:
-    made = Outcome("memory", "gqa", 3)
+    made = Outcome(engine="memory", model="gqa", requests=3)
     before = http.parse_metrics(METRICS % (1, 0, 1e9, 1))
     after = http.parse_metrics(METRICS % (1 + ok, failed, 1e9 + moved, 1 + seconds))
     outcome.judge_transfer(made, before, after, [[1], [1, 2], [1, 2, 3]])
@@ -194,16 +195,16 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(mo
     reasons = {"mooncake": "apt-get install libibverbs1", "nixl": "", "memory": ""}
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
-    monkeypatch.setattr(runner, "_run_all", lambda engines, *_: ran.extend(engines) or [])
-    everything = {"engines": [], "models": [], "requests": 1, "json_output": True}
-    assert runner.run_demo(**everything) == 0
+    monkeypatch.setattr(runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
+    everything = DemoOptions(models=["gqa"], requests=1)
+    assert runner.run_demo(everything, json_output=True) == 0
     assert ran == ["nixl", "memory"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
-    assert runner.run_demo(**everything, require=["nixl", "mooncake"]) == 1
+    assert runner.run_demo(replace(everything, require=["nixl", "mooncake"]), json_output=True) == 1
     assert "mooncake is required and cannot run" in capsys.readouterr().err
     assert ran == ["nixl", "memory"]
     with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
-        runner.run_demo(**{**everything, "engines": ["mooncake"]})
+        runner.run_demo(replace(everything, engines=["mooncake"]))
 
 
 # --- the demo, whole ------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def test_one_flipped_byte_fails_the_demo(engine, path, flip, said, tmp_path, mon
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(children, "COMMAND", (sys.executable, str(script)))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = runner.run_demo(engines=[engine], models=["gqa"], requests=4, json_output=True, path=path)
+    code = runner.run_demo(DemoOptions([engine], ["gqa"], requests=4, path=path), json_output=True)
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert code == 1

@@ -40,23 +40,22 @@ def demo(
     ] = False,
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
-    from kvconnect.demo.runner import run_demo
+    from kvconnect.demo.runner import DemoOptions, run_demo
 
-    if offload:
-        from kvconnect.demo.offload import run_offload
-
-        options = ("--device", device, "--kv-cache-dtype", kv_cache_dtype)
-        raise typer.Exit(run_offload(models=model or [], json_output=json_output, node_options=options))
-    code = run_demo(
-        engines=engine or [],
-        models=model or [],
+    options = DemoOptions(
+        engines=engine or (),
+        models=model or (),
         requests=requests,
-        json_output=json_output,
-        require=require or [],
+        require=require or (),
         device=device,
         kv_cache_dtype=kv_cache_dtype,
         flow=flow,
         path=path,
         decode_block_size=decode_block_size,
     )
-    raise typer.Exit(code)
+    if offload:
+        from kvconnect.demo.offload import run_offload
+
+        node = options.node_options
+        raise typer.Exit(run_offload(models=options.models, json_output=json_output, node_options=node))
+    raise typer.Exit(run_demo(options, json_output=json_output))

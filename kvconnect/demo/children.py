@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kvconnect.errors import KVConnectError
 
@@ -38,41 +37,33 @@ class Child:
         self.name = name
         self.log = folder / f"{name}.log"
         self.url = ""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 [*COMMAND, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+        # Its group's too.
+        self.pid = self._process.pid
 
     def wait_ready(self, deadline: float) -> str:
-        """The URL it serves, once it says so; ``deadline`` is on the monotonic clock.
+        """The URL it serves, once it is ready; ``deadline`` is on the monotonic clock.
 
         Raises:
             ChildFailed: it ended, or the deadline passed.
         """
-        while not self.url:
-            found = _READY.search(self.log.read_text(errors="replace"))
-            if found:
-                self.url = found[1]
-                break
-            code = self._process.poll()
-            if code is not None:
+        while not (found := _READY.search(self.log.read_text(errors="replace"))):
+            if (code := self.exit_code()) is not None:
                 raise ChildFailed(f"{self.name} ended with code {code} before it was ready\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise ChildFailed(f"{self.name} was not ready in time\n{self.tail()}")
             time.sleep(0.05)
+        self.url = found[1]
         return self.url
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is that of its group too."""
-        return self._process.pid
 
     def exit_code(self) -> int | None:
         """None while it runs."""
@@ -97,7 +88,7 @@ class Child:
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self.pid, number)
 
 
 class Children:
@@ -110,12 +101,7 @@ class Children:
     def __enter__(self) -> Children:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def start(self, name: str, *arguments: str) -> Child:

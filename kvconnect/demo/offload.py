@@ -1,29 +1,24 @@
 """The demo's other part: one node, whose prompts come back when its pool was overwritten, and it restarted.
 
 Judged from outside, over HTTP: the tokens against those of a node that keeps nothing, and how many tokens
-of a prompt the node says it had not to compute.
+of a prompt the node reports as cached.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, fetch_json
-from kvconnect.demo.outcome import Tokens, difference, tokens_of
+from kvconnect.demo.outcome import Tokens, judge_tokens, tokens_of
 from kvconnect.demo.pair import START_TIMEOUT_S, ask, ask_all
 from kvconnect.demo.prompts import make_prompts
-from kvconnect.demo.runner import known
+from kvconnect.demo.report import Finding, known, note, report
 from kvconnect.errors import KVConnectError
 
 # Blocks of each model's pool, so that the prompts below do not fit into it together.
@@ -41,18 +36,26 @@ _STOP_TIMEOUT_S = 20.0
 _SETTLE_TIMEOUT_S = 20.0
 
 
-@dataclass
-class Returned:
-    """One line of the report: tokens found of those that could be, from memory and after a restart."""
+@dataclass(kw_only=True)
+class Returned(Finding):
+    """Tokens found of those that could be, from memory and after a restart."""
 
-    model: str
     prompts: int
     could_be_found: int = 0
     from_memory: int = 0
     from_disk: int = 0
-    token_exact: int = 0
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """See ``Finding``."""
+        return f"offload/{self.model}"
+
+    def summary(self) -> str:
+        """See ``Finding``."""
+        return (
+            f"{self.token_exact} of {2 * self.prompts} token-exact; of {self.could_be_found} tokens "
+            f"{self.from_memory} found in memory and {self.from_disk} on disk after a restart"
+        )
 
 
 def run_offload(*, models: Sequence[str], json_output: bool, node_options: Sequence[str] = ()) -> int:
@@ -61,32 +64,23 @@ def run_offload(*, models: Sequence[str], json_output: bool, node_options: Seque
     Raises:
         ConfigError: there is no such model.
     """
-    says = Console(stderr=True, highlight=False, soft_wrap=True)
-    folder = Path(tempfile.mkdtemp(prefix="kvconnect-demo-"))
-    outcomes = []
-    for model in known("model", models, tuple(POOLS)):
-        outcome = Returned(model, len(_RETURNING))
-        outcomes.append(outcome)
-        started = time.monotonic()
-        with Children(folder) as children:
-            try:
-                _run(outcome, children, folder / f"kept-{model}", node_options)
-            except KVConnectError as error:
-                outcome.problems.append(str(error))
-            if outcome.problems:
-                says.print(children.tails(), markup=False)
-        outcome.seconds = round(time.monotonic() - started, 2)
-        _say(outcome, says)
-        if json_output:
-            print(json.dumps(asdict(outcome)), flush=True)
-    failed = any(outcome.problems for outcome in outcomes)
-    if failed:
-        says.print(f"logs are kept in {folder}", markup=False)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-    if not json_output:
-        _print_table(outcomes)
-    return 1 if failed else 0
+    chosen = known("model", models, tuple(POOLS))
+
+    def run(folder: Path) -> Iterator[Finding]:
+        for model in chosen:
+            outcome = Returned(model=model, prompts=len(_RETURNING))
+            started = time.monotonic()
+            with Children(folder) as children:
+                try:
+                    _run(outcome, children, folder / f"kept-{model}", node_options)
+                except KVConnectError as error:
+                    outcome.problems.append(str(error))
+                if outcome.problems:
+                    note(children.tails())
+            outcome.seconds = round(time.monotonic() - started, 2)
+            yield outcome
+
+    return report(run, json_output=json_output)
 
 
 def _run(outcome: Returned, children: Children, disk: Path, node_options: Sequence[str]) -> None:
@@ -148,44 +142,6 @@ def _ask(
     outcome: Returned, url: str, prompts: Sequence[Sequence[int]], expected: Sequence[Tokens | BadAnswer]
 ) -> int:
     """Ask for all prompts, one after the other, and judge the tokens. Returns how many were found."""
-    found = 0
-    for index, (prompt, single) in enumerate(zip(prompts, expected, strict=True)):
-        answer = ask(url, outcome.model, prompt)
-        problem = difference(tokens_of(answer), single)
-        if problem:
-            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
-        else:
-            outcome.token_exact += 1
-        found += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
-
-
-def _say(outcome: Returned, says: Console) -> None:
-    verdict = "FAILED" if outcome.problems else "ok"
-    says.print(
-        f"{verdict:6} offload/{outcome.model}: {outcome.token_exact} of {2 * outcome.prompts} token-exact; "
-        f"of {outcome.could_be_found} tokens {outcome.from_memory} found in memory and {outcome.from_disk} "
-        f"on disk after a restart, {outcome.seconds:.1f} s",
-        markup=False,
-    )
-    for problem in outcome.problems:
-        says.print(f"offload/{outcome.model}: {problem}", markup=False)
-
-
-def _print_table(outcomes: Sequence[Returned]) -> None:
-    table = Table(title="prompts that come back to a node whose pool was overwritten")
-    table.add_column("model", no_wrap=True)
-    for name in ("exact", "tokens kept", "found in memory", "on disk after a restart", "s"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for outcome in outcomes:
-        table.add_row(
-            outcome.model,
-            f"{outcome.token_exact}/{2 * outcome.prompts}",
-            str(outcome.could_be_found),
-            str(outcome.from_memory),
-            str(outcome.from_disk),
-            f"{outcome.seconds:.1f}",
-            "[red]failed[/red]" if outcome.problems else "[green]ok[/green]",
-        )
-    Console().print(table)
+    answers = [ask(url, outcome.model, prompt) for prompt in prompts]
+    judge_tokens(outcome, prompts, [tokens_of(answer) for answer in answers], expected)
+    return sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.demo.http import BadAnswer, Samples, growth
+from kvconnect.demo.report import Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,42 +19,29 @@ class Tokens:
     draft: list[int] | None
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One line of the report. ``problems`` is empty exactly if everything was as it must be."""
+@dataclass(kw_only=True)
+class Outcome(Finding):
+    """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers."""
 
     engine: str
-    model: str
     requests: int
-    token_exact: int = 0
     kv_bytes: int = 0
     transfer_s: float = 0.0
+    gb_per_s: float = 0.0
     path: str = ""
     block_ids_differ: bool = False
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
 
     @property
-    def gb_per_s(self) -> float:
-        """Received bytes by the seconds of their transfers, 0 if nothing moved."""
-        return self.kv_bytes / self.transfer_s / 1e9 if self.transfer_s > 0 else 0.0
+    def name(self) -> str:
+        """See ``Finding``."""
+        return f"{self.engine}/{self.model}"
 
-    def to_json(self) -> str:
-        """The outcome as one JSON object."""
-        return json.dumps(
-            {
-                "engine": self.engine,
-                "model": self.model,
-                "requests": self.requests,
-                "token_exact": self.token_exact,
-                "kv_bytes": self.kv_bytes,
-                "transfer_s": round(self.transfer_s, 6),
-                "gb_per_s": round(self.gb_per_s, 6),
-                "path": self.path,
-                "block_ids_differ": self.block_ids_differ,
-                "seconds": round(self.seconds, 2),
-                "problems": self.problems,
-            }
+    def summary(self) -> str:
+        """See ``Finding``."""
+        return (
+            f"{self.token_exact} of {self.requests} token-exact, {self.kv_bytes} bytes of KV received "
+            f"({self.path or 'no path'}, {self.gb_per_s:.3f} GB/s), "
+            f"block ids {'differ' if self.block_ids_differ else 'are the same'}"
         )
 
 
@@ -87,6 +74,20 @@ def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
     return ""
 
 
+def judge_tokens(
+    finding: Finding,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Tokens | BadAnswer],
+    expected: Sequence[Tokens | BadAnswer],
+) -> None:
+    """Count the prompts with the tokens of a single node, and note how the others differ."""
+    for index, (prompt, mine, single) in enumerate(zip(prompts, answers, expected, strict=True)):
+        if problem := difference(mine, single):
+            finding.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
+        else:
+            finding.token_exact += 1
+
+
 def _first_difference(pair: Sequence[int], single: Sequence[int]) -> str:
     missing = "nothing"
     both = itertools.zip_longest(pair, single, fillvalue=missing)
@@ -101,6 +102,8 @@ def judge_transfer(
     received = {"direction": "received"}
     outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
     outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)
+    if outcome.transfer_s > 0:
+        outcome.gb_per_s = round(outcome.kv_bytes / outcome.transfer_s / 1e9, 6)
     paths = {
         dict(labels)["path"]
         for (name, labels), value in after.items()

@@ -21,6 +21,7 @@ from kvconnect.demo.outcome import (
     all_differ,
     difference,
     is_idle,
+    judge_tokens,
     judge_transfer,
     tokens_of,
 )
@@ -154,7 +155,7 @@ def judge(
 ) -> None:
     """Send everything through a pair and write down what was found.
 
-    ``by_hand`` is one more prompt with its expected tokens: its two legs are sent without the router,
+    ``by_hand`` is one more prompt with its expected tokens: it is sent to both nodes without the router,
     to see the block ids of both sides.
     """
     before = read_metrics(pair.decode.url)
@@ -162,12 +163,7 @@ def judge(
     got = ask_all(pair.router.url, outcome.model, prompts[:1])
     got += ask_all(pair.router.url, outcome.model, prompts[1:])
     after = read_metrics(pair.decode.url)
-    for index, (prompt, mine, single) in enumerate(zip(prompts, got, expected, strict=True)):
-        problem = difference(mine, single)
-        if problem:
-            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
-        else:
-            outcome.token_exact += 1
+    judge_tokens(outcome, prompts, got, expected)
     judge_transfer(outcome, before, after, prompts)
     _judge_router(outcome, read_metrics(pair.router.url), prompts, pair.flow)
     _judge_block_ids(outcome, pair, *by_hand)
@@ -199,10 +195,10 @@ def _judge_block_ids(
         second = ask(pair.decode.url, model, prompt, kv_transfer_params=params, return_kv_block_ids=True)
         problem = difference(tokens_of(second), expected)
     except BadAnswer as error:
-        outcome.problems.append(f"two legs by hand: {error}")
+        outcome.problems.append(f"both requests by hand: {error}")
         return
     if problem:
-        outcome.problems.append(f"two legs by hand: {problem}")
+        outcome.problems.append(f"both requests by hand: {problem}")
     theirs, mine = params.get("remote_block_ids"), second.get("kv_block_ids")
     outcome.block_ids_differ = all_differ(theirs, mine)
     if not outcome.block_ids_differ:
