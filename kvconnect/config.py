@@ -11,7 +11,7 @@ import difflib
 import ipaddress
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from kvconnect.errors import ConfigError
 CONNECTOR = "KVConnect"
 ENGINES = ("auto", "mooncake", "nixl", "nvlink", "memory")
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _OFFLOAD = "kv_connector_extra_config.offload"
 _OFFLOAD_LEAST = {
     "cpu_bytes": 1,
@@ -263,8 +264,7 @@ def _parse_offload(given: Any) -> OffloadConfig | None:
         return None
     if not isinstance(given, Mapping):
         raise ConfigError(f"{_OFFLOAD} is {given!r}, it must be an object of settings")
-    _refuse_unknown(given, OffloadConfig, _OFFLOAD)
-    offload: OffloadConfig = _convert(given, OffloadConfig, _OFFLOAD)
+    offload = read_struct(given, OffloadConfig, _OFFLOAD)
     _check_offload(offload)
     return offload
 
@@ -279,6 +279,16 @@ def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(decoded, dict):
         raise ConfigError(f"kv_transfer_config is {decoded!r}, it must be a JSON object")
     return decoded
+
+
+def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
+    """What was read of an object, checked field by field; ``where`` is what errors call the object.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is not accepted.
+    """
+    _refuse_unknown(given, kind, where)
+    return _convert(given, kind, where)
 
 
 def _refuse_unknown(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
@@ -298,7 +308,7 @@ def _settings(kind: type[msgspec.Struct]) -> list[str]:
     return [name for name in kind.__struct_fields__ if name not in Limits.__struct_fields__]
 
 
-def _convert(given: Mapping[str, Any], kind: type[Any], where: str) -> Any:
+def _convert(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
     """Field by field, so that an error can name the key and the value."""
     values = {}
     for field in msgspec.structs.fields(kind):

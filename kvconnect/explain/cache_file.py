@@ -13,14 +13,13 @@ An object with these keys; the first two are needed.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvconnect.config import ExtraConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, parse_kv_transfer_config, read_struct
 from kvconnect.errors import ConfigError
 from kvconnect.plan.cost import EngineRates, LinkCost
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
@@ -33,7 +32,6 @@ Rate = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _MOST_FILE_BYTES = 1 << 20
 
 
@@ -175,7 +173,7 @@ def read_rates(path: Path) -> Rates:
         ConfigError: it cannot be read or used, as for ``read_cache_file``.
     """
     try:
-        return _convert(_read_object(path), Rates, "")
+        return read_struct(_read_object(path), Rates, "rates")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -186,7 +184,7 @@ def parse_cache(given: Mapping[str, Any]) -> CacheFile:
     Raises:
         ConfigError: it cannot be used; the text names the key, the value and what is accepted.
     """
-    outer = _convert(given, _Outer, "")
+    outer = read_struct(given, _Outer, "cache")
     if not outer.layers:
         raise ConfigError("layers is empty; accepted: at least one kind of layers")
     layers = [_layer_kind(kind, f"layers[{index}]", outer) for index, kind in enumerate(outer.layers)]
@@ -205,7 +203,7 @@ def _layer_kind(given: Any, where: str, outer: _Outer) -> LayerKind:
         raise ConfigError(f"{where} is {given!r}; accepted: an object that describes layers")
     if given.get("kind") not in _KINDS:
         raise ConfigError(f"{where}.kind is {given.get('kind')!r}; accepted: {', '.join(_KINDS)}")
-    kind = _convert(given, _KINDS[given["kind"]], where)
+    kind = read_struct(given, _KINDS[given["kind"]], where)
     block_size = kind.block_size or outer.block_size
     if not isinstance(kind, TokenLayers):
         return msgspec.structs.replace(kind, block_size=block_size)
@@ -234,37 +232,3 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     if not isinstance(decoded, dict):
         raise ConfigError(f"it holds {type(decoded).__name__}; accepted: a JSON object")
     return decoded
-
-
-def _convert(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """Field by field, so that an error can name the key, the value and what is accepted."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    prefix = f"{where}." if where else ""
-    values = {}
-    for key, value in given.items():
-        if key not in fields:
-            near = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"{prefix}{key} is no key (its value is {value!r}); {hint}accepted: {', '.join(fields)}"
-            )
-        try:
-            values[key] = msgspec.convert(value, fields[key].type)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{prefix}{key} is {value!r}; {_accepted(fields[key].type, error)}") from error
-    for key, field in fields.items():
-        if field.required and key not in values:
-            raise ConfigError(f"{prefix}{key} is missing; {_accepted(field.type, None)}")
-    return kind(**values)
-
-
-def _accepted(kind: Any, error: msgspec.ValidationError | None) -> str:
-    described = msgspec.inspect.type_info(kind)
-    for option in getattr(described, "types", (described,)):
-        if isinstance(option, msgspec.inspect.LiteralType):
-            return f"accepted: {', '.join(str(value) for value in option.values)}"
-        if isinstance(option, msgspec.inspect.IntType):
-            return f"accepted: whole numbers from {option.ge} to {option.le}"
-        if isinstance(option, msgspec.inspect.FloatType):
-            return f"accepted: numbers above {option.gt} and up to {option.le:g}"
-    return str(error) if error else "it has no default"
