@@ -17,8 +17,7 @@ from benchmarks.transfer.cases import Layout
 from kvconnect.errors import KVConnectError
 from kvconnect.node.engine import Engine
 from kvconnect.node.options import NodeOptions
-from kvconnect.node.output import Output
-from kvconnect.node.request import Request
+from kvconnect.node.request import Output, Request
 from kvconnect.node.serve import build_engine
 
 LAYOUT = Layout("nhd", BLOCK_TOKENS)

@@ -7,17 +7,40 @@ group has one block per request. This file knows nothing of queues, connectors o
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.node.hashes import extend_chain
 
 NULL_BLOCK = 0
+HASH_SCHEME = "blake2b-128 of the chain so far and int32 tokens"
+_DIGEST_BYTES = 16
 # A block's content is known by its cache group and the hash of all tokens up to its end.
 ContentKey = tuple[int, bytes]
+
+
+def extend_chain(chain: list[bytes], token_ids: Sequence[int], block_tokens: int) -> None:
+    """Add the hashes of all whole blocks of ``token_ids`` that ``chain`` does not have yet.
+
+    Each hash covers every token up to the end of its block.
+    """
+    known = len(chain)
+    count = len(token_ids) // block_tokens
+    if known >= count:
+        return
+    added = np.asarray(token_ids[known * block_tokens : count * block_tokens], dtype=np.int32).tobytes()
+    width = block_tokens * 4
+    previous = chain[-1] if chain else b""
+    for start in range(0, len(added), width):
+        previous = hashlib.blake2b(
+            previous + added[start : start + width], digest_size=_DIGEST_BYTES
+        ).digest()
+        chain.append(previous)
 
 
 class BlockPool:

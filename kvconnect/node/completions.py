@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvconnect.node.output import Output
+from kvconnect.node.request import Output
 
 MAX_REQUEST_ID_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.node import hashes
+from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models.base import Model
 from kvconnect.node.options import NodeOptions
@@ -71,7 +71,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                 config.extra.offload,
                 cache.config,
                 cache.kernel_block_sizes,
-                facts={"model": fingerprint(options, model), "hashes": hashes.SCHEME},
+                facts={"model": fingerprint(options, model), "hashes": HASH_SCHEME},
                 weights=weights,
             )
             offload.register_kv_caches(cache.tensors)

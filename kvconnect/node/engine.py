@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.node.output import Failure, Output
-from kvconnect.node.request import Request
+from kvconnect.node.request import Failure, Output, Request
 from kvconnect.node.request_book import Counts
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler

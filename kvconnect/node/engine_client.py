@@ -20,8 +20,7 @@ from kvconnect.errors import LocalError
 from kvconnect.node.completions import CompletionBody
 from kvconnect.node.engine import Engine
 from kvconnect.node.metrics import NodeMetrics
-from kvconnect.node.output import Failure, Output
-from kvconnect.node.request import Request
+from kvconnect.node.request import Failure, Output, Request
 
 Sink = Callable[[Output], None]
 

@@ -1,4 +1,4 @@
-"""A completion request as the node's engine sees it.
+"""A completion request as the node's engine sees it, and what its client gets.
 
 Owns no blocks and no queues: a record that the scheduler changes. A request may carry a truncated prompt
 (see ``truncate``), which is what a prefill node of a recurrent model computes.
@@ -12,7 +12,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.node.blocks import RequestBlocks
-from kvconnect.node.output import Output
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request ended without its tokens. ``status`` is an HTTP status code."""
+
+    status: int
+    message: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """New tokens of a request, and its end if ``finish_reason`` or ``failure`` is set.
+
+    ``draft_token_ids`` are the draft model's proposals, None for a model without one.
+    ``kv_block_ids`` are the request's logical blocks by group when it ended.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    draft_token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    kv_block_ids: tuple[list[int], ...] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing follows."""
+        return self.finish_reason is not None or self.failure is not None
 
 
 class RequestState(enum.Enum):

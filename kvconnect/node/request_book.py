@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvconnect.errors import LocalError
 from kvconnect.node.blocks import BlockManager
-from kvconnect.node.output import Failure, Output
-from kvconnect.node.request import Request, RequestState
+from kvconnect.node.request import Failure, Output, Request, RequestState
 from kvconnect.node.transfers import Transfers
 
 

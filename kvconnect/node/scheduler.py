@@ -12,8 +12,7 @@ from collections import deque
 from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.node.blocks import BlockManager, Hit
 from kvconnect.node.options import NodeOptions
-from kvconnect.node.output import Failure, Output
-from kvconnect.node.request import Request, RequestState
+from kvconnect.node.request import Failure, Output, Request, RequestState
 from kvconnect.node.request_book import RequestBook
 from kvconnect.node.step import Chunk, Step
 from kvconnect.node.transfers import Transfers

@@ -26,7 +26,7 @@ from kvconnect.node.completions import (
 )
 from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.http_limits import MAX_BODY_BYTES, BodyReader, HttpLimits, Listener
-from kvconnect.node.output import Failure, Output
+from kvconnect.node.request import Failure, Output
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from kvconnect.errors import PeerError
 from kvconnect.node.connector import Connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.options import NodeOptions
-from kvconnect.node.output import Output
-from kvconnect.node.request import Request
+from kvconnect.node.request import Output, Request
 from kvconnect.node.serve import build_engine
 from kvconnect.orders import LetGo, Orders, Results
 from kvconnect.runner_kit.block_table import expand_block_ids

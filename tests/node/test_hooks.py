@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
-from kvconnect.node.blocks import RequestBlocks
-from kvconnect.node.hashes import extend_chain
+from kvconnect.node.blocks import RequestBlocks, extend_chain
 from kvconnect.node.request import Request
 from kvconnect.node.step import Chunk, Step
 from kvconnect.node.transfers import Transfers, align_tokens

@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.node.engine_client import NodeInfo
 from kvconnect.node.http_limits import HttpLimits
-from kvconnect.node.output import Output
+from kvconnect.node.request import Output
 from kvconnect.node.server import NodeServer
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
