@@ -17,9 +17,9 @@ _HEAD = """\
 
 `kv_transfer_config` is vLLM's object: `kv_connector` (`KVConnect`), `kv_role` (`kv_producer` prefills for
 others, `kv_consumer` fetches from others, `kv_both`), `kv_load_failure_policy` (`fail` or `recompute`),
-`engine_id` (left out, a new one at every start). The settings of kvconnect lie in `kv_connector_extra_config`.
-An unknown key or a wrong value is an error that names the key, the value, what is accepted and the nearest
-known key. Examples for every engine are in `deploy/`.
+`engine_id` (left out, a new one at every start). What is kvconnect's lies in `kv_connector_extra_config`. An
+unknown key or a wrong value is an error that names the key, the value, what is accepted and the nearest known
+key. Examples for every engine are in `deploy/`.
 
 This page is made from the docstrings in `kvconnect/config.py`:
 `python -m tests.configuration_page > docs/configuration.md`.
