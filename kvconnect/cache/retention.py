@@ -207,10 +207,15 @@ def parse(text: str) -> Retention:
     if (
         kind is None
         or len(sizes) != len(fields(kind))  # type: ignore[arg-type]
-        or not all(size.isdecimal() and len(size) < 11 and 0 < int(size) < _MOST for size in sizes)
+        or not all(_is_size(size) for size in sizes)
     ):
         raise LayoutError(f"no rule {text[:100]!r} of what layers see; known: {', '.join(sorted(kinds))}")
     return kind(*map(int, sizes))
+
+
+def _is_size(text: str) -> bool:
+    # As we write it ourselves: no other digits, no leading zeros.
+    return text.isdecimal() and len(text) < 11 and text == str(int(text)) and 0 < int(text) < _MOST
 
 
 def _span(start: int, stop: int) -> tuple[range, ...]:
