@@ -43,7 +43,7 @@ def test_the_demo_runs_from_it(wheel, tmp_path):
     place = tmp_path / "env"
     venv.create(place, with_pip=False)
     (site,) = place.glob("lib/python*/site-packages")
-    # Its dependencies are this environment's; kvconnect is the wheel's, for this folder's own files come first.
+    # The dependencies are those of this environment; kvconnect is the one that was unpacked here.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
