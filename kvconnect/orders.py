@@ -1,7 +1,6 @@
-"""What the scheduler half tells the worker half each step, and what it hears back.
+"""The orders of the scheduler half for the workers, with each step, and their results.
 
-These values cross process borders in some serving stacks: they are plain, picklable, and as small as
-what changed.
+These values cross process borders in some serving stacks: plain, picklable, and as small as what changed.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import astuple
 
-# Bounds of what a peer may say. They hold where a message is read; our own values are within them.
+# Bounds of what a peer may send. They hold where a message is read; our own values are within them.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
 
 ABORTED = "the request was aborted"
-"""Why a load failed whose client left: no failure, and nothing to warn of."""
+"""Why a load ended whose client left: nothing to warn of."""
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -121,7 +121,7 @@ class Await(msgspec.Struct, frozen=True):
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Tell a peer that nothing will be fetched. Reports nothing."""
+    """Send a peer that nothing will be fetched. Reports nothing."""
 
     request_id: str
     handle: str
@@ -146,9 +146,9 @@ class Store(msgspec.Struct, frozen=True):
     """Copy blocks to rows; then report the job stored, or failed.
 
     The blocks hold what the device was given before the step that carries this order, and may be overwritten
-    by that step: whoever carries it out reads them before. ``hashes[i]`` names the content of
+    by that step: the worker reads them before. ``hashes[i]`` names the content of
     ``copies.block_ids[i]``. With ``keep`` the rows are written to the lower tiers too, and the job is
-    reported kept once nobody reads them for that any more.
+    reported kept once they are not read for that any more.
     """
 
     job: int
@@ -199,7 +199,7 @@ class OffloadOrders(msgspec.Struct, frozen=True):
     """Forget everything that lower tiers keep, before any of the others."""
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.restores or self.fetches or self.seeks or self.clear)
+        return any(astuple(self))
 
 
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
@@ -227,7 +227,7 @@ class OffloadReport(msgspec.Struct, frozen=True):
     changes: tuple[TierChange, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.kept or self.fetched or self.found or self.changes)
+        return any(astuple(self)[1:])
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -254,26 +254,13 @@ class Orders(msgspec.Struct, frozen=True):
     awaited: tuple[Await, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(
-            self.holds
-            or self.loads
-            or self.let_go
-            or self.aborted
-            or self.directory
-            or self.expected
-            or self.withdrawn
-            or self.failures
-            or self.preempted
-            or self.progress
-            or self.offload
-            or self.awaited
-        )
+        return any(astuple(self))
 
 
 class Results(msgspec.Struct, frozen=True):
     """What ended since the last call. Every request ordered comes back exactly once.
 
-    ``received`` are requests whose blocks nobody will touch any more; those of them that are in
+    ``received`` are requests whose blocks no peer or copy will touch any more; those of them that are in
     ``failed``, with the reason, hold no valid KV. ``offload`` are reports of tiers, at most one of each rank.
     ``settled`` are awaited handles that the peer holds, or never will; rank 0 reports them for all ranks.
     """
@@ -285,4 +272,4 @@ class Results(msgspec.Struct, frozen=True):
     settled: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received or self.offload or self.settled)
+        return any(astuple(self))

@@ -1,7 +1,7 @@
 """The scheduler half of the connector: what to fetch, what to hold, and the orders for the workers.
 
-It has no engine, no socket and no tensor; no hook waits for anything. Time and randomness are arguments. See
-``stack`` for the hooks, and ``prefill`` and ``decode`` for the two sides: a node may be either, or both.
+It has no engine, no socket and no tensor; no hook waits for anything. Time and randomness are arguments. The
+hooks are those of ``SchedulerHooks`` that concern transfers; ``prefill`` and ``decode`` are the two sides.
 """
 
 from __future__ import annotations
@@ -101,12 +101,10 @@ class SchedulerConnector:
         )
 
     def drain(self) -> None:
-        """Hold nothing any more: requests that end are answered without parameters. From any thread."""
         if self._prefill is not None:
             self._prefill.drain()
 
     def new_request(self, request: RequestView) -> None:
-        """A request arrived; before anything else is asked about it. Raises nothing."""
         if not transfer_params(request):
             return
         if self._decode is not None:
@@ -115,11 +113,9 @@ class SchedulerConnector:
             self._prefill.arrive(request)
 
     def prefill_tokens(self, request: RequestView) -> int:
-        """How many tokens of its prompt are to be computed here: on P, all but those that are left to D."""
         return request.num_tokens if self._prefill is None else self._prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``num_computed_tokens`` that can be fetched, and whether that is asynchronous."""
         if self._decode is None:
             return 0, False
         count = self._decode.matched_tokens(request, num_computed_tokens)
@@ -128,7 +124,6 @@ class SchedulerConnector:
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """Blocks were given to a request."""
         if self._prefill is not None:
             self._prefill.admitted(request)
         if self._decode is not None:
@@ -136,27 +131,22 @@ class SchedulerConnector:
 
     @property
     def due(self) -> Mapping[str, int]:
-        """Requests whose every step is of interest: prefills that are sent while they run."""
         return {} if self._prefill is None else self._prefill.streams.due
 
     def launched(self, step: Step) -> None:
-        """What the device was given before the step of the next orders."""
         if self._prefill is not None:
             for request_id, num_tokens, new_block_ids in step.computed:
                 self._prefill.streams.progress(request_id, num_tokens, new_block_ids)
 
     def preempted(self, request_id: str) -> None:
-        """A running request lost its blocks, and will be computed anew."""
         if self._prefill is not None:
             self._prefill.streams.preempted(request_id)
 
     def reset(self) -> None:
-        """What the device holds may be of other weights than what it computes next."""
         if self._prefill is not None:
             self._prefill.reset()
 
     def build_orders(self) -> Orders:
-        """The orders since the last call; once per step, also for a step without tokens."""
         if self._decode is not None:
             self._decode.ordered()
         return self._draft.take(*(self._prefill.streams.take() if self._prefill is not None else ((), ())))
@@ -164,14 +154,12 @@ class SchedulerConnector:
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended, and its blocks are about to be freed. Asked exactly once per request."""
         is_loading = self._decode is not None and self._decode.finished(request)
         if self._prefill is None:
             return False, None
         return self._prefill.finished(request, block_ids, delivered=delivered and not is_loading)
 
     def update_results(self, results: Results) -> None:
-        """What the workers reported, after all of them did."""
         if self._prefill is not None:
             for request_id in results.sent:
                 self._prefill.sent(request_id)

@@ -6,14 +6,13 @@ holds blocks for it while it waits for blocks of D. Unbounded, both pools fill, 
 
 Why no cycle remains. A load is early if it was ordered before P was known to hold its KV, and the reserve is
 what the longest request needs. Early loads never take the reserve, nor the last place among the loads that a
-worker fetches at one time. So whatever P holds is fetched in the end: of D's blocks, those of early loads
-apart, all are of requests that run, or that fetch what P holds, and these end whatever else P does; then the
-reserve is enough for any one request, so that the first in D's queue gets its blocks, and its load a place.
-What was fetched is free again on P, and what waits there, prefills of early loads too, gets it in its turn:
-prefills that run on P wait for each other only, and are preempted. A request that may not begin early waits
-in D's queue without a block, which closes no cycle, until P holds its KV or never will; P's word is asked for
-when it first has to wait. The reverse, a P that is full of what D would fetch, is the same cycle seen from
-its other end: nothing that has blocks on D waits for P to admit a prefill, but early loads.
+worker fetches at one time. So all that P holds is fetched in the end: D's blocks, those of early loads apart,
+are of requests that run, or that fetch what P holds, and these end without P; then the reserve is enough for
+any one request, so that the first in D's queue gets its blocks, and its load a place. What was fetched is
+free again on P, and what waits there, prefills of early loads too, gets it in its turn: prefills that run on
+P wait for each other only, and are preempted. A request that may not begin early waits in D's queue without a
+block, which closes no cycle, until P holds its KV or never will; P is asked for that when it first has to
+wait.
 
 That is so between nodes that prefill and nodes that decode. Two that do both for each other have one pool for
 both ends; there a wait may last until a lease is over.
@@ -58,7 +57,7 @@ class EarlyLoads:
         return len(self._blocks_of) < self._most_loads and blocks <= self._most_blocks
 
     def wait(self, handle: str) -> bool:
-        """A request has to wait for P's word. True: for the first time, and P is to be asked."""
+        """A request has to wait for P. True: for the first time, and P is to be asked."""
         is_first = handle not in self._waiting
         self._waiting.add(handle)
         return is_first
@@ -74,7 +73,7 @@ class EarlyLoads:
         self.forget(handle)
 
     def forget(self, handle: str) -> None:
-        """Nobody waits for this handle any more."""
+        """No request waits for this handle any more."""
         self._waiting.discard(handle)
         self._settled.discard(handle)
 

@@ -26,9 +26,9 @@ class Share:
     """A handle and the requests of this node that name it.
 
     ``undecided`` may still fetch; ``decided`` got their blocks, or fetch. ``starts`` is, of those that were
-    offered the load, how many tokens each had. ``spent`` once a fetch was
-    ordered or P was told that none will come. ``loader`` is the request whose load is under way, and
-    ``cancelled`` whether that is ordered to end. ``failure`` says so if it failed otherwise.
+    offered the load, how many tokens each had. ``spent`` once a fetch was ordered, or P let go. ``loader`` is
+    the request whose load is under way, ``cancelled`` whether that is ordered to end, and ``failure`` why it
+    failed otherwise.
     """
 
     remote: RemotePrefill
@@ -74,7 +74,7 @@ class Shares:
         return share
 
     def turn(self, request_id: str, share: Share) -> Turn:
-        """What a request may do now. It stays so until somebody fetches or ends.
+        """What a request may do now. It stays so until one of them fetches or ends.
 
         After a failure every sibling is to order a load, which can only be refused: whether it is computed
         then is for the serving stack's policy to say.
@@ -97,13 +97,13 @@ class Shares:
         return is_first
 
     def compute(self, request_id: str, share: Share) -> bool:
-        """A request does without. True: nobody fetches any more, and P must be told so."""
+        """A request does without. True: none fetches any more, and P must let go."""
         share.undecided.discard(request_id)
         share.decided.add(request_id)
         return self._is_unwanted(share)
 
     def leave(self, request_id: str) -> Share | None:
-        """A request ended. The share, if nobody fetches any more and P must be told so."""
+        """A request ended. The share, if none fetches any more and P must let go."""
         share = self._by_request.pop(request_id, None)
         if share is None:
             return None

@@ -1,6 +1,6 @@
 """Long prefills that are sent while they run: how far each is, and which blocks the workers know of.
 
-Pure bookkeeping, bounded by the transfers that are promised. Whoever is not in it costs nothing.
+Pure bookkeeping, bounded by the transfers that are announced.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from kvconnect.scheduler.stack import BlockIdsByGroup
 
 @dataclass(eq=False)
 class _Stream:
-    """One prefill of ``num_tokens``. ``told`` counts by group the positions that the workers know of."""
+    """One prefill of ``num_tokens``.
+
+    ``known`` counts by group the positions that the workers know of, or will with ``fresh``.
+    """
 
     handle: str
     num_tokens: int
-    told: list[int]
-    news: dict[int, list[int]] = field(default_factory=dict)
+    known: list[int]
+    fresh: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
-    computed_told: int = 0
+    computed_sent: int = 0
 
     @property
     def is_new(self) -> bool:
-        """The workers know nothing of it, and shall be told nothing yet."""
-        return not (self.computed or any(self.told) or self.news)
+        """The workers know nothing of it, and there is nothing to send yet."""
+        return not (self.computed or any(self.known) or self.fresh)
 
 
 class Streams:
     """All such prefills of a node.
 
     Args:
-        groups: the cache groups; states are not among what is told, they travel last.
+        groups: the cache groups; states are not streamed, they travel last.
         min_tokens: shorter prefills are left alone; 0 for all of them.
     """
 
@@ -57,13 +60,13 @@ class Streams:
         return len(self._streams)
 
     def begin(self, request_id: str, handle: str, num_tokens: int) -> None:
-        """A prefill was promised under a handle; only a long one counts."""
+        """A prefill was announced under a handle; only a long one counts."""
         if 0 < self._min_tokens <= num_tokens and self._block_tokens:
             self._streams[request_id] = _Stream(handle, num_tokens, [0] * self._num_groups)
             self.due[request_id] = 0
 
     def end(self, request_id: str) -> None:
-        """A prefill is over, whatever becomes of it; what was not told of it is not of interest any more."""
+        """A prefill is over; what the workers do not know of it yet is void."""
         if self._streams.pop(request_id, None) is not None:
             del self.due[request_id]
             self._changed.pop(request_id, None)
@@ -77,12 +80,12 @@ class Streams:
         for group, tokens in self._block_tokens.items():
             ids = new_block_ids[group] if new_block_ids else ()
             # What is beyond the prompt is never sent.
-            room = div_ceil(stream.num_tokens, tokens) - stream.told[group]
+            room = div_ceil(stream.num_tokens, tokens) - stream.known[group]
             if ids and room > 0:
-                stream.news.setdefault(group, []).extend(ids[:room])
-                stream.told[group] += min(room, len(ids))
+                stream.fresh.setdefault(group, []).extend(ids[:room])
+                stream.known[group] += min(room, len(ids))
         stream.computed = max(stream.computed, min(computed_tokens, stream.num_tokens))
-        if stream.news or stream.computed > stream.computed_told:
+        if stream.fresh or stream.computed > stream.computed_sent:
             self._changed[request_id] = stream
 
     def preempted(self, request_id: str) -> None:
@@ -95,16 +98,16 @@ class Streams:
         self._streams[request_id] = _Stream(stream.handle, stream.num_tokens, [0] * self._num_groups)
 
     def take(self) -> tuple[tuple[Preempted, ...], tuple[Progress, ...]]:
-        """What the workers are to be told: who was preempted, and after that who went on."""
+        """Orders for the workers: what was preempted, and after that what went on."""
         if not (self._changed or self._preempted):
             return (), ()
         progress = []
         for stream in self._changed.values():
             groups = []
-            for group, ids in sorted(stream.news.items()):
-                groups.append(GroupBlocks(group, stream.told[group] - len(ids), tuple(ids)))
+            for group, ids in sorted(stream.fresh.items()):
+                groups.append(GroupBlocks(group, stream.known[group] - len(ids), tuple(ids)))
             progress.append(Progress(stream.handle, stream.num_tokens, stream.computed, tuple(groups)))
-            stream.news, stream.computed_told = {}, stream.computed
+            stream.fresh, stream.computed_sent = {}, stream.computed
         preempted = tuple(self._preempted.values())
         self._changed, self._preempted = {}, {}
         return preempted, tuple(progress)

@@ -1,4 +1,4 @@
-"""Whom D connects to: who is listed, or who a node of its own cluster has named."""
+"""Which addresses D connects to: those that are listed, or that a node of its own cluster has named."""
 
 from __future__ import annotations
 
