@@ -94,7 +94,7 @@ class KVConnect(Observed):
                     for index, block in enumerate(blocks.block_ids)
                     if block
                 }
-        record = {"kind": kind, "handle": handle, "rank": self._rank, "pages": pages, "ids": ids}
+        record = {"kind": kind, "handle": handle, "rank": self._own.rank, "pages": pages, "ids": ids}
         with self._lines.open("a") as out:
             out.write(json.dumps(record) + "\n")
 
