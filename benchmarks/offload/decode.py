@@ -18,7 +18,7 @@ from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.offload.copies.copier import RESTORE_PROGRAMS, Copier, Ticket, make_arena, make_copier
+from kvconnect.offload.copies.copier import RESTORE_PROGRAMS, Copier, CopyTicket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
@@ -123,7 +123,7 @@ class _Flow:
     def __init__(self, rig: _Rig, out: bool, bytes_per_s: float, began: float) -> None:
         self._rig, self._out, self._bytes_per_s = rig, out, bytes_per_s
         self._began, self._ordered = began, 0
-        self._tickets: deque[tuple[Ticket, int]] = deque()
+        self._tickets: deque[tuple[CopyTicket, int]] = deque()
         self._turn = 0
         # Scattered, as they are once rows were used a few times.
         count = min(len(rig.blocks_out if out else rig.blocks_back), rig.rows_each)

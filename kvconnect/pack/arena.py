@@ -13,7 +13,7 @@ _PART_OF_CUDA_MEMORY = 512
 
 
 def auto_slot_bytes(device: torch.device | str) -> int:
-    """How large slots are where nobody says: large enough that a transfer's fixed cost counts little."""
+    """The default size of slots: large enough that a transfer's fixed cost counts little."""
     device = torch.device(device)
     if device.type != "cuda":
         return _AUTO_CPU_BYTES

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.errors import LayoutError, LocalError
+from kvconnect.errors import LayoutError
 from kvconnect.pack.lanes import Access, Lane, Walk
 from kvconnect.plan.chunks import Chunk, Placement
 from kvconnect.runner_kit.block_table import BlockIds
@@ -150,17 +150,3 @@ def make_move(lanes: LaneClass, chunk: Chunk, placement: Placement) -> Move | No
     wire = placement.base[stream] + lanes.wire_offset[start:stop]
     pages = PageRange(lanes.group, first, count)
     return Move(lanes, slice(start, stop), wire, pages, first * tokens - first_row, rows)
-
-
-def check_blocks(group: int, blocks: BlockIds, num_blocks: int) -> None:
-    """Refuse blocks that lie outside the cache.
-
-    Raises:
-        LocalError: there are some.
-    """
-    # Seen without a sign, what is below 0 is beyond every cache too.
-    if len(blocks) and blocks.view(np.uint64).max() >= num_blocks:
-        raise LocalError(
-            f"cache group {group}: kernel blocks {blocks.min()}..{blocks.max()} are to be moved, the "
-            f"cache has 0..{num_blocks - 1}"
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,13 @@ from kvconnect.pack.batches import Column, LaneClass, Move, PageRange
 from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.pack.lanes import Access
 from kvconnect.pack.move_triton import load_kernel, move_kernel
-from kvconnect.pack.staging import Lent, Staging
+from kvconnect.pack.numbers import NumberBuffer, NumberPool
 
 FIELDS = 20
 CAST_FIELDS = FIELDS + 1
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """How the kernel's work is cut.
 
     ``tile_bytes`` are moved at a time by one program of ``num_warps`` warps. An item has at most
@@ -64,7 +63,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Launches and their numbers, with room for what is told of each range of pages at its place."""
+    """Launches and their numbers, with room at ``places`` for those of each range of pages."""
 
     launches: tuple[_Launch, ...]
     numbers: Column
@@ -77,7 +76,7 @@ class Staged:
 
     tensor: torch.Tensor
     launches: tuple[_Launch, ...]
-    lent: Lent
+    lent: NumberBuffer
 
 
 class Launcher:
@@ -89,8 +88,8 @@ class Launcher:
         classes: all lanes that are ever moved.
         device: where they are.
         programs: at most so many programs of the kernel run; 0 for as many as are useful.
-        is_placed: pages do not lie one after the other in the slot, but each where it is told to. What is
-            told of pages are then their blocks, followed by as many bytes into the slot, multiples of 16.
+        is_placed: pages do not lie one after the other in the slot, but each at a place of its own. The
+            numbers of pages are then their blocks, followed by their places: bytes, multiples of 16.
     """
 
     def __init__(
@@ -119,12 +118,12 @@ class Launcher:
         }
         self._compiled: dict[tuple[Access, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
         self._compiled_load: Any = None
-        self._staging = Staging(device)
+        self._pool = NumberPool(device)
         self.sums = torch.zeros(1, dtype=torch.int64, device=device)
 
     def compile(self, pack: bool) -> None:
         """Compile the kernels that move one way without a digest now, not while a step waits for them."""
-        lent = self._staging.lend(FIELDS)
+        lent = self._pool.lend(FIELDS)
         lent.values[:FIELDS] = 0
         self.load(lent)
         for access in self._units:
@@ -161,12 +160,12 @@ class Launcher:
         return Prepared(tuple(launches), np.concatenate(columns), tuple(places.items()))
 
     def stage(
-        self, prepared: Sequence[Prepared], told: Sequence[Mapping[PageRange, Column]]
-    ) -> tuple[Lent, list[Staged]]:
-        """Write the numbers of several, with what each is told of its pages, to memory for ``load``."""
-        lent = self._staging.lend(sum(len(one.numbers) for one in prepared))
+        self, prepared: Sequence[Prepared], of_pages: Sequence[Mapping[PageRange, Column]]
+    ) -> tuple[NumberBuffer, list[Staged]]:
+        """Write the numbers of several, with those of their pages, to memory for ``load``."""
+        lent = self._pool.lend(sum(len(one.numbers) for one in prepared))
         staged, at = [], 0
-        for one, columns in zip(prepared, told, strict=True):
+        for one, columns in zip(prepared, of_pages, strict=True):
             end = at + len(one.numbers)
             lent.values[at:end] = one.numbers
             for pages, place in one.places:
@@ -177,7 +176,7 @@ class Launcher:
             at = end
         return lent, staged
 
-    def load(self, lent: Lent) -> None:
+    def load(self, lent: NumberBuffer) -> None:
         """Bring numbers to where the kernel reads them.
 
         A kernel fetches them: a copy engine may have long copies to do before.

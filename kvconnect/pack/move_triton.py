@@ -9,7 +9,7 @@ All numbers of a request's chunks are one int64 tensor: for each chunk a row of 
 address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
 Pages lie one after the other in a slot, or, if they are ``PLACED``, each where the numbers after its batch's
 block ids say: so one kernel packs the chunks of a transfer and the rows of an offload.
-Casts are arithmetic on bits, since not every device has the types; what they do is said in ``casts.py``.
+Casts are arithmetic on bits, since not every device has the types; ``casts.py`` defines them.
 """
 
 from __future__ import annotations

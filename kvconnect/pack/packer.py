@@ -1,7 +1,7 @@
-"""Moving pages into a slot and out of one: a launch for a chunk, whatever its layers, groups and blocks.
+"""Moving pages into a slot and out of one: a launch for a chunk of any layers, groups and blocks.
 
-A packer belongs to one side of one wire and to one thread. It knows no engine, no peer and no lease: it
-is told where a slot is, and that its pages are quiet. On CUDA everything is asynchronous on one stream.
+A packer belongs to one side of one wire and to one thread. It knows no engine, no peer and no lease: its
+caller knows where a slot is, and that its pages are quiescent. On CUDA all is asynchronous on one stream.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvconnect.cache.region_table import RegionTable
@@ -20,7 +21,6 @@ from kvconnect.pack.batches import (
     Move,
     PageRange,
     StagedChunk,
-    check_blocks,
     make_classes,
     make_move,
 )
@@ -36,7 +36,7 @@ SLOT_ALIGN_BYTES = 16
 _MOST_LAYOUTS = 64
 
 
-class Ticket(Protocol):
+class PackTicket(Protocol):
     """A pack or unpack that was asked for. On a CPU it is done at once."""
 
     @property
@@ -59,7 +59,7 @@ class Ticket(Protocol):
 
 
 class PackOps(Protocol):
-    """The two implementations. Arguments were checked by the packer."""
+    """The two implementations: torch on a CPU, the Triton kernel elsewhere. The packer checks arguments."""
 
     def prepare(self, moves: Sequence[Move]) -> Any:
         """What can be worked out once for a chunk, whichever request it is of."""
@@ -69,7 +69,7 @@ class PackOps(Protocol):
         """Bring the numbers of several chunks to where the kernels read them, in one copy."""
         ...
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> Ticket:
+    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
         """Move the pages into the slot at this address, or out of it."""
         ...
 
@@ -203,12 +203,18 @@ class Packer:
             )
         geometry = self._groups[pages.group]
         ids = page_ids(held[pages.group], geometry, pages.first, pages.count)
-        check_blocks(pages.group, ids, self._num_blocks[pages.group])
+        num_blocks = self._num_blocks[pages.group]
+        # Seen without a sign, what is below 0 is beyond every cache too.
+        if len(ids) and ids.view(np.uint64).max() >= num_blocks:
+            raise LocalError(
+                f"cache group {pages.group}: kernel blocks {ids.min()}..{ids.max()} are to be moved, the "
+                f"cache has 0..{num_blocks - 1}"
+            )
         if self._side == "source":
             check_held(ids, pages.first, geometry, num_tokens)
         return ids
 
-    def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> Ticket:
+    def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
         """Fill a slot with a chunk's pages.
 
         ``slot`` is memory on the device, or its address; ``seed`` makes the digest that of one
@@ -219,7 +225,7 @@ class Packer:
         """
         return self._ops.move(_slot_address(slot, staged), staged, seed, pack=True)
 
-    def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> Ticket:
+    def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
         """Write a slot's bytes to a chunk's pages. Arguments and errors as for ``pack``.
 
         The digest is of the bytes that were written, known only after them: the caller serves nothing

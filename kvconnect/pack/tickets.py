@@ -71,7 +71,7 @@ class Tickets:
 
 
 class KernelTicket:
-    """A launched pack or unpack. See ``Ticket``."""
+    """A launched pack or unpack. See ``PackTicket``."""
 
     def __init__(self, tickets: Tickets, place: int, event: Any, with_digest: bool, reads: object) -> None:
         self.place = place
@@ -89,18 +89,18 @@ class KernelTicket:
 
     @property
     def done(self) -> bool:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         return self.settled or self._event is None or bool(self._event.query())
 
     @property
     def digest(self) -> int | None:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         if not self.done:
             raise LocalError("the digest of a pack or unpack is not known before it is done")
         self._tickets.settle(self)
         return self._digest
 
     def wait(self) -> None:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         if not self.done:
             self._event.synchronize()

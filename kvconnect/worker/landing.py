@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import StagedChunk
-from kvconnect.pack.packer import Packer, Ticket
+from kvconnect.pack.packer import Packer, PackTicket
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditRequest, Grant, Landed, Written
 from kvconnect.plan.chunks import Chunk
@@ -30,7 +30,7 @@ class _Unpacking:
 
     chunk: int
     slot: Slot
-    ticket: Ticket
+    ticket: PackTicket
     expected: int | None
 
 

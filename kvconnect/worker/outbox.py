@@ -15,7 +15,7 @@ import numpy as np
 
 from kvconnect.engine.base import Addresses, Completion
 from kvconnect.errors import KVConnectError
-from kvconnect.pack.packer import Packer, Ticket
+from kvconnect.pack.packer import Packer, PackTicket
 from kvconnect.peer.messages import Grant
 from kvconnect.plan.transfer import Plan
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
@@ -117,7 +117,7 @@ class _Parcel:
     chunk: int
     slot: Slot
     grant: Grant
-    ticket: Ticket
+    ticket: PackTicket
     length_bytes: int
 
     def columns(self) -> Columns:

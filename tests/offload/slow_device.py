@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from kvconnect.pack.launcher import FIELDS, Launcher, Staged
-from kvconnect.pack.staging import Lent
+from kvconnect.pack.numbers import NumberBuffer
 
 
 class SlowEvent:
@@ -109,7 +109,7 @@ class SlowDevice:
 
 
 def unowned(value):
-    if isinstance(value, Lent):
+    if isinstance(value, NumberBuffer):
         return SimpleNamespace(
             values=value.values, tensor=value.tensor, count=value.count, host_address=value.host_address
         )

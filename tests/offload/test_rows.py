@@ -16,7 +16,7 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LocalError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.pieces import RowParts, told_of
+from kvconnect.offload.copies.pieces import RowParts, page_numbers
 from kvconnect.offload.copies.ring import Ring
 from kvconnect.offload.copies.rows import GroupRows, RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
@@ -168,13 +168,13 @@ def test_pieces_and_their_copies_are_all_bytes_once(data, row_bytes, part_bytes,
             found |= {place + at: host + at for at in range(length)}
         assert found == here
         for in_host, of_part in ((True, piece.address), (False, piece.place)):
-            told = {
+            numbers = {
                 (pages.group, *pair)
-                for pages, column in told_of(piece, in_host).items()
+                for pages, column in page_numbers(piece, in_host).items()
                 for pair in column.reshape(2, pages.count).T.tolist()
             }
             columns = (column.tolist() for column in (piece.kind, piece.block, of_part))
-            assert told == set(zip(*columns, strict=True))
+            assert numbers == set(zip(*columns, strict=True))
     assert sorted(seen) == sorted(wanted)
 
 

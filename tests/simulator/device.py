@@ -12,7 +12,7 @@ from typing import Any
 
 from kvconnect.errors import LocalError
 from kvconnect.pack.batches import StagedChunk
-from kvconnect.pack.packer import Packer, Ticket
+from kvconnect.pack.packer import Packer, PackTicket
 from kvconnect.peer.messages import Introduction
 from kvconnect.worker.local import Local
 from tests.simulator.world import World
@@ -58,22 +58,22 @@ class SimTicket:
     """A pack or unpack that runs when its time comes."""
 
     def __init__(self) -> None:
-        self.ticket: Ticket | None = None
+        self.ticket: PackTicket | None = None
 
     @property
     def done(self) -> bool:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         return self.ticket is not None
 
     @property
     def digest(self) -> int | None:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         if self.ticket is None:
             raise LocalError("the digest of a kernel that has not run")
         return self.ticket.digest
 
     def wait(self) -> None:
-        """See ``Ticket``."""
+        """See ``PackTicket``."""
         raise LocalError("nobody may wait for a kernel")
 
 
@@ -100,7 +100,7 @@ class SimPacker:
         self._takes(slot)
         return self._launch("target", staged, lambda: self._packer.unpack(slot, staged, seed))
 
-    def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], Ticket]) -> SimTicket:
+    def _launch(self, side: str, staged: StagedChunk, kernel: Callable[[], PackTicket]) -> SimTicket:
         ticket, what = SimTicket(), (side, staged)
         self._stream.pending.append(what)
 

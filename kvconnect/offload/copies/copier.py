@@ -1,7 +1,7 @@
 """The seam of copies between device memory and rows of host memory.
 
-A copier is told which blocks and rows belong together, never why. It moves bytes; its caller knows what they
-mean, and that nothing else writes to them meanwhile. Copies never raise: what goes wrong is in their ticket.
+A copier moves bytes between blocks and rows; its caller knows what they mean, and that nothing else writes to
+them meanwhile. Copies never raise: what goes wrong is in their ticket.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RESTORE_PROGRAMS = 16
 """Few, since they occupy multiprocessors of the model, and as many as keep the link to the host busy."""
 
 
-class Ticket(Protocol):
-    """A snapshot or restore that was asked for. It always ends, whatever fails."""
+class CopyTicket(Protocol):
+    """A snapshot or restore that was asked for. It always ends."""
 
     @property
     def done(self) -> bool:
@@ -55,11 +55,10 @@ class Copier(Protocol):
     thread, at the same time.
     """
 
-    def snapshot(self, copies: Sequence[RowCopies]) -> Ticket:
+    def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
         """Copy blocks to rows, as the blocks are when what was given to the device so far is done.
 
-        Whatever is given to the device afterwards may overwrite the blocks. Rows are read once the ticket is
-        done, and not before.
+        What is given to the device afterwards may overwrite them. Rows are read once the ticket is done.
         """
         ...
 
@@ -67,10 +66,10 @@ class Copier(Protocol):
         """Remember what the device was given so far; for ``restore``."""
         ...
 
-    def restore(self, copies: Sequence[RowCopies], after: Any = None) -> Ticket:
+    def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
         """Copy rows to blocks, once what was given to the device up to the mark ``after`` is done.
 
-        The blocks hold the rows' bytes for whatever is given to the device after the ticket is done.
+        The blocks hold the rows' bytes for what is given to the device after the ticket is done.
         """
         ...
 
@@ -85,7 +84,7 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until everything that was asked for is done, and let go of streams and staging memory."""
+        """Wait until everything that was asked for is done, and free streams and staging memory."""
         ...
 
 

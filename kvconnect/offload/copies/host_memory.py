@@ -27,17 +27,13 @@ _ACCESS_IN_STREAM_ORDER = 1
 _FEW = 4
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
 class _Attributes(ctypes.Structure):
-    """How the copies of one call may be done, as the driver's header has it."""
+    """How the copies of one call may be done, as the driver's header has it; hints are type and id."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
-        ("source_hint", _Location),
-        ("target_hint", _Location),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
         ("flags", ctypes.c_uint),
     )
 
@@ -56,7 +52,11 @@ class CudaHostMemory:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
-        self._many = self._find_many()
+        # Two forms of the call for many copies: only the older one reports which failed.
+        names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
+        self._batch_call = next((name for name in names if hasattr(self._library, name)), None)
+        if self._batch_call is None:
+            logger.info("copies between host and GPU are begun one by one: this CUDA driver is before 12.8")
 
     def pin(self, address: int, length_bytes: int) -> None:
         """See ``Pinner``. Kernels can use the memory too, at the address that it has."""
@@ -82,8 +82,8 @@ class CudaHostMemory:
     def copy(self, source: Column, target: Column, length: Column, stream: int) -> None:
         """Begin copies between addresses of host and GPU on a stream. Raises ``EngineError``."""
         with self._current():
-            if self._many is not None and len(length) > _FEW:
-                self._many(source, target, length, stream)
+            if self._batch_call is not None and len(length) > _FEW:
+                self._copy_batch(self._batch_call, source, target, length, stream)
                 return
             columns = (column.tolist() for column in (target, source, length))
             for there, here, size in zip(*columns, strict=True):
@@ -98,15 +98,22 @@ class CudaHostMemory:
     def use_single_copies(self, why: str) -> None:
         """Begin copies one by one from now on."""
         logger.info("copies between host and GPU are begun one by one: %s", why)
-        self._many = None
+        self._batch_call = None
 
-    def _find_many(self) -> Any:
-        """The driver's call for many copies, of which there are two forms; None where there is none."""
-        for name, reports_failed in (("cuMemcpyBatchAsync_v2", False), ("cuMemcpyBatchAsync", True)):
-            if hasattr(self._library, name):
-                return _ManyCopies(self._call, name, reports_failed)
-        logger.info("this CUDA driver begins copies between host and GPU one by one only: it is before 12.8")
-        return None
+    def _copy_batch(self, call: str, source: Column, target: Column, length: Column, stream: int) -> None:
+        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (target, source, length)]
+        attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
+        from_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._call(
+            call,
+            *(ctypes.c_void_p(column.ctypes.data) for column in columns),
+            ctypes.c_size_t(len(length)),
+            ctypes.byref(attributes),
+            ctypes.byref(from_first),
+            ctypes.c_size_t(1),
+            *(() if call.endswith("_v2") else (ctypes.byref(failed),)),
+            ctypes.c_void_p(stream),
+        )
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -124,25 +131,3 @@ class CudaHostMemory:
             self._library.cuGetErrorName(code, ctypes.byref(name))
             text = name.value.decode() if name.value else "error"
             raise EngineError(f"{function}: the CUDA driver says {text} ({code})")
-
-
-class _ManyCopies:
-    """One call that begins many copies."""
-
-    def __init__(self, call: Any, function: str, reports_failed: bool) -> None:
-        self._call, self._function, self._reports_failed = call, function, reports_failed
-        self._attributes = _Attributes(source_access_order=_ACCESS_IN_STREAM_ORDER)
-
-    def __call__(self, source: Column, target: Column, length: Column, stream: int) -> None:
-        columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (target, source, length)]
-        from_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        self._call(
-            self._function,
-            *(ctypes.c_void_p(column.ctypes.data) for column in columns),
-            ctypes.c_size_t(len(length)),
-            ctypes.byref(self._attributes),
-            ctypes.byref(from_first),
-            ctypes.c_size_t(1),
-            *((ctypes.byref(failed),) if self._reports_failed else ()),
-            ctypes.c_void_p(stream),
-        )

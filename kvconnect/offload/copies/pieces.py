@@ -131,13 +131,13 @@ class RowParts:
         return host[run] + start - place[run], start, np.diff(start, append=begin[-1] + length[-1])
 
 
-def told_of(piece: Piece, in_host: bool) -> dict[PageRange, Column]:
-    """What the kernel is told of a piece's parts, by kind: blocks, and places in staging or host memory."""
+def page_numbers(piece: Piece, in_host: bool) -> dict[PageRange, Column]:
+    """The kernel's numbers of a piece's parts, by kind: blocks, and places in staging or host memory."""
     place = piece.address if in_host else piece.place
-    told = {}
+    numbers = {}
     counts = np.bincount(piece.kind).tolist()
     for kind, count in enumerate(counts):
         if count:
             mine = slice(None) if count == len(place) else piece.kind == kind
-            told[PageRange(kind, 0, count)] = np.concatenate([piece.block[mine], place[mine]])
-    return told
+            numbers[PageRange(kind, 0, count)] = np.concatenate([piece.block[mine], place[mine]])
+    return numbers

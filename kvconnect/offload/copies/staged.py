@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from kvconnect.errors import KVConnectError
-from kvconnect.offload.copies.copier import Ended, Ticket, error_text, failed, logger
-from kvconnect.offload.copies.pieces import Piece, RowParts, told_of
+from kvconnect.offload.copies.copier import CopyTicket, Ended, error_text, failed, logger
+from kvconnect.offload.copies.pieces import Piece, RowParts, page_numbers
 from kvconnect.offload.copies.ring import Ring
 from kvconnect.offload.copies.streams import CudaDevice, CudaEvent, CudaQueue
 from kvconnect.orders import RowCopies
 from kvconnect.pack.launcher import Launcher, Staged
-from kvconnect.pack.staging import Lent
+from kvconnect.pack.numbers import NumberBuffer
 
 _MOST_PREPARED = 256
 _UNBOUND = 1 << 62
 
 
-class CopyTicket:
-    """See ``Ticket``: done once ``ends`` are. ``waits`` are timed events around each wait of the model."""
+class _DeviceTicket:
+    """See ``CopyTicket``: done once ``ends`` are. ``waits`` are events around each wait of the model."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CopyTicket:
 
     @property
     def done(self) -> bool:
-        """See ``Ticket``. Once the device says that it failed, nothing runs on it any more."""
+        """See ``CopyTicket``. Once the device says that it failed, nothing runs on it any more."""
         if not self._ends:
             return True
         try:
@@ -54,7 +54,7 @@ class CopyTicket:
         return True
 
     def wait(self) -> None:
-        """See ``Ticket``."""
+        """See ``CopyTicket``."""
         for end in self._ends:
             end.wait()
         assert self.done
@@ -70,15 +70,15 @@ class RowKernel:
         self._launcher = launcher
         # A step stores few blocks, and about as many each time.
         self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(parts.moves(pages)))
-        self._lent: list[Lent] = []
-        self._kept: deque[tuple[CudaEvent, list[Lent]]] = deque()
+        self._lent: list[NumberBuffer] = []
+        self._kept: deque[tuple[CudaEvent, list[NumberBuffer]]] = deque()
 
     def load(self, queue: CudaQueue, pieces: Sequence[Piece], in_host: bool = False) -> list[Staged]:
         """Bring the numbers of pieces to the device, at once. Places are in staging memory or ``in_host``."""
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
-        told = [told_of(piece, in_host) for piece in pieces]
-        lent, staged = self._launcher.stage([self._prepare(tuple(one)) for one in told], told)
+        numbers = [page_numbers(piece, in_host) for piece in pieces]
+        lent, staged = self._launcher.stage([self._prepare(tuple(one)) for one in numbers], numbers)
         self._lent.append(lent)
         queue.run(partial(self._launcher.load, lent))
         return staged
@@ -124,7 +124,7 @@ class StagedCopier:
         self._to_host, self._from_host, self._unpacks = (device.make_queue() for _ in range(3))
         self._restore_lock = threading.Lock()
 
-    def snapshot(self, copies: Sequence[RowCopies]) -> Ticket:
+    def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
         """See ``Copier``."""
         ring = self._storing
         try:
@@ -144,14 +144,14 @@ class StagedCopier:
         except Exception as error:
             text = _log_failure("snapshot", error)
             ends += _end_of_failed(compute, self._to_host, ring, self._packing)
-            return CopyTicket(ends, waits, text)
-        return CopyTicket(ends, waits)
+            return _DeviceTicket(ends, waits, text)
+        return _DeviceTicket(ends, waits)
 
     def mark(self) -> CudaEvent:
         """See ``Copier``."""
         return self._device.compute().record()
 
-    def restore(self, copies: Sequence[RowCopies], after: CudaEvent | None = None) -> Ticket:
+    def restore(self, copies: Sequence[RowCopies], after: CudaEvent | None = None) -> CopyTicket:
         """See ``Copier``."""
         ring = self._restoring
         try:
@@ -166,11 +166,11 @@ class StagedCopier:
                     self._unpacks.wait_for(after)
                 end = self._read(pieces) if ring is None else self._fetch(pieces, ring)
                 self._unpacking.keep_until(end)
-                return CopyTicket([end])
+                return _DeviceTicket([end])
             except Exception as error:
                 text = _log_failure("restore", error)
                 ends = _end_of_failed(self._from_host, self._unpacks, ring, self._unpacking)
-                return CopyTicket(ends, error=text)
+                return _DeviceTicket(ends, error=text)
 
     def close(self) -> None:
         """See ``Copier``."""

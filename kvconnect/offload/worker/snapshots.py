@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.copier import Copier, Ticket
+from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.worker.jobs import HostRow, Job, Jobs, Report
 from kvconnect.offload.worker.lower import LowerTiers
 from kvconnect.orders import Restore
@@ -23,7 +23,7 @@ CPU = "cpu"
 
 @dataclass
 class _Snapshot:
-    ticket: Ticket
+    ticket: CopyTicket
     jobs: Sequence[Job]
     began_s: float
     given_up: bool = False
@@ -31,7 +31,7 @@ class _Snapshot:
 
 @dataclass
 class _Restoring:
-    ticket: Ticket
+    ticket: CopyTicket
     job: Job
     num_rows: int
     length_bytes: int
@@ -62,7 +62,7 @@ class Copies:
         """Copies under way."""
         return len(self._snapshots) + len(self._restores)
 
-    def begun(self, ticket: Ticket, jobs: Sequence[Job], began_s: float) -> None:
+    def begun(self, ticket: CopyTicket, jobs: Sequence[Job], began_s: float) -> None:
         """The blocks of these jobs are being copied to their rows."""
         self._snapshots.append(_Snapshot(ticket, jobs, began_s))
 

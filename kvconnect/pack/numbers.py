@@ -25,7 +25,7 @@ class _Pair:
         self.tensor = torch.empty(count, dtype=torch.int64, device=device)
 
 
-class Lent:
+class NumberBuffer:
     """A pair that is in use for as long as this object lives.
 
     Its owner keeps it until the kernels that read ``tensor`` are done: then so is what loaded it, and the
@@ -37,17 +37,17 @@ class Lent:
         tensor: where kernels read them, once they were loaded.
     """
 
-    def __init__(self, pair: _Pair, count: int, staging: Staging) -> None:
-        self._pair, self._staging = pair, staging
+    def __init__(self, pair: _Pair, count: int, pool: NumberPool) -> None:
+        self._pair, self._pool = pair, pool
         self.count = count
         self.values, self.tensor = pair.values, pair.tensor
         self.host_address = pair.host.data_ptr()
 
     def __del__(self) -> None:
-        self._staging.take_back(self._pair)
+        self._pool.take_back(self._pair)
 
 
-class Staging:
+class NumberPool:
     """Pairs by their length, a power of two. One thread asks for them; any may give them up."""
 
     def __init__(self, device: torch.device) -> None:
@@ -59,11 +59,11 @@ class Staging:
         """What is kept and not in use, on each side."""
         return sum(pair.values.nbytes for pairs in list(self._free.values()) for pair in list(pairs))
 
-    def lend(self, count: int) -> Lent:
+    def lend(self, count: int) -> NumberBuffer:
         """Room for ``count`` numbers, from a multiple of 16 bytes on."""
         length = max(_LEAST_NUMBERS, 1 << (count - 1).bit_length())
         free = self._free[length]
-        return Lent(free.pop() if free else _Pair(length, self._device), count, self)
+        return NumberBuffer(free.pop() if free else _Pair(length, self._device), count, self)
 
     def take_back(self, pair: _Pair) -> None:
         """No kernel reads a pair any more. Where much is free already it is given up."""

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.pack import staging
-from kvconnect.pack.staging import Lent, Staging
+from kvconnect.pack import numbers
+from kvconnect.pack.numbers import NumberBuffer, NumberPool
 
 CPU = torch.device("cpu")
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5000)), max_size=60))
 def test_what_is_lent_is_nobody_elses(uses):
-    found = Staging(CPU)
-    lent: dict[int, tuple[Lent, int, int]] = {}
+    found = NumberPool(CPU)
+    lent: dict[int, tuple[NumberBuffer, int, int]] = {}
     for number, (name, count) in enumerate(uses):
         lent.pop(name, None)
         one = found.lend(count)
@@ -30,7 +30,7 @@ def test_what_is_lent_is_nobody_elses(uses):
 
 
 def test_it_is_used_again():
-    found = Staging(CPU)
+    found = NumberPool(CPU)
     first = found.lend(700)
     address = first.tensor.data_ptr()
     assert found.lend(700).tensor.data_ptr() != address
@@ -39,8 +39,8 @@ def test_it_is_used_again():
 
 
 def test_no_more_than_a_bound_is_kept(monkeypatch):
-    monkeypatch.setattr(staging, "_MOST_FREE_BYTES", 16 << 10)
-    found = Staging(CPU)
+    monkeypatch.setattr(numbers, "_MOST_FREE_BYTES", 16 << 10)
+    found = NumberPool(CPU)
     lent = [found.lend(1024) for _ in range(5)]
     addresses = {one.tensor.data_ptr() for one in lent}
     assert len(addresses) == 5
