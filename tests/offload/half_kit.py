@@ -453,6 +453,6 @@ class Stack:
     def check_idle(self) -> None:
         """Nothing is remembered, pinned or under way."""
         assert not any(self.half.state().values()), self.half.state()
-        for counts in self.half.index.counts().values():
+        for counts in self.half.host.index.counts().values():
             assert counts.pinned == counts.pending == 0
-        self.half.index.check()
+        self.half.host.index.check()

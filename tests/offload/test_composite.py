@@ -93,7 +93,7 @@ def test_a_request_that_a_peer_holds_is_fetched_and_then_kept():
     assert not orders.offload
     half.update_results(Results(received=("fetched",)))
     half.update_after_alloc(request, IDS, 0)
-    stack.half.index.clear()
+    stack.half.host.index.clear()
     half.launched(Step([Computed("fetched", 64, IDS)]))
     (store,) = half.build_orders().offload.stores
     assert store.copies.block_ids == tuple(IDS[0])
@@ -119,7 +119,7 @@ def test_a_promise_of_the_tiers_ends_where_a_peer_is_asked():
     assert half.matched_tokens(request, 0) == (64, True)
     assert not half.is_restored("r")
     assert not stack.half.offers("r")
-    assert stack.half.index.counts()[0].pinned == 0
+    assert stack.half.host.index.counts()[0].pinned == 0
 
 
 def test_a_prefill_for_a_peer_begins_with_what_is_kept_and_is_held():

@@ -144,7 +144,7 @@ def test_memory_for_a_part_of_what_comes_by(model):
                 found += keeper.cached
                 wipe(keeper)
         assert found > 0
-        keeper.engine.scheduler.transfers.hooks.offload.index.check()
+        keeper.engine.scheduler.transfers.hooks.offload.host.index.check()
 
 
 def test_memory_without_room_for_any_hit_is_refused(tmp_path):

@@ -42,7 +42,7 @@ def test_asking_again_looks_nothing_up():
     prefill(stack, "first", range(64))
     request = stack.add("again", range(64))
     assert stack.half.matched_tokens(request, 0) == (56, True)
-    stack.half.index = stack.half._lookup._index = None
+    stack.half._lookup._host = None
     for _ in range(3):
         assert stack.half.matched_tokens(request, 0) == (56, True)
 
@@ -104,7 +104,7 @@ def test_one_prefix_of_two_requests_is_stored_once_and_fetched_once():
     stack.ranks.before_step = note
     stack.run(everything=True)
     assert len(stored) == len(set(stored)) == 16
-    stack.half.index.clear()
+    stack.half.host.index.clear()
     again = [stack.add("c", range(64)), stack.add("d", range(64))]
     stack.run(everything=True)
     assert [request.hits for request in again] == [[(0, 56)], [(0, 56)]]
@@ -133,7 +133,7 @@ def test_a_restore_that_failed_is_computed_and_its_rows_are_dropped():
 def test_what_a_tier_no_longer_has_is_a_shorter_hit():
     stack = stack_of(tiers=("disk",), num_ranks=2)
     prefill(stack, "first", range(64))
-    stack.half.index.clear()
+    stack.half.host.index.clear()
     request = stack.add("again", range(64))
     gone = request.hashes(4)[9]
     # Another rank has it still; nobody was told.
@@ -148,7 +148,7 @@ def test_what_a_tier_no_longer_has_is_a_shorter_hit():
 def test_a_rank_that_never_answers_costs_wait_s_and_its_rows(tiers):
     stack = stack_of(tiers=tiers, num_ranks=2, wait_s=1.0)
     prefill(stack, "first", range(64))
-    stack.half.index.clear()
+    stack.half.host.index.clear()
     stack.ranks.silent = {1}
     request = stack.add("again", range(64))
     began = stack.clock.now
@@ -173,7 +173,7 @@ def test_a_rank_that_never_answers_costs_wait_s_and_its_rows(tiers):
         stack.step(everything=True)
     assert not stack.half.pending
     assert failures(stack)["offload_overdue"] >= 1
-    pending = sum(counts.pending for counts in stack.half.index.counts().values())
+    pending = sum(counts.pending for counts in stack.half.host.index.counts().values())
     assert pending > 0 or tiers == ("store",)
     # It answers after all.
     stack.ranks.silent = set()
@@ -198,13 +198,13 @@ def test_reports_come_in_any_order_and_more_than_once():
     report(OffloadReport(1, kept={store.job: ()}), OffloadReport(5, stored={store.job: ()}))
     report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
     report(OffloadReport(1, stored={store.job: store.hashes}, kept={store.job: ()}))
-    assert stack.half.index.lookup(0, store.hashes) == 0
+    assert stack.half.host.index.lookup(0, store.hashes) == 0
     report(OffloadReport(0, stored={store.job: ()}))
-    assert stack.half.index.lookup(0, store.hashes) == 2
-    counts = stack.half.index.counts()[0]
+    assert stack.half.host.index.lookup(0, store.hashes) == 2
+    counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
     report(OffloadReport(0, kept={store.job: ()}, fetched={store.job: ()}))
-    counts = stack.half.index.counts()[0]
+    counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 0, 0)
     stack.half.request_finished(request, ids)
     # The one that failed is stored from the blocks that the request still had.
@@ -226,7 +226,7 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
     else:
         prefill(stack, "first", range(64))
         if stage == "fetching":
-            stack.half.index.clear()
+            stack.half.host.index.clear()
         request = stack.add("again", range(64))
         if stage == "restoring":
             stack._schedule()
@@ -241,10 +241,10 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
     stack.ranks.start(given)
     if stage == "restoring":
         # Its rows stay until they arrived.
-        assert stack.half.index.counts()[0].pinned == 14
+        assert stack.half.host.index.counts()[0].pinned == 14
     stack.run(everything=True)
     stack.check_idle()
-    counts = stack.half.index.counts()[0]
+    counts = stack.half.host.index.counts()[0]
     if stage in ("gathered", "ordered", "restoring"):
         assert counts.ready == 0
     else:
@@ -354,7 +354,7 @@ def test_a_promise_that_is_not_taken_is_given_back():
     assert stack.half.offers("again")
     stack.half.update_after_alloc(request, ([1], [2]), 0)
     assert not stack.half.offers("again")
-    assert not any(counts.pinned for counts in stack.half.index.counts().values())
+    assert not any(counts.pinned for counts in stack.half.host.index.counts().values())
     assert not orders(stack)
 
 
@@ -381,7 +381,7 @@ def test_blocks_that_are_overwritten_early_are_not_stored():
     stack.half.overwritten({12, 99})
     (store,) = orders(stack).stores
     assert store.copies.block_ids == (11, 13, 14)
-    assert stack.half.index.counts()[0].pending == 3
+    assert stack.half.host.index.counts()[0].pending == 3
 
 
 def test_a_state_at_a_boundary_of_the_stacks_own_choice_is_kept():
@@ -405,7 +405,7 @@ def test_hits_are_told_by_where_they_came_from():
     stack = stack_of(tiers=("disk",))
     prefill(stack, "first", range(64))
     names = stack.done[-1].hashes(4)
-    stack.half.index.drop(0, names[8:])
+    stack.half.host.index.drop(0, names[8:])
     request = stack.add("again", range(64))
     while not request.hits:
         stack.step(everything=True)
@@ -417,12 +417,12 @@ def test_hits_are_told_by_where_they_came_from():
 def test_what_an_answer_left_behind_makes_room():
     stack = stack_of(HYBRID, checkpoint_tokens=0)
     prefill(stack, "first", range(30), max_new=60)
-    states = stack.half.index.counts()[1]
+    states = stack.half.host.index.counts()[1]
     # After the prompt, and the last two of the answer.
     assert states.ready == 3
     stack = stack_of(SLIDING, checkpoint_tokens=0)
     prefill(stack, "first", range(30), max_new=60)
-    assert stack.half.index.counts()[1].ready <= 3 + 3 + 4 + 4
+    assert stack.half.host.index.counts()[1].ready <= 3 + 3 + 4 + 4
 
 
 def test_events_tell_what_came_and_went():

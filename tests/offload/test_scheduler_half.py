@@ -171,7 +171,7 @@ def test_hits_are_those_of_an_endless_cache(case, checkpoint, max_new, tiers):
     for serial, prompt in enumerate(turns):
         if serial == len(prompts) and tiers:
             # Only lower tiers are left.
-            stack.half.index.clear()
+            stack.half.host.index.clear()
         if serial % 3 == 2:
             # The next turn of a talk: the answer is part of the prompt.
             prompt = stack.done[-1].tokens + [99] * (serial % 5)

@@ -81,7 +81,7 @@ class Node:
             if report and stores:
                 stored = {store.job: () for store in stores}
                 self.half.update_results(Results(offload=(OffloadReport(0, stored=stored),)))
-        self.half.index.check()
+        self.half.host.index.check()
         return seen
 
 

@@ -18,12 +18,13 @@ from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
 from kvconnect.offload.scheduler.failures import FailureCounts
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements, hit_groups
+from kvconnect.offload.scheduler.host import Hashes, Host
 from kvconnect.offload.scheduler.jobs import Jobs
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.reports import Reports
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
-from kvconnect.offload.scheduler.stores import Hashes, Stores
+from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.orders import OffloadOrders, Results, TierChange
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
@@ -83,37 +84,28 @@ class OffloadScheduler:
         lag_tokens: int = 0,
         job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
-        self._config, self._clock, self._hashes = config, clock, hashes
+        self._config, self._clock = config, clock
         kept = hit_groups(groups, row_bytes, align_tokens, draft_groups)
-        self.requirements = requirements = HitRequirements(kept, align_tokens)
+        requirements = HitRequirements(kept, align_tokens)
         self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        self.index = TierIndex(self.plan)
-        self.lower = LowerIndex(num_ranks)
-        self._jobs = Jobs(num_ranks, job_timeout_s)
-        self._failures = FailureCounts()
-        self._lookup = PrefixLookup(
+        self.host = host = Host(
             requirements,
-            self.index,
-            self.lower,
-            self._jobs,
+            TierIndex(self.plan),
+            LowerIndex(num_ranks),
+            Jobs(num_ranks, job_timeout_s),
+            FailureCounts(),
             hashes,
-            self._failures,
-            config=config,
-            tiers=lower_tiers,
         )
+        self._lookup = PrefixLookup(host, config, lower_tiers)
         self._stores = Stores(
-            requirements,
-            self.index,
-            self._jobs,
-            hashes,
-            self._failures,
+            host,
             most_tokens=requirements.most_tokens(self.plan.limits),
             lag_tokens=lag_tokens,
             decoded=config.decoded,
             keep=bool(lower_tiers),
         )
-        self._restores = Restores(requirements, self.index, hashes, self._failures)
-        self._reports = Reports(self.index, self.lower, self._jobs, self._lookup, self._failures)
+        self._restores = Restores(host)
+        self._reports = Reports(host, self._lookup)
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
@@ -128,7 +120,7 @@ class OffloadScheduler:
         if most is None:
             most = NEVER
         elif not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            self._failures.count("offload_parameters_refused")
+            self.host.failures.count("offload_parameters_refused")
             most = NEVER
         self._requests[request.request_id] = OffloadRequest(request, reads, writes, most)
         self._stores.due[request.request_id] = 0
@@ -168,7 +160,7 @@ class OffloadScheduler:
         record = self._record(request)
         record.is_admitted = True
         record.lose_blocks()
-        record.lay_out(self.requirements, self._config.checkpoint_tokens)
+        record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
             self._restores.begin(record, record.offer, block_ids, num_external_tokens)
@@ -178,7 +170,7 @@ class OffloadScheduler:
         record = self._requests.get(request.request_id)
         if record is None or not record.writes or not self._state_groups:
             return ()
-        return self._record(request).checkpoints(self.requirements)
+        return self._record(request).checkpoints(self.host.requirements)
 
     def launched(self, step: Step) -> None:
         for state in step.states:
@@ -195,7 +187,7 @@ class OffloadScheduler:
                 self._stores.collect(grown.values())
                 grown = {}
             if new_block_ids is not None:
-                record.add_blocks(self.requirements.groups, new_block_ids)
+                record.add_blocks(self.host.requirements.groups, new_block_ids)
             record.computed_before, record.computed_tokens = record.computed_tokens, num_tokens
             if num_tokens >= self._stores.due[request_id]:
                 grown[request_id] = record
@@ -221,16 +213,16 @@ class OffloadScheduler:
             return
         record.block_ids = {
             group.group: list(block_ids[group.group])
-            for group in self.requirements.groups
+            for group in self.host.requirements.groups
             if not group.is_state
         }
         self._stores.collect_last(record)
-        for group in self.requirements.whole:
+        for group in self.host.requirements.whole:
             # So that of a prompt the end makes room first: without its beginning it would be of no use.
             end = record.next_position.get(group.group, 0)
             if end:
-                hashes = self._hashes(request, group.block_tokens)
-                self.index.touch(group.group, group.names(hashes, 0, end))
+                names = self.host.names(request, group, (range(end),))
+                self.host.index.touch(group.group, names)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         self._stores.overwritten(block_ids)
@@ -272,13 +264,13 @@ class OffloadScheduler:
 
     def _restore_failed(self, request_id: str) -> None:
         """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
-        self._failures.count("offload_restore_failed")
+        self.host.failures.count("offload_restore_failed")
         for record in self._requests.values():
             self._lookup.withdraw(record)
         if request_id in self._requests:
             self._requests[request_id].restore_failed = True
         if self._failed_in_a_row >= _MOST_FAILURES:
-            self._failures.count("offload_restores_paused")
+            self.host.failures.count("offload_restores_paused")
             self._resumes_at = self._clock() + _PAUSE_S
 
     def clear(self) -> None:
@@ -292,28 +284,28 @@ class OffloadScheduler:
             self._lookup.release(record)
             if record.is_admitted:
                 record.writes = False
-        self._jobs.invalidate()
-        self.index.clear()
-        self.lower.clear()
+        self.host.jobs.invalidate()
+        self.host.index.clear()
+        self.host.lower.clear()
 
     def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have."""
-        return self.index.take_events(), self._reports.take_changes()
+        return self.host.index.take_events(), self._reports.take_changes()
 
     def take_failures(self) -> tuple[str, ...]:
         """What went wrong since the last call, by reason, to be counted."""
-        return self._failures.take()
+        return self.host.failures.take()
 
     @property
     def pending(self) -> bool:
         """Whether workers are to report something yet that a request may wait for."""
-        return bool(len(self._restores) or self._jobs.num_awaited or len(self._stores) or self._clear)
+        return bool(len(self._restores) or self.host.jobs.num_awaited or len(self._stores) or self._clear)
 
     def state(self) -> dict[str, int]:
         """Counts of what is under way. All zero when idle."""
         return {
             "offload_requests": len(self._requests),
-            "offload_jobs": len(self._jobs),
+            "offload_jobs": len(self.host.jobs),
             "offload_restoring": len(self._restores),
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
@@ -322,9 +314,9 @@ class OffloadScheduler:
     def usage(self) -> dict[str, Any]:
         """What there is to see that stays when idle."""
         return {
-            "host": {str(group): asdict(counts) for group, counts in self.index.counts().items()},
-            "lower": self.lower.counts(),
-            "totals": dict(self._failures.totals),
+            "host": {str(group): asdict(counts) for group, counts in self.host.index.counts().items()},
+            "lower": self.host.lower.counts(),
+            "totals": dict(self.host.failures.totals),
         }
 
     def _record(self, request: RequestView) -> OffloadRequest:
@@ -332,5 +324,5 @@ class OffloadScheduler:
         if request.request_id not in self._requests:
             self.new_request(request)
         record = self._requests[request.request_id]
-        record.arrive(self.requirements, self._config.checkpoint_tokens)
+        record.arrive(self.host.requirements, self._config.checkpoint_tokens)
         return record

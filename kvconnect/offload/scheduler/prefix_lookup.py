@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.index.lower_index import LowerIndex
-from kvconnect.offload.index.tier_index import ContentState, TierIndex
-from kvconnect.offload.scheduler.failures import FailureCounts
-from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.scheduler.jobs import Job, JobKind, Jobs
+from kvconnect.offload.index.tier_index import ContentState
+from kvconnect.offload.scheduler.hit_requirements import HitGroup
+from kvconnect.offload.scheduler.host import Host
+from kvconnect.offload.scheduler.jobs import Job, JobKind
 from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins, Search
-from kvconnect.offload.scheduler.stores import Hashes
 from kvconnect.offload.tier import Content
 from kvconnect.offload.tiers import sought_tier_names
 from kvconnect.orders import Fetch, Seek
@@ -33,20 +31,8 @@ _REST_WAITS = 10
 class PrefixLookup:
     """Looks for hits, and has them brought to host memory. ``tiers`` are the lower tiers, nearest first."""
 
-    def __init__(
-        self,
-        requirements: HitRequirements,
-        index: TierIndex,
-        lower: LowerIndex,
-        jobs: Jobs,
-        hashes: Hashes,
-        failures: FailureCounts,
-        *,
-        config: OffloadConfig,
-        tiers: Sequence[str],
-    ) -> None:
-        self._requirements, self._index, self._lower = requirements, index, lower
-        self._jobs, self._hashes, self._failures = jobs, hashes, failures
+    def __init__(self, host: Host, config: OffloadConfig, tiers: Sequence[str]) -> None:
+        self._host = host
         self._tiers, self._sought = tuple(tiers), sought_tier_names(config)
         self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
         self._waiters: dict[Content, list[Search]] = {}
@@ -80,7 +66,7 @@ class PrefixLookup:
         if search.is_waiting:
             if now < search.deadline:
                 return None
-            self._failures.count("offload_wait_timeout")
+            self._host.failures.count("offload_wait_timeout")
             for tier in {*search.waits_for.values(), *search.asked.values()}:
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(search.waits_for)
@@ -94,7 +80,7 @@ class PrefixLookup:
         offer = Offer(start_tokens, num_tokens, boundary, looked_at=now, version=self.version)
         if offer.length:
             for group, names in self._needed(request, start_tokens, boundary):
-                self._index.pin(group.group, names)
+                self._host.index.pin(group.group, names)
                 offer.pins[group.group] = list(names)
             request.sources = self._sources(offer, search)
         self._unpin(search.pins)
@@ -133,7 +119,7 @@ class PrefixLookup:
             self._stuck.discard(content)
             for search in self._waiters.pop(content, ()):
                 search.waits_for.pop(content, None)
-                self._index.pin(group, [name])
+                self._host.index.pin(group, [name])
                 search.pins.setdefault(group, []).append(name)
                 if tier:
                     search.brought.setdefault(tier, set()).add(content)
@@ -163,7 +149,9 @@ class PrefixLookup:
             return
         search.asked.pop(job.number, None)
         if not job.unreported and not job.stale:
-            found = {(job.group, name) for name, ranks in job.named.items() if ranks == self._jobs.num_ranks}
+            found = {
+                (job.group, name) for name, ranks in job.named.items() if ranks == self._host.jobs.num_ranks
+            }
             search.found.setdefault(job.tier, set()).update(found)
 
     def _give_up(self, content: Content) -> None:
@@ -186,14 +174,14 @@ class PrefixLookup:
 
     def _unpin(self, pins: Pins) -> None:
         for group, names in pins.items():
-            self._index.unpin(group, names)
+            self._host.index.unpin(group, names)
         pins.clear()
 
     # The search
 
     def _search(self, request: OffloadRequest, search: Search, start_tokens: int, now: float) -> int | None:
         """How long a hit is here; None if more is being brought, where that makes a longer one."""
-        limit = self._requirements.last_boundary(request.view.num_tokens - 1)
+        limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         here, _ = self._longest(request, start_tokens, None)
         if here >= limit or search.is_settled or now >= search.deadline:
             search.is_settled = True
@@ -225,9 +213,9 @@ class PrefixLookup:
         """
 
         def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
-            return group.names(self._hashes(request.view, group.block_tokens), first, end)
+            return group.names(self._host.hashes(request.view, group.block_tokens), first, end)
 
-        return self._requirements.hit(
+        return self._host.requirements.hit(
             start_tokens,
             request.view.num_tokens - 1,
             lambda group, first, end: self._run(group.group, names(group, first, end), search),
@@ -236,7 +224,7 @@ class PrefixLookup:
 
     def _run(self, group: int, names: Sequence[bytes], search: Search | None) -> int:
         """How many of the names, from the first on, are known."""
-        run, stride = self._index.lookup(group, names), _STRIDE
+        run, stride = self._host.index.lookup(group, names), _STRIDE
         while search is not None and run < len(names):
             known = self._known(group, names[run : run + stride], search)
             if not all(known):
@@ -245,7 +233,7 @@ class PrefixLookup:
         return run
 
     def _known(self, group: int, names: Sequence[bytes], search: Search | None) -> list[bool]:
-        states = self._index.states(group, names)
+        states = self._host.index.states(group, names)
         known = [state is ContentState.READY for state in states]
         if search is None or all(known):
             return known
@@ -267,7 +255,7 @@ class PrefixLookup:
                 answered = search.found.get(tier, ())
                 has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
             else:
-                has = self._lower.has(tier, group, names) if tier not in self._resting else ()
+                has = self._host.lower.has(tier, group, names) if tier not in self._resting else ()
             for at, is_there in enumerate(has):
                 if is_there and not found[at]:
                     found[at] = tier
@@ -277,10 +265,10 @@ class PrefixLookup:
         self, request: OffloadRequest, start_tokens: int, boundary: int
     ) -> list[tuple[HitGroup, Sequence[bytes]]]:
         """The contents that a hit needs, by group, beyond those that are at hand."""
-        needed = self._requirements.needed(boundary, start_tokens)
+        needed = self._host.requirements.needed(boundary, start_tokens)
         return [
-            (group, group.names_at(self._hashes(request.view, group.block_tokens), needed[group.group]))
-            for group in self._requirements.groups
+            (group, self._host.names(request.view, group, needed[group.group]))
+            for group in self._host.requirements.groups
         ]
 
     def _bring(self, request: OffloadRequest, search: Search, start_tokens: int, boundary: int) -> None:
@@ -289,22 +277,22 @@ class PrefixLookup:
         missing: dict[tuple[int, str], list[bytes]] = {}
         for group, names in self._needed(request, start_tokens, boundary):
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
-            for name, state in zip(names, self._index.states(group.group, names), strict=True):
+            for name, state in zip(names, self._host.index.states(group.group, names), strict=True):
                 by_state[state].append(name)
             # Before any row is taken: what is here must not make room for what is not.
-            self._index.pin(group.group, by_state[ContentState.READY])
+            self._host.index.pin(group.group, by_state[ContentState.READY])
             search.pins[group.group] = by_state[ContentState.READY]
             self._await(search, group.group, by_state[ContentState.PENDING])
             absent = by_state[ContentState.ABSENT]
             for name, tier in zip(absent, self._tiers_of(group.group, absent, search), strict=True):
                 missing.setdefault((group.group, tier), []).append(name)
         for (index, tier), names in missing.items():
-            taken, rows = self._index.reserve(index, names)
+            taken, rows = self._host.index.reserve(index, names)
             if len(taken) < len(names):
-                self._failures.count("offload_rows_short")
+                self._host.failures.count("offload_rows_short")
                 search.lost.update((index, name) for name in set(names) - set(taken))
             if taken:
-                job = self._jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
+                job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
                 self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
                 self._await(search, index, taken, tier)
 
@@ -315,15 +303,15 @@ class PrefixLookup:
 
     def _seek(self, request: OffloadRequest, search: Search, start_tokens: int) -> bool:
         """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
-        limit = self._requirements.last_boundary(request.view.num_tokens - 1)
+        limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         for tier in [tier for tier in self._sought if tier not in self._resting]:
-            for group in self._requirements.groups:
+            for group in self._host.requirements.groups:
                 first, end = start_tokens // group.block_tokens, limit // group.block_tokens
-                names = group.names(self._hashes(request.view, group.block_tokens), first, end)
+                names = group.names(self._host.hashes(request.view, group.block_tokens), first, end)
                 known = self._known(group.group, names, search)
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
-                    job = self._jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
+                    job = self._host.jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
                     self._seeks.append(Seek(job.number, tier, group.group, unknown))
                     self._seekers[job.number] = search
                     search.asked[job.number] = tier
@@ -331,7 +319,7 @@ class PrefixLookup:
 
     def _sources(self, offer: Offer, search: Search) -> dict[str, int]:
         """How many of the offered tokens came from which tier, as the first group has them."""
-        group = (self._requirements.whole or self._requirements.partial)[0]
+        group = (self._host.requirements.whole or self._host.requirements.partial)[0]
         found: dict[str, int] = {}
         for tier, contents in search.brought.items():
             count = sum((group.group, name) in contents for name in offer.pins[group.group])

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.index.tier_index import TierIndex
-from kvconnect.offload.scheduler.failures import FailureCounts
-from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
+from kvconnect.offload.scheduler.hit_requirements import HitGroup
+from kvconnect.offload.scheduler.host import Host
 from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins
-from kvconnect.offload.scheduler.stores import Hashes
 from kvconnect.orders import Restore, RowCopies
 
 
@@ -20,11 +18,8 @@ class _Impossible(Exception):
 class Restores:
     """Restores by the request that waits for them."""
 
-    def __init__(
-        self, requirements: HitRequirements, index: TierIndex, hashes: Hashes, failures: FailureCounts
-    ) -> None:
-        self._requirements, self._index = requirements, index
-        self._hashes, self._failures = hashes, failures
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._pins: dict[str, Pins] = {}
         self._orders: list[Restore] = []
 
@@ -50,22 +45,22 @@ class Restores:
             start, end = offer.start_tokens, offer.start_tokens + num_tokens
             wanted = [
                 (group.group, *found)
-                for group in self._requirements.groups
+                for group in self._host.requirements.groups
                 if (found := self._copies(request, group, block_ids[group.group], start, end)) is not None
             ]
         except _Impossible as error:
-            self._failures.count("offload_refused")
+            self._host.failures.count("offload_refused")
             self._orders.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
         for index, names, _ in wanted:
-            self._index.touch(index, names)
+            self._host.index.touch(index, names)
         if num_tokens == offer.length:
             # They stay pinned as they are.
             pins.update(offer.pins)
             offer.pins = {}
         else:
             for index, names, _ in wanted:
-                self._index.pin(index, names)
+                self._host.index.pin(index, names)
                 pins[index] = names
         self._orders.append(Restore(request_id, tuple(copies for _, _, copies in wanted)))
 
@@ -76,8 +71,8 @@ class Restores:
             return False
         for group, names in pins.items():
             if failed:
-                self._index.drop(group, names)
-            self._index.unpin(group, names)
+                self._host.index.drop(group, names)
+            self._host.index.unpin(group, names)
         return True
 
     def take(self) -> tuple[Restore, ...]:
@@ -93,7 +88,7 @@ class Restores:
             raise _Impossible(f"no state is kept after {end} tokens")
         parts = group.needed(end, start)
         count = sum(map(len, parts))
-        names = group.names_at(self._hashes(request.view, group.block_tokens), parts)
+        names = self._host.names(request.view, group, parts)
         ids = ids[-1:] if group.is_state else [at for part in parts for at in ids[part.start : part.stop]]
         if not len(ids) == len(names) == count:
             raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {count}")
@@ -106,7 +101,7 @@ class Restores:
         if not ids:
             return None
         try:
-            rows = tuple(self._index.rows_of(group.group, names))
+            rows = tuple(self._host.index.rows_of(group.group, names))
         except LocalError as error:
             reason = f"what cache group {group.group} needs after {end} tokens is not here"
             raise _Impossible(reason) from error

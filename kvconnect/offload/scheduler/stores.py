@@ -6,22 +6,19 @@ Nothing waits: where rows are short, blocks are passed over and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.offload.index.tier_index import ContentState, TierIndex
-from kvconnect.offload.scheduler.failures import FailureCounts
-from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-from kvconnect.offload.scheduler.jobs import JobKind, Jobs
+from kvconnect.offload.index.tier_index import ContentState
+from kvconnect.offload.scheduler.hit_requirements import HitGroup
+from kvconnect.offload.scheduler.host import Host
+from kvconnect.offload.scheduler.jobs import JobKind
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.orders import RowCopies, Store
-from kvconnect.scheduler.stack import RequestView, StateBlock
+from kvconnect.scheduler.stack import StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
-
-Hashes = Callable[[RequestView, int], Sequence[bytes]]
-"""The hashes of a request's full blocks of so many tokens, each of everything up to the block's end."""
 
 
 @dataclass(eq=False)
@@ -56,22 +53,17 @@ class Stores:
 
     def __init__(
         self,
-        requirements: HitRequirements,
-        index: TierIndex,
-        jobs: Jobs,
-        hashes: Hashes,
-        failures: FailureCounts,
+        host: Host,
         *,
         most_tokens: int,
         lag_tokens: int,
         decoded: bool,
         keep: bool,
     ) -> None:
-        self._requirements, self._index, self._jobs = requirements, index, jobs
-        self._hashes, self._failures = hashes, failures
+        self._host = host
         self._most_tokens, self._lag_tokens = most_tokens, lag_tokens
         self._decoded, self._keep = decoded, keep
-        self._windows = tuple(group for group in requirements.partial if not group.is_state)
+        self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
         self._batches: dict[int, _Batch] = {}
         self.due: dict[str, int] = {}
         """By request the token count at which there is more to take, for those that are in here."""
@@ -83,7 +75,7 @@ class Stores:
         """Take rows for what has become final of these requests."""
         each = [(request, request.valid_tokens()) for request in requests]
         # Where rows are short a request gets them in all groups, rather than all requests in one.
-        at_once = len(each) if len(self._requirements.groups) == 1 else 1
+        at_once = len(each) if len(self._host.requirements.groups) == 1 else 1
         for first in range(0, len(each), at_once):
             self._collect(each[first : first + at_once], is_last=False)
 
@@ -93,18 +85,18 @@ class Stores:
 
     def collect_state(self, request: OffloadRequest, group: HitGroup, state: StateBlock) -> None:
         """Take a row for a state, where a hit can end."""
-        align, num_tokens = self._requirements.align_tokens, state.num_tokens
+        align, num_tokens = self._host.requirements.align_tokens, state.num_tokens
         is_possible = num_tokens > 0 and num_tokens % align == 0 and state.block_id
         if not is_possible or num_tokens > self._limited(request, num_tokens):
             return
         if state.is_chosen and num_tokens not in request.boundaries and num_tokens <= request.known_tokens:
             request.boundaries = tuple(sorted({*request.boundaries, num_tokens}))
-            request.kept = self._requirements.kept(request.boundaries)
+            request.kept = self._host.requirements.kept(request.boundaries)
         is_decoded = num_tokens > (request.boundaries[-1] if request.boundaries else 0)
         if not is_decoded and num_tokens not in request.boundaries:
             return
         position = num_tokens // align - 1
-        names = group.names(self._hashes(request.view, align), position, position + 1)
+        names = group.names(self._host.hashes(request.view, align), position, position + 1)
         if names and self._reserve(group, names, [state.block_id]) and is_decoded:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
@@ -117,8 +109,8 @@ class Stores:
             kept = self._batches[group] = _Batch()
             for name, block_id, row in zip(batch.names, batch.block_ids, batch.rows, strict=True):
                 if block_id in gone:
-                    self._index.drop(group, [name])
-                    self._failures.count("offload_overwritten")
+                    self._host.index.drop(group, [name])
+                    self._host.failures.count("offload_overwritten")
                 else:
                     kept.names.append(name)
                     kept.block_ids.append(block_id)
@@ -131,7 +123,7 @@ class Stores:
         for group, batch in batches.items():
             if batch.names:
                 names = tuple(batch.names)
-                job = self._jobs.open(JobKind.STORE, group, names, keep=self._keep)
+                job = self._host.jobs.open(JobKind.STORE, group, names, keep=self._keep)
                 copies = RowCopies(group, tuple(batch.block_ids), tuple(batch.rows))
                 stores.append(Store(job.number, copies, names, self._keep))
         return tuple(stores)
@@ -139,7 +131,7 @@ class Stores:
     def clear(self) -> None:
         """Forget what was taken since the last orders."""
         for group, batch in self._batches.items():
-            self._index.drop(group, batch.names)
+            self._host.index.drop(group, batch.names)
         self._batches = {}
 
     def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
@@ -152,10 +144,10 @@ class Stores:
     def _collect(self, noted: Iterable[tuple[OffloadRequest, int]], *, is_last: bool) -> None:
         valid = [(request, self._limited(request, tokens)) for request, tokens in noted]
         behind: set[str] = set()
-        for group in self._requirements.whole:
+        for group in self._host.requirements.whole:
             parts = []
             for request, tokens in valid:
-                end = self._requirements.last_boundary(tokens) // group.block_tokens
+                end = self._host.requirements.last_boundary(tokens) // group.block_tokens
                 first = request.next_position.get(group.group, 0)
                 if end > first + MOST_AT_ONCE and not is_last:
                     end = first + MOST_AT_ONCE
@@ -171,8 +163,8 @@ class Stores:
 
     def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
         """Take what groups with windows have. The token count at which there is more to take of any group."""
-        boundary = self._requirements.last_boundary(valid)
-        due = boundary + self._requirements.align_tokens + self._requirements.ahead_tokens
+        boundary = self._host.requirements.last_boundary(valid)
+        due = boundary + self._host.requirements.align_tokens + self._host.requirements.ahead_tokens
         for group in self._windows:
             self._collect_window(request, group, group.num_named(valid), is_last)
             due = min(due, (group.num_named(valid) + 1 + group.is_draft) * group.block_tokens)
@@ -183,7 +175,7 @@ class Stores:
         return NEVER if due > self._limited(request, NEVER) else due
 
     def _part(self, request: OffloadRequest, group: HitGroup, first: int, end: int) -> _Part:
-        hashes = self._hashes(request.view, group.block_tokens)
+        hashes = self._host.hashes(request.view, group.block_tokens)
         names = group.names(hashes, first, end)
         block_ids = request.block_ids.get(group.group, [])[first : first + len(names)]
         if 0 in block_ids:
@@ -194,7 +186,7 @@ class Stores:
     def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
         """Take of each request the positions of its part; what comes after a missing one is of no use."""
         every = [name for part in parts for name in (*part.before, *part.names)]
-        states = self._index.states(group.group, every)
+        states = self._host.index.states(group.group, every)
         wanted: list[_Part] = []
         num_absent = at = 0
         for part in parts:
@@ -202,7 +194,7 @@ class Stores:
             absent = states[first:at].count(ContentState.ABSENT)
             if ContentState.ABSENT in states[first - len(part.before) : first]:
                 # What it began with has made room for others; then what follows is of no use.
-                self._failures.count("offload_rows_short")
+                self._host.failures.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first
                 continue
             part.request.next_position[group.group] = part.first + len(part.names)
@@ -214,21 +206,21 @@ class Stores:
         names = [name for part in wanted for name in part.names]
         taken = self._reserve(group, names, [block_id for part in wanted for block_id in part.block_ids])
         for part in wanted if taken < num_absent else ():
-            states = self._index.states(group.group, part.names)
+            states = self._host.index.states(group.group, part.names)
             if ContentState.ABSENT in states:
-                self._failures.count("offload_rows_short")
+                self._host.failures.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first + states.index(ContentState.ABSENT)
 
     def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
         # Of a draft's window no wider than a block nothing is kept: blocks leave it before they have a name.
         first = request.next_position.get(group.group, 0)
         block_ids = request.block_ids.get(group.group, [])
-        hashes = self._hashes(request.view, group.block_tokens) if first < end else ()
+        hashes = self._host.hashes(request.view, group.block_tokens) if first < end else ()
         end = min(end, len(block_ids), len(hashes) - group.is_draft)
         if first >= end:
             return
         request.next_position[group.group] = end
-        wanted = request.worth_keeping(self._requirements, group, first, end, decoded=self._decoded)
+        wanted = request.worth_keeping(self._host.requirements, group, first, end, decoded=self._decoded)
         if not is_last:
             held = request.held(group, self._lag_tokens)
             wanted = [at for at in wanted if any(at in part for part in held)]
@@ -236,11 +228,11 @@ class Stores:
         if not there:
             return
         names = [hashes[at + group.is_draft] for at in there]
-        states = self._index.states(group.group, names)
+        states = self._host.index.states(group.group, names)
         absent = [at for at, state in zip(there, states, strict=True) if state is ContentState.ABSENT]
         taken = self._reserve(group, names, [block_ids[at] for at in there])
         if taken < len(absent):
-            self._failures.count("offload_rows_short")
+            self._host.failures.count("offload_rows_short")
         begin = request.boundaries[-1] if request.boundaries else 0
         for at in absent[:taken]:
             if at * group.block_tokens >= begin:
@@ -249,7 +241,7 @@ class Stores:
 
     def _reserve(self, group: HitGroup, names: Sequence[bytes], block_ids: Sequence[int]) -> int:
         """Take rows for those that have none. How many got one: the first of those that are absent."""
-        taken, rows = self._index.reserve(group.group, names)
+        taken, rows = self._host.index.reserve(group.group, names)
         if taken:
             if len(taken) < len(names):
                 by_name = dict(zip(names, block_ids, strict=True))
@@ -262,11 +254,11 @@ class Stores:
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
         """Forget what was kept of an answer for boundaries that are well behind its end."""
-        for group in self._requirements.partial:
+        for group in self._host.requirements.partial:
             trail = request.trail.get(group.group)
-            held = group.held(max(0, boundary - self._requirements.align_tokens))
+            held = group.held(max(0, boundary - self._host.requirements.align_tokens))
             old = []
             while trail and not any(trail[0][0] in part for part in held):
                 old.append(trail.popleft()[1])
             if old:
-                self._index.drop_unused(group.group, old)
+                self._host.index.drop_unused(group.group, old)
