@@ -247,11 +247,7 @@ def bench_transfer_command(
     extra: ExtraSettings = "{}",
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Set in the children only; NAME alone takes it away. On GPUs "
-            "MC_INTRANODE_NVLINK=true is set, unless it is said otherwise.",
-        ),
+        typer.Option(metavar="NAME=VALUE", help="Set in the children only; NAME alone takes it away."),
     ] = None,
     json_output: JsonLines = False,
 ) -> None:

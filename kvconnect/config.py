@@ -8,9 +8,12 @@ accepted, and the nearest known key.
 from __future__ import annotations
 
 import difflib
+import functools
 import ipaddress
+import sys
 import uuid
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,7 +21,8 @@ import msgspec
 from kvconnect.errors import ConfigError
 
 CONNECTOR = "KVConnect"
-ENGINES = ("auto", "mooncake", "nixl", "nvlink", "memory")
+ENGINE_GROUP = "kvconnect.engines"
+"""The group of entry points by which distributions, ours among them, register transfer engines."""
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _OFFLOAD = "kv_connector_extra_config.offload"
@@ -117,11 +121,12 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """``kv_connector_extra_config``: the engine, the address, and every bound and deadline.
 
     Attributes:
-        engine: the transfer library; ``auto`` takes one that works here and logs which. ``none`` for a node
-            that hands nothing over and fetches nothing, and only offloads.
+        engine: the transfer library, by the name of its entry point; ``auto`` takes NIXL or Mooncake, what
+            works here, and logs which. ``none`` for a node that hands nothing over and fetches nothing, and
+            only offloads.
         protocol: how the engine reaches its peer, ``auto`` for the engine's own choice. Mooncake knows
-            ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host; NIXL takes the name of a backend such
-            as ``UCX``.
+            ``tcp``, ``rdma``, and ``nvlink`` between GPUs of one host, which is its choice on GPUs where
+            ``host`` is a loopback address; NIXL takes the name of a backend such as ``UCX``.
         device_name: network devices for the engine: RDMA adapters for Mooncake, comma separated, or one
             device of UCX for NIXL; empty for all, with NIXL for ``host``'s interface where that can be told.
         host: the address of this node that peers use; the side channel listens there.
@@ -156,7 +161,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ``OffloadConfig``.
     """
 
-    engine: Literal["auto", "mooncake", "nixl", "nvlink", "memory", "none"] = "auto"
+    engine: str = "auto"
     protocol: str = "auto"
     device_name: str = ""
     host: str = "127.0.0.1"
@@ -340,10 +345,12 @@ def _check_combination(config: TransferConfig) -> None:
     extra = config.extra
     where = "kv_connector_extra_config"
     _check_bounds(extra, where)
-    if extra.engine == "none" and extra.offload is None:
+    if extra.engine != "none":
+        check_engine(extra.engine, f"{where}.engine")
+    elif extra.offload is None:
         raise ConfigError(
             f"{where}.engine is 'none' and there is no offload, which leaves nothing to do; accepted: an "
-            f"engine ({', '.join(ENGINES)}), or offload with at least cpu_bytes"
+            f"engine ({', '.join(('auto', *engine_entry_points()))}), or offload with at least cpu_bytes"
         )
     if not 0 <= extra.port <= 65535:
         raise ConfigError(f"{where}.port is {extra.port}, accepted: 0 (a free one) to 65535")
@@ -454,6 +461,29 @@ def _check_security(extra: ExtraConfig, where: str) -> None:
             f"{where}.insecure is true and host is {extra.host!r}; accepted: a loopback address. For any "
             "other make a key with `kvconnect keys new` and give it as key_file"
         )
+
+
+def engine_entry_points() -> Mapping[str, EntryPoint]:
+    """The registered engines by name. Nothing of theirs is imported."""
+    return _engine_entry_points(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _engine_entry_points(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=ENGINE_GROUP))}
+
+
+def check_engine(name: str, where: str = "engine") -> None:
+    """Raises ``ConfigError`` unless an engine of this name is registered, or it is ``"auto"``."""
+    found = engine_entry_points()
+    if name == "auto" or name in found:
+        return
+    hint = (
+        ""
+        if "nixl" in found
+        else "; those of kvconnect are missing: install it with pip, anew after an update"
+    )
+    raise ConfigError(f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}")
 
 
 def split_address(address: str) -> tuple[str, int] | None:

@@ -67,7 +67,7 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
             "flow is 'both'; accepted: sequential, parallel",
         ),
         (("demo", "--flow", "both"), "flow 'both' is unknown; choose from sequential, parallel"),
-        (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl, memory"),
+        (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl"),
         (("demo", "--model", "nope"), "model 'nope' is unknown"),
     ],
 )
@@ -192,17 +192,17 @@ def test_only_the_growth_of_the_counters_counts() -> None:
 
 
 def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(monkeypatch, capsys) -> None:
-    reasons = {"mooncake": "apt-get install libibverbs1", "nixl": "", "memory": ""}
+    reasons = {"mooncake": "apt-get install libibverbs1", "nixl": ""}
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
     monkeypatch.setattr(runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
     everything = DemoOptions(models=["gqa"], requests=1)
     assert runner.run_demo(everything, json_output=True) == 0
-    assert ran == ["nixl", "memory"]
+    assert ran == ["nixl"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
     assert runner.run_demo(replace(everything, require=["nixl", "mooncake"]), json_output=True) == 1
     assert "mooncake is required and cannot run" in capsys.readouterr().err
-    assert ran == ["nixl", "memory"]
+    assert ran == ["nixl"]
     with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
         runner.run_demo(replace(everything, engines=["mooncake"]))
 
@@ -212,13 +212,13 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(mo
 
 def test_the_demo_is_exact_and_says_so_in_json() -> None:
     done = kvconnect_command(
-        "demo", "--engine", "memory", "--model", "gqa", "--requests", "5", "--json", timeout_s=110
+        "demo", "--engine", "nixl", "--model", "gqa", "--requests", "5", "--json", timeout_s=110
     )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     found = json.loads(line)
     assert (found["engine"], found["model"], found["requests"], found["token_exact"]) == (
-        "memory",
+        "nixl",
         "gqa",
         5,
         5,
@@ -231,19 +231,20 @@ def test_the_demo_is_exact_and_says_so_in_json() -> None:
 
 
 FLIP_IN_A_PAGE = """
-from kvconnect.engine.memory import MemoryEngine
+import ctypes
+from kvconnect.engine.nixl import NixlEngine
 
-submit, flipped = MemoryEngine.submit, []
+submit, flipped = NixlEngine.submit, []
 
 def submit_flipped(self, batch):
     # A page of a long prompt: of a short one, what lies behind its last token is never read, and the
     # last token itself is computed anew.
     if not flipped and batch.total_bytes > 200_000:
         flipped.append(True)
-        self.corrupt_next(1)
+        ctypes.c_uint8.from_address(int(batch.source[0]) + 1).value ^= 1
     submit(self, batch)
 
-MemoryEngine.submit = submit_flipped
+NixlEngine.submit = submit_flipped
 """
 
 FLIP_IN_A_SLOT = """
@@ -269,16 +270,14 @@ Packer.pack = pack_and_flip
 @pytest.mark.parametrize(
     ("engine", "path", "flip", "said"),
     [
-        ("memory", "direct", FLIP_IN_A_PAGE, "tokens differ at place"),
-        ("memory", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
+        ("nixl", "direct", FLIP_IN_A_PAGE, "tokens differ at place"),
         ("mooncake", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
         ("nixl", "packed", FLIP_IN_A_SLOT, "landed with another digest"),
     ],
-    ids=["in a page", "in a slot", "in a slot, Mooncake", "in a slot, NIXL"],
+    ids=["in a page", "in a slot, Mooncake", "in a slot, NIXL"],
 )
 def test_one_flipped_byte_fails_the_demo(engine, path, flip, said, tmp_path, monkeypatch, capfd) -> None:
-    if engine != "memory":
-        pytest.importorskip(engine)
+    pytest.importorskip(engine)
     script = tmp_path / "flipper.py"
     script.write_text(f"{flip}\nfrom kvconnect.cli import main\nmain()\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -309,7 +308,7 @@ def children_of(pid: int) -> set[int]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path) -> None:
-    command = [sys.executable, "-m", "kvconnect", "demo", "--engine", "memory", "--model", "gqa"]
+    command = [sys.executable, "-m", "kvconnect", "demo", "--engine", "nixl", "--model", "gqa"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     demo = subprocess.Popen(
         command,

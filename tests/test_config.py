@@ -67,7 +67,7 @@ def test_the_value_is_frozen():
         ({"kv_connector_extra_config": {"engin": "nixl"}}, r"did you mean 'engine'"),
         (
             {"kv_connector_extra_config": {"engine": "ucx"}},
-            r"'ucx': accepted: auto, memory, mooncake, nixl, none, nvlink",
+            r"'ucx': accepted: auto, memory, mooncake, nixl, none",
         ),
         ({"kv_connector_extra_config": {"path": "fast"}}, r"'fast': accepted: auto, direct, packed"),
         (

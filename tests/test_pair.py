@@ -33,7 +33,7 @@ def node_options(name, role, **config):
         "kv_connector": "KVConnect",
         "kv_role": role,
         "engine_id": name,
-        "kv_connector_extra_config": {"engine": "memory", **EXTRA},
+        "kv_connector_extra_config": {"engine": "nixl", **EXTRA},
         **config,
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]

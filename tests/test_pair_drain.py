@@ -20,7 +20,7 @@ def serve(name, role, **extra):
         "kv_connector": "KVConnect",
         "kv_role": role,
         "engine_id": name,
-        "kv_connector_extra_config": {"engine": "memory", "lease_s": 60, **extra},
+        "kv_connector_extra_config": {"engine": "nixl", "lease_s": 60, **extra},
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
 

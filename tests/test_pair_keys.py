@@ -12,7 +12,7 @@ from kvconnect.demo.http import BadAnswer, growth, read_metrics
 from kvconnect.demo.pair import ask
 from tests.peer.keys import introduce, make_folder
 
-EXTRA = {"engine": "memory", "lease_s": 10, "peer_timeout_s": 4}
+EXTRA = {"engine": "nixl", "lease_s": 10, "peer_timeout_s": 4}
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

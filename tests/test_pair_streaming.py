@@ -19,7 +19,7 @@ STEPS = ("--max-num-batched-tokens", "128")
 
 
 def node_options(model, name, role):
-    extra = {"engine": "memory", **EXTRA, **STREAMING}
+    extra = {"engine": "nixl", **EXTRA, **STREAMING}
     transfer = {"kv_role": role, "engine_id": name, "kv_connector_extra_config": extra}
     return ["serve", "--model", model, "--port", "0", "--kv-transfer-config", json.dumps(transfer), *STEPS]
 
@@ -66,7 +66,7 @@ def test_prompts_of_all_lengths_are_exact_and_long_ones_are_sent_early(nodes):
     deadline = time.monotonic() + 20
     while True:
         states = [fetch_json(urls[name] + "/debug/state") for name in ("prefill", "decode")]
-        keys = ("leases", "expected", "waiting", "growing", "sendings", "loads")
+        keys = ("leases", "expected", "pending_fetches", "streaming_prefills", "sendings", "loads")
         if not any(state["blocks"]["held"] or any(state["connector"][k] for k in keys) for state in states):
             return
         assert time.monotonic() < deadline, states

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.node.model import MODEL_SIZES, ModelSize
 from benchmarks.transfer.cases import CacheShape, Layouts
 from benchmarks.transfer.options import DEVICES, PATHS
-from kvconnect.config import ENGINES, ExtraConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, check_engine, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 
 SIDES = ("decode", "prefill")
@@ -69,9 +69,9 @@ class Options:
     environment: Mapping[str, str | None] | None = None
 
     def __post_init__(self) -> None:
+        check_engine(self.engine)
         for name, value, accepted in (
             ("side", self.side, SIDES),
-            ("engine", self.engine, ENGINES),
             ("path", self.path, PATHS),
             ("device", self.device, DEVICES),
             ("model", self.model or "8b", tuple(MODEL_SIZES)),

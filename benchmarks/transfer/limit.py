@@ -18,7 +18,7 @@ from benchmarks.transfer.cache import use_device, wait_for_device
 from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.settings import EngineAddress, EngineSettings
 from kvconnect.config import parse_kv_transfer_config
-from kvconnect.engine.base import Addresses, Batch, Capabilities, Engine, Span, Verb
+from kvconnect.engine.base import Addresses, Batch, Capabilities, Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import ConfigError
 
@@ -167,7 +167,7 @@ class EngineSide(Side):
     def _submit(self, columns: Sequence[Addresses]) -> None:
         source, target, length = columns
         self.engine.submit(
-            Batch(next(self._batch_ids), _PEER, Verb.WRITE, source, target, length, self._settings.timeout_s)
+            Batch(next(self._batch_ids), _PEER, source, target, length, self._settings.timeout_s)
         )
 
 
@@ -180,13 +180,12 @@ def _make_engine(settings: EngineSettings) -> Engine:
     options = dict(extra.engine_options)
     if extra.device_name:
         options["device_name"] = extra.device_name
-    protocol = "" if extra.protocol == "auto" else extra.protocol
     try:
         return create_engine(
             extra.engine,
             host=extra.host,
-            protocol=protocol,
+            protocol=extra.protocol,
             options={"max_bytes": settings.batch_bytes, **options},
         )
     except ConfigError:
-        return create_engine(extra.engine, host=extra.host, protocol=protocol, options=options)
+        return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=options)

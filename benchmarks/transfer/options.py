@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape, Layouts, PairCase
-from kvconnect.config import ENGINES, parse_kv_transfer_config
+from kvconnect.config import check_engine, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 
 PATHS = ("direct", "packed", "auto")
@@ -49,8 +48,9 @@ class Options:
     environment: Mapping[str, str | None] | None = None
 
     def __post_init__(self) -> None:
+        for engine in self.engines:
+            check_engine(engine)
         for name, values, accepted in (
-            ("engine", self.engines, ENGINES),
             ("path", self.paths, PATHS),
             ("device", (self.device,), DEVICES),
         ):
@@ -120,14 +120,6 @@ class Options:
         size = len(set(self.paths)) if self.in_turn else 1
         for first in range(0, len(cases), size):
             yield cases[first : first + size]
-
-    def child_environment(self) -> dict[str, str | None]:
-        """What the children's environment differs by."""
-        given = dict(self.environment or {})
-        if self.device == "cuda" and "MC_INTRANODE_NVLINK" not in os.environ:
-            # Without it Mooncake sends what lies on a GPU over TCP.
-            given.setdefault("MC_INTRANODE_NVLINK", "true")
-        return given
 
 
 def parse_extra(text: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
         options.budget_s,
         dict(options.extra or {}),
     )
-    with ChildPair(ENGINE_SIDE, options.child_environment(), options.timeout_s) as pair:
+    with ChildPair(ENGINE_SIDE, options.environment or {}, options.timeout_s) as pair:
         source: EngineAddress
         target: EngineAddress
         try:
@@ -153,7 +153,7 @@ def measure_pairs(
     with contextlib.ExitStack() as stack:
         opened = [
             PairRounds(
-                stack.enter_context(ChildPair(WORKER_SIDE, options.child_environment(), options.timeout_s)),
+                stack.enter_context(ChildPair(WORKER_SIDE, options.environment or {}, options.timeout_s)),
                 options,
                 case,
                 devices,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconnect.config import engine_entry_points
 from kvconnect.demo import pair
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer
@@ -15,7 +16,6 @@ from kvconnect.demo.prompts import make_prompts
 from kvconnect.demo.report import Finding, known, note, report
 from kvconnect.errors import ConfigError, KVConnectError
 
-ENGINES = ("mooncake", "nixl", "memory")
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROMPT_SEED = 7
 
@@ -52,10 +52,10 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
         ConfigError: an unknown name, or an engine asked for by name cannot run here.
     """
     models = known("model", options.models, MODELS)
-    known("engine", options.require, ENGINES)
+    known("engine", options.require, _engines())
     known("flow", [options.flow], pair.FLOWS)
     known("path", [options.path], pair.PATHS)
-    engines, skipped = _usable_engines(options.engines, options.device)
+    engines, skipped = _usable_engines(options.engines)
     for name, reason in skipped.items():
         note(f"{name} is skipped: {reason}")
     missing = [name for name in options.require if name not in engines]
@@ -74,19 +74,21 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     return report(run, json_output=json_output)
 
 
-def _usable_engines(asked: Sequence[str], device: str) -> tuple[list[str], dict[str, str]]:
+def _usable_engines(asked: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Engines to run, and why each of the others is not. One that was asked for by name must work."""
     from kvconnect.engine.registry import available_engines
 
     reasons = available_engines()
-    chosen = known("engine", asked, ENGINES)
-    problems = {name: reasons.get(name, "this version has no such engine") for name in chosen}
-    if device != "cpu" and "memory" in problems:
-        problems["memory"] = problems["memory"] or f"it moves CPU memory, the nodes are on {device}"
+    problems = {name: reasons[name] for name in known("engine", asked, _engines())}
     for name, reason in problems.items():
         if reason and asked:
             raise ConfigError(f"engine {name!r} cannot run here: {reason}")
-    return [n for n in chosen if not problems[n]], {n: why for n, why in problems.items() if why}
+    return [n for n, why in problems.items() if not why], {n: why for n, why in problems.items() if why}
+
+
+def _engines() -> list[str]:
+    """Those that are registered, without the one that does not leave its process."""
+    return [name for name in engine_entry_points() if name != "memory"]
 
 
 def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder: Path) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ byte of it will still be read or written on behalf of this batch.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -24,13 +23,6 @@ from numpy.typing import NDArray
 from kvconnect.errors import EngineError
 
 Addresses = NDArray[np.int64]
-
-
-class Verb(enum.Enum):
-    """Who touches whose memory. ``WRITE``: local bytes to the peer. ``READ``: the peer's bytes here."""
-
-    WRITE = "write"
-    READ = "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class Capabilities:
 
     Attributes:
         name: what the engine is called in configuration, logs and metrics.
-        verbs: the verbs that ``submit`` takes.
         max_copies: most copies that one batch may hold.
         max_bytes: most bytes that one batch may hold.
         max_batches_per_peer: most batches that may be in flight to one peer.
@@ -62,7 +53,6 @@ class Capabilities:
     """
 
     name: str
-    verbs: frozenset[Verb]
     max_copies: int
     max_bytes: int
     max_batches_per_peer: int
@@ -73,17 +63,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies of bytes between this process and one peer, submitted together.
+    """Bytes of this process to be written to one peer's memory, submitted together.
 
-    ``source``, ``target`` and ``length`` are int64 columns of one length: copy ``i`` moves
-    ``length[i]`` bytes from address ``source[i]`` to address ``target[i]``. With ``Verb.WRITE`` the
-    sources are local, with ``Verb.READ`` the targets are. ``batch_id`` is chosen by the caller and
-    never used twice. ``timeout_s`` counts from ``submit``. ``total_bytes`` are the bytes that it moves.
+    ``source``, ``target`` and ``length`` are int64 columns: copy ``i`` moves ``length[i]`` bytes from our
+    address ``source[i]`` to the peer's address ``target[i]``. ``batch_id`` is chosen by the caller and never
+    used twice. ``timeout_s`` counts from ``submit``. ``total_bytes`` are the bytes that it moves.
     """
 
     batch_id: int
     peer: str
-    verb: Verb
     source: Addresses
     target: Addresses
     length: Addresses
@@ -91,19 +79,7 @@ class Batch:
     total_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # A chunk in a slot is one copy: its number is read sooner than a column is summed.
-        total_bytes = self.length[0] if len(self.length) == 1 else self.length.sum()
-        object.__setattr__(self, "total_bytes", int(total_bytes))
-
-    @property
-    def local(self) -> Addresses:
-        """The addresses on our side."""
-        return self.source if self.verb is Verb.WRITE else self.target
-
-    @property
-    def remote(self) -> Addresses:
-        """The addresses on the peer's side."""
-        return self.target if self.verb is Verb.WRITE else self.source
+        object.__setattr__(self, "total_bytes", int(self.length.sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +173,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop everything and release the memory. Idempotent; bounded in time."""
         ...
-
-
-def bounds_to(engine: Engine, peer: str) -> Capabilities:
-    """The bounds for batches to one connected peer, which an engine may have wider than for all."""
-    of_peer = getattr(engine, "capabilities_of", None)
-    return engine.capabilities if of_peer is None else of_peer(peer)
 
 
 class SpanSet:

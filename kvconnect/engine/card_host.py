@@ -1,7 +1,7 @@
 """The host that an engine's card would make this node connect to, as far as a card can be read.
 
-Mooncake's card and that of the memory engine name one. NIXL's metadata is its library's own, and its
-addresses cannot be told without it; memory of a GPU of this host has none.
+Mooncake's card names one, and that of any engine may, as ``host``. NIXL's metadata is its library's own, and
+its addresses cannot be read without it.
 """
 
 from __future__ import annotations

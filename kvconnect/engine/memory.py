@@ -1,43 +1,36 @@
-"""The memory engine: a real double that ships with the package and moves real bytes.
+"""The memory engine: a double that ships with the package and moves real bytes within one process.
 
-Between two engines of one process bytes are copied inside ``poll``, without threads and on a clock
-of the caller's choice, so a simulator can drive it deterministically. Between processes they travel
-over TCP (``memory_wire``). Both ways the target checks every range against what it registered.
+Bytes are copied inside ``poll``, without threads and on a clock of the caller's choice, so a simulator can
+drive it deterministically. The target's registration is checked for every range, as an RDMA card would.
 
-The controls (``hold``, ``fail_next``, ``cut_next`` ...) let a test produce each way in which a
-transfer library can disappoint. It must not know who calls it or why. CPU memory only.
+The controls (``hold``, ``fail_next``, ``cut_next`` ...) let a test produce each way in which a transfer
+library can disappoint. It must not know who calls it or why. CPU memory only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet, Verb
-from kvconnect.engine.batches import check_batch, local_problem
-from kvconnect.engine.memory_wire import MAX_COPIES, MAX_PAYLOAD_BYTES, Job, Link, Server, move
-from kvconnect.errors import EngineError
+from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, Span, SpanSet
+from kvconnect.engine.batches import check_batch, range_problem
+from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine.memory")
 
 
-class MemoryCard(msgspec.Struct, tag="kvconnect-memory-1", frozen=True):
-    """Where an engine is: a process, a random token of the engine, and its TCP address."""
+class MemoryCard(msgspec.Struct, tag="kvconnect-memory-2", frozen=True):
+    """The random token of an engine of this process."""
 
-    pid: int
     token: bytes
-    host: str
-    port: int
 
 
 @dataclass(slots=True)
@@ -60,54 +53,39 @@ class _Flight:
     posted: float
     start_at: float
     faults: _Faults
-    error: str = ""
-    cancelled: bool = False
-    job: Job | None = None
 
 
-@dataclass(slots=True)
-class _Peer:
-    card: MemoryCard
-    link: Link | None = field(default=None)
-
-
-# Every open engine of this process, by its token: how two of them find each other without a socket.
-_fabric: dict[bytes, MemoryEngine] = {}
-_fabric_lock = threading.Lock()
+# Every open engine of this process by its token.
+_engines: dict[bytes, MemoryEngine] = {}
+_engines_lock = threading.Lock()
 
 
 class MemoryEngine:
     """An engine over ordinary memory. See ``kvconnect.engine.base.Engine`` for the verbs.
 
     Args:
-        host: the address that other processes reach this one at.
-        listen: serve other processes. Without it there is no thread and no socket at all, and only
-            engines of this process can be peers.
-        clock: seconds, for delays, timeouts and durations of transfers within this process.
+        host, protocol: as every engine takes them; there is nothing to reach.
+        clock: seconds, for delays, timeouts and durations.
         max_copies, max_bytes, max_batches_per_peer: the bounds to announce.
 
     Raises:
-        EngineError: nothing can listen at ``host``.
+        ConfigError: a protocol is named, and there is none.
     """
 
     def __init__(
         self,
         host: str = "127.0.0.1",
+        protocol: str = "auto",
         *,
-        listen: bool = True,
         clock: Callable[[], float] = time.monotonic,
         max_copies: int = 16_384,
         max_bytes: int = 64 << 20,
         max_batches_per_peer: int = 8,
     ) -> None:
-        if not (0 < max_copies <= MAX_COPIES and 0 < max_bytes <= MAX_PAYLOAD_BYTES):
-            raise EngineError(
-                f"max_copies={max_copies}, max_bytes={max_bytes}: "
-                f"1 to {MAX_COPIES} and 1 to {MAX_PAYLOAD_BYTES} are possible"
-            )
+        if protocol != "auto":
+            raise ConfigError(f"protocol is {protocol!r}: the memory engine has none, leave it at 'auto'")
         self._capabilities = Capabilities(
             name="memory",
-            verbs=frozenset(Verb),
             max_copies=max_copies,
             max_bytes=max_bytes,
             max_batches_per_peer=max_batches_per_peer,
@@ -117,28 +95,23 @@ class MemoryEngine:
         )
         self._clock = clock
         self._spans = SpanSet()
+        # Guards the spans: engines of other threads write to this one's memory.
         self._lock = threading.Lock()
         self._token = secrets.token_bytes(16)
-        self._peers: dict[str, _Peer] = {}
-        self._links: list[Link] = []
+        self._peers: dict[str, bytes] = {}
         self._flights: dict[int, _Flight] = {}
         self._finished: list[Completion] = []
-        self._results: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._held = False
         self._next = _Faults()
         self._late: list[tuple[Batch, bytes]] = []
         self._closed = False
-        self._server: Server | None = None
-        address = (host, 0)
-        if listen:
-            try:
-                self._server = Server(host, self._token, self._spans, self._lock)
-            except OSError as error:
-                raise EngineError(f"the memory engine cannot listen at {host!r}: {error}") from error
-            address = (self._server.host, self._server.port)
-        self._card = MemoryCard(os.getpid(), self._token, *address)
-        with _fabric_lock:
-            _fabric[self._token] = self
+        with _engines_lock:
+            _engines[self._token] = self
+
+    @staticmethod
+    def problem() -> str:
+        """Why it does not work here: it always does."""
+        return ""
 
     # ---- the verbs of every engine
 
@@ -162,60 +135,42 @@ class MemoryEngine:
             self._spans.remove(spans)
 
     def renew_registration(self) -> bool:
-        """Serve under another token: who knows only the one before reads and writes no more."""
+        """Take another token: a peer that knows only the one before writes no more."""
         self._check_open()
         token = secrets.token_bytes(16)
-        with _fabric_lock:
-            del _fabric[self._token]
-            _fabric[token] = self
-        if self._server is not None:
-            self._server.renew(token)
+        with _engines_lock:
+            del _engines[self._token]
+            _engines[token] = self
         self._token = token
-        self._card = msgspec.structs.replace(self._card, token=token)
         return True
 
     def card(self) -> bytes:
-        """Process, token, host and port, as msgpack."""
+        """The token, as msgpack."""
         self._check_open()
-        return msgspec.msgpack.encode(self._card)
+        return msgspec.msgpack.encode(MemoryCard(self._token))
 
     def connect(self, peer: str, card: bytes) -> None:
         """Know a peer under a name; batches to who had the name before end as failures."""
         self._check_open()
         try:
-            decoded = msgspec.msgpack.decode(card, type=MemoryCard)
+            token = msgspec.msgpack.decode(card, type=MemoryCard).token
         except msgspec.MsgspecError as error:
             raise EngineError(f"the card of peer {peer!r} is not a memory engine's: {error}") from error
-        known = self._peers.get(peer)
-        if known is not None and known.card == decoded:
-            return
-        if known is not None:
+        if self._peers.get(peer) != token:
             self.disconnect(peer)
-        self._peers[peer] = _Peer(decoded)
+        self._peers[peer] = token
 
     def submit(self, batch: Batch) -> None:
         """Queue a batch; its bytes move in ``poll``. Raises ``LocalError``."""
-        in_flight = [(flight.batch.batch_id, flight.batch.peer) for flight in self._flights.values()]
-        check_batch(batch, self._capabilities, self._peers, in_flight)
+        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
         faults, self._next = self._next, _Faults()
         now = self._clock()
-        flight = _Flight(batch, now, now + faults.delay_s, faults)
-        with self._lock:
-            flight.error = local_problem(batch, self._spans)
-        self._flights[batch.batch_id] = flight
+        self._flights[batch.batch_id] = _Flight(batch, now, now + faults.delay_s, faults)
 
     def poll(self) -> list[Completion]:
         """Move what may move now, and return what ended."""
         for flight in list(self._flights.values()):
-            if flight.job is None:
-                self._advance(flight)
-        on_the_wire = any(flight.job is not None for flight in self._flights.values())
-        if on_the_wire and not self._finished and self._results.empty():
-            # A caller that polls without a pause would keep the GIL from the thread it waits for.
-            time.sleep(50e-6)
-        while not self._results.empty():
-            job = self._results.get_nowait()
-            self._finish(self._flights[job.batch.batch_id], job.error, job.quiet)
+            self._advance(flight)
         finished, self._finished = self._finished, []
         return finished
 
@@ -223,31 +178,24 @@ class MemoryEngine:
         """End a batch early. Unknown ids are answered already, and ignored."""
         flight = self._flights.get(batch_id)
         if flight is not None:
-            self._interrupt(flight, "cancelled")
+            self._finish(flight, "cancelled")
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer; batches in flight to it end as failures."""
-        known = self._peers.pop(peer, None)
         for flight in list(self._flights.values()):
             if flight.batch.peer == peer:
-                self._interrupt(flight, f"peer {peer!r} was disconnected")
-        if known is not None and known.link is not None:
-            known.link.close()
+                self._finish(flight, f"peer {peer!r} was disconnected")
+        self._peers.pop(peer, None)
 
     def close(self) -> None:
-        """Stop serving and moving. What was in flight ends as failures, for a last ``poll``."""
+        """Stop moving. What was in flight ends as failures, for a last ``poll``."""
         if self._closed:
             return
         self._closed = True
-        with _fabric_lock:
-            _fabric.pop(self._token, None)
+        with _engines_lock:
+            _engines.pop(self._token, None)
         for peer in list(self._peers):
             self.disconnect(peer)
-        deadline = time.monotonic() + 2.0
-        for link in self._links:
-            link.join(max(deadline - time.monotonic(), 0.01))
-        if self._server is not None:
-            self._server.close()
 
     # ---- the controls of a test
 
@@ -283,15 +231,10 @@ class MemoryEngine:
         self._next.flip_byte = byte_offset
 
     def land_late(self) -> int:
-        """Move the bytes of every batch that failed without being quiet; returns how many batches.
-
-        Only between engines of one process.
-        """
+        """Move the bytes of every batch that failed without being quiet; returns how many batches."""
         late, self._late = self._late, []
         for batch, token in late:
-            with _fabric_lock:
-                target = _fabric.get(token)
-            self._copy_here(batch, target)
+            self._copy_here(batch, _engine_of(token))
         return len(late)
 
     # ---- how a batch ends
@@ -302,82 +245,70 @@ class MemoryEngine:
 
     def _advance(self, flight: _Flight) -> None:
         batch, faults, now = flight.batch, flight.faults, self._clock()
-        if flight.cancelled or (not self._held and flight.error):
-            self._finish(flight, flight.error, quiet=True)
-        elif now >= flight.posted + batch.timeout_s:
-            self._finish(flight, f"timed out after {batch.timeout_s:g} s", quiet=True)
+        if now >= flight.posted + batch.timeout_s:
+            self._finish(flight, f"timed out after {batch.timeout_s:g} s")
         elif self._held or now < flight.start_at:
             return
         elif faults.fail:
             self._finish(flight, faults.error, faults.quiet)
-        elif len(batch.length) == 0 or batch.total_bytes == 0:
-            self._finish(flight, "", quiet=True)
+        elif not batch.total_bytes:
+            self._finish(flight, "")
         else:
             self._start(flight, _head(batch, faults.cut_bytes))
 
     def _start(self, flight: _Flight, batch: Batch) -> None:
-        peer, faults = self._peers[batch.peer], flight.faults
-        if peer.card.pid != os.getpid():
-            if peer.link is None:
-                peer.link = Link(peer.card.host, peer.card.port, peer.card.token, self._results)
-                self._links.append(peer.link)
-            left_s = flight.posted + batch.timeout_s - self._clock()
-            flight.job = Job(batch, time.monotonic() + left_s, faults.flip_byte)
-            peer.link.put(flight.job)
-            return
+        faults = flight.faults
         error = self._copy_here(batch, self._local_target(batch.peer))
         if not error and faults.flip_byte is not None and batch.total_bytes:
             _flip(batch, faults.flip_byte % batch.total_bytes)
-        self._finish(flight, error, quiet=True)
+        if not error and faults.cut_bytes is not None:
+            self._finish(flight, faults.error, faults.quiet)
+        else:
+            self._finish(flight, error)
 
     def _local_target(self, peer: str) -> MemoryEngine | None:
-        known = self._peers.get(peer)
-        with _fabric_lock:
-            return None if known is None else _fabric.get(known.card.token)
+        return _engine_of(self._peers.get(peer, b""))
 
     def _copy_here(self, batch: Batch, target: MemoryEngine | None) -> str:
-        """Copy between two engines of this process; returns the error, empty if it was done."""
+        """Copy into another engine's memory; returns the error, empty if it was done."""
         if target is None:
             return f"peer {batch.peer!r} is gone"
         with target._lock:
-            index = target._spans.outside(batch.remote, batch.length)
-            if index is not None:
-                return (
-                    f"remote memory is not registered: {int(batch.length[index])} bytes at "
-                    f"{int(batch.remote[index]):#x}"
-                )
-            move(batch.source, batch.target, batch.length)
-        return ""
+            error = range_problem(batch, self._spans, target._spans)
+            if not error:
+                _move(batch.source, batch.target, batch.length)
+        return error
 
-    def _interrupt(self, flight: _Flight, error: str) -> None:
-        """End a flight early: at once if nothing of it is on the wire, else through its link."""
-        flight.cancelled, flight.error = True, error
-        peer = self._peers.get(flight.batch.peer)
-        link = peer.link if peer is not None else None
-        if flight.job is None:
-            self._finish(flight, error, quiet=True)
-        else:
-            for candidate in self._links if link is None else [link]:
-                candidate.interrupt(flight.job)
-
-    def _finish(self, flight: _Flight, error: str, quiet: bool) -> None:
-        batch, faults = flight.batch, flight.faults
-        if not error and faults.cut_bytes is not None:
-            error, quiet = faults.error, faults.quiet
-        if error and not quiet:
+    def _finish(self, flight: _Flight, error: str, quiet: bool = True) -> None:
+        batch = flight.batch
+        if not quiet:
             # To who it was submitted, whatever that name stands for by then.
-            known = self._peers.get(batch.peer)
-            self._late.append((batch, known.card.token if known is not None else b""))
+            self._late.append((batch, self._peers.get(batch.peer, b"")))
             del self._late[:-64]
         if error:
             log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
         del self._flights[batch.batch_id]
-        if flight.cancelled and flight.error:
-            error = error and flight.error
         seconds = max(self._clock() - flight.posted, 0.0)
-        self._finished.append(
-            Completion(batch.batch_id, not error, quiet or not error, batch.total_bytes, seconds, error)
-        )
+        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+
+
+def _engine_of(token: bytes) -> MemoryEngine | None:
+    with _engines_lock:
+        return _engines.get(token)
+
+
+def _move(source: Addresses, target: Addresses, length: Addresses) -> None:
+    """Copy address ranges; neighbours on both sides become one copy."""
+    keep = length > 0
+    if not keep.all():
+        source, target, length = source[keep], target[keep], length[keep]
+    if len(length) == 0:
+        return
+    joined = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    sizes = np.add.reduceat(length, heads)
+    for to, from_, size in zip(target[heads].tolist(), source[heads].tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(to, from_, size)
 
 
 def _head(batch: Batch, cut_bytes: int | None) -> Batch:

@@ -11,8 +11,6 @@ Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it
 - Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
   the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
   range is checked against our own ``SpanSet`` first.
-- The ``protocol`` argument chooses nothing: the transport is discovered, and is RDMA whenever there
-  is an adapter. Only the environment can prevent that.
 - The listening engine binds all interfaces, and lets anybody who reaches its port read and write
   registered memory. Keep it on a private network.
 """
@@ -29,16 +27,10 @@ from typing import Any
 import msgspec
 import torch
 
-from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet, Verb
-from kvconnect.engine.batches import check_batch, local_problem
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
+from kvconnect.engine.batches import check_batch, source_problem
 from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
-from kvconnect.engine.mooncake_library import (
-    NVLINK,
-    built_for_cuda,
-    load_library,
-    prepare_environment,
-    register_spans,
-)
+from kvconnect.engine.mooncake_library import NVLINK, Library, built_for_cuda, load_library
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.mooncake")
@@ -57,10 +49,11 @@ _CLOSE_S = 3.0
 _YIELD_S = 50e-6
 
 
-class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-1", frozen=True):
-    """The session name of the listening engine, ``host:port``."""
+class MooncakeCard(msgspec.Struct, tag="kvconnect-mooncake-2", frozen=True):
+    """The session name of the listening engine, ``host:port``, and its protocol."""
 
     session: str
+    protocol: str
 
 
 @dataclass(slots=True)
@@ -91,7 +84,7 @@ class MooncakeEngine:
     Args:
         host: the address at which peers reach this node.
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink"`` between GPUs of one host; another transport than
-            this one is never used.
+            this one is never used. ``"auto"`` takes what ``mooncake_library.choose_protocol`` says.
         device_name: the RDMA adapters to use, separated by commas; empty for all.
         settle_s: how long a batch that failed may take to be proven quiet.
         library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
@@ -115,35 +108,44 @@ class MooncakeEngine:
     ) -> None:
         if not 0 < max_copies <= 1024:
             raise EngineError(f"max_copies is {max_copies}: Mooncake takes 1 to 1024 at once to a peer")
-        prepare_environment(protocol, device_name, library_timeout_s)
-        self._library = load_library()
-        self._host, self._protocol, self._device_name = host, protocol, device_name
+        self._library = Library(host, protocol, device_name, library_timeout_s)
         self._settle_s = settle_s
         self._spans = SpanSet()
         self._peers: dict[str, _Peer] = {}
         self._senders: list[Sender] = []
-        self._senders_per_peer = _NVLINK_SENDERS if protocol == NVLINK else 1
+        self._senders_per_peer = _NVLINK_SENDERS if self._library.protocol == NVLINK else 1
         self._flights: dict[int, _Flight] = {}
         self._finished: list[Completion] = []
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._told: set[str] = set()
         self._closed = False
-        self._home: Any = self._make_engine()
-        self._session = self._session_of(self._home)
+        self._home: Any = self._library.make_engine()
+        self._session = self._library.session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
         self._capabilities = Capabilities(
             name="mooncake",
-            verbs=frozenset(Verb),
             max_copies=max_copies,
             # A batch cannot be called back: over TCP a large one would outlive its deadline.
-            max_bytes=max_bytes or (_MAX_TCP_BYTES if protocol == "tcp" else _MAX_BYTES),
+            max_bytes=max_bytes or (_MAX_TCP_BYTES if self._library.is_tcp else _MAX_BYTES),
             # One for each thread waits here, not in the library: it only spares the gap between two polls.
             max_batches_per_peer=2 * self._senders_per_peer,
             target_must_poll=False,
             device_memory=built_for_cuda(),
             # Tried over TCP with a peer that was stopped in the middle of a write.
-            can_renew=protocol == "tcp",
+            can_renew=self._library.is_tcp,
         )
+        log.warning(
+            "Mooncake listens on all interfaces, whatever host is, and authenticates no client: close its "
+            "ports (15000 to 17000) to all but peers"
+        )
+
+    @staticmethod
+    def problem() -> str:
+        """Why Mooncake does not work here, and what to install; empty if it does."""
+        try:
+            load_library()
+        except EngineError as error:
+            return str(error)
+        return ""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -155,30 +157,27 @@ class MooncakeEngine:
     def register(self, spans: Sequence[Span]) -> None:
         """Register memory in one call, all or nothing. Raises ``EngineError``."""
         self._check_open()
-        for span in spans:
-            if span.device != "cpu" and not self._capabilities.device_memory:
-                raise EngineError(
-                    f"cannot register memory of {span.device}: this build of Mooncake has no CUDA; "
-                    "pip install kvconnect[mooncake]"
-                )
+        self._library.check_spans(spans)
+        known = self._library.ranges(self._spans)
         self._spans.add(spans)
-        code = register_spans(self._home, spans)
-        if code != 0:
+        try:
+            fresh = [found for found in self._library.ranges(spans) if found not in known]
+            self._library.register(self._home, fresh)
+        except EngineError:
             self._spans.remove(spans)
-            raise EngineError(f"Mooncake cannot register {len(spans)} spans: it returned {code}")
-        if self._protocol != "tcp":
-            self._pool.each_engine(lambda engine: self._register_lane(engine, spans))
+            raise
+        if not self._library.is_tcp:
+            self._pool.each_engine(lambda engine: self._library.register(engine, fresh))
 
     def unregister(self, spans: Sequence[Span]) -> None:
         """Take memory back. Raises ``EngineError``."""
         self._check_open()
         self._spans.remove(spans)
-        addresses = [span.address for span in spans]
-        if self._protocol != "tcp":
-            self._pool.each_engine(lambda engine: engine.batch_unregister_memory(addresses))
-        code = self._home.batch_unregister_memory(addresses) if addresses else 0
-        if code != 0:
-            raise EngineError(f"Mooncake cannot unregister {len(spans)} spans: it returned {code}")
+        kept = self._library.ranges(self._spans)
+        gone = [found for found in self._library.ranges(spans) if found not in kept]
+        if not self._library.is_tcp:
+            self._pool.each_engine(lambda engine: self._library.unregister(engine, gone))
+        self._library.unregister(self._home, gone)
 
     def renew_registration(self) -> bool:
         """Let another engine listen in place of the one that peers know. Takes some 0.2 s.
@@ -186,38 +185,40 @@ class MooncakeEngine:
         To unregister and register anew would not do: over TCP a peer names addresses and nothing else.
         """
         self._check_open()
-        addresses = [span.address for span in self._spans]
-        if addresses and self._home.batch_unregister_memory(addresses) != 0:
-            log.warning("Mooncake did not take back its memory from the engine that peers knew")
+        ranges = self._library.ranges(self._spans)
+        try:
+            self._library.unregister(self._home, ranges)
+        except EngineError as error:
+            log.warning("the engine that peers knew keeps its memory until it is gone: %s", error)
         self._home = None
-        self._home = self._make_engine()
-        self._session = self._session_of(self._home)
-        code = register_spans(self._home, list(self._spans)) if addresses else 0
-        if code != 0:
-            raise EngineError(f"Mooncake cannot register {len(addresses)} spans anew: it returned {code}")
+        self._home = self._library.make_engine()
+        self._session = self._library.session_of(self._home)
+        self._library.register(self._home, ranges)
         return True
-
-    def _session_of(self, engine: Any) -> str:
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{shown}:{engine.get_rpc_port()}"
 
     # ---- peers
 
     def card(self) -> bytes:
         """The session name, which stays the same while memory comes and goes, until it is renewed."""
         self._check_open()
-        return msgspec.msgpack.encode(MooncakeCard(self._session))
+        return msgspec.msgpack.encode(MooncakeCard(self._session, self._library.protocol))
 
     def connect(self, peer: str, card: bytes) -> None:
         """Know a peer under a name; batches to who had the name before end as failures."""
         self._check_open()
         try:
-            session = msgspec.msgpack.decode(card, type=MooncakeCard).session
+            found = msgspec.msgpack.decode(card, type=MooncakeCard)
         except msgspec.MsgspecError as error:
             raise EngineError(f"the card of peer {peer!r} is not a Mooncake engine's: {error}") from error
+        session = found.session
         host, _, port = session.rpartition(":")
         if not host or not port.isdecimal() or len(session) > 256:
             raise EngineError(f"the card of peer {peer!r} names {session[:256]!r}, not host:port")
+        if found.protocol != self._library.protocol:
+            raise EngineError(
+                f"peer {peer!r} uses Mooncake over {found.protocol[:16]}, this node over "
+                f"{self._library.protocol}: set the same protocol on both"
+            )
         known = self._peers.get(peer)
         if known is not None and known.session == session:
             return
@@ -238,13 +239,12 @@ class MooncakeEngine:
 
     def submit(self, batch: Batch) -> None:
         """Hand a batch to its peer's thread. Raises ``LocalError``."""
-        in_flight = [(flight.batch.batch_id, flight.batch.peer) for flight in self._flights.values()]
-        check_batch(batch, self._capabilities, self._peers, in_flight)
+        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
         peer, now = self._peers[batch.peer], time.monotonic()
         job = Job(batch, peer.session, now + batch.timeout_s, self._settle_s)
         flight = _Flight(batch, now, job.deadline, job)
         self._flights[batch.batch_id] = flight
-        problem = local_problem(batch, self._spans)
+        problem = source_problem(batch, self._spans)
         peer.stuck = [sender for sender in peer.stuck if sender.alive]
         if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and not peer.senders:
             problem = f"Mooncake still hangs in {len(peer.stuck)} earlier transfers to {peer.session}"
@@ -259,10 +259,7 @@ class MooncakeEngine:
         if not peer.senders or (
             len(peer.senders) < self._senders_per_peer and len(batch.length) <= _FEW_COPIES
         ):
-            # Over TCP a lane is cheap and every peer has its own, so that one which falls silent
-            # holds up no other. Over RDMA each lane would open every adapter and pin all memory.
-            key = batch.peer if self._protocol == "tcp" else ""
-            peer.senders.append(Sender(key, self._pool, self._results))
+            peer.senders.append(Sender(self._lane_key(batch.peer), self._pool, self._results))
             self._senders = [sender for sender in self._senders if sender.alive]
             self._senders.append(peer.senders[-1])
         if len(batch.length) > _FEW_COPIES:
@@ -309,9 +306,10 @@ class MooncakeEngine:
         if stuck:
             log.warning("Mooncake is still in %d transfers at close", len(stuck))
         self._pool.close()
-        addresses = [span.address for span in self._spans]
-        if addresses and self._home.batch_unregister_memory(addresses) != 0:
-            log.warning("Mooncake did not take back its memory at close")
+        try:
+            self._library.unregister(self._home, self._library.ranges(self._spans))
+        except EngineError as error:
+            log.warning("at close: %s", error)
         self._spans.remove(list(self._spans))
         self._home = None
 
@@ -349,7 +347,7 @@ class MooncakeEngine:
         sender.close()
         peer.stuck.append(sender)
         peer.senders.remove(sender)
-        self._pool.retire_key(flight.batch.peer if self._protocol == "tcp" else "")
+        self._pool.retire_key(self._lane_key(flight.batch.peer))
 
     def _end_early(self, flight: _Flight, error: str) -> None:
         flight.ended = flight.ended or error
@@ -366,17 +364,17 @@ class MooncakeEngine:
         seconds = time.monotonic() - flight.submitted
         self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
 
-    # ---- the library's engines
+    # ---- lanes
 
-    def _make_engine(self) -> Any:
-        engine = self._library.TransferEngine()
-        protocol = "rdma" if self._protocol == NVLINK else self._protocol
-        code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, self._device_name)
-        if code != 0:
-            raise EngineError(
-                f"Mooncake cannot start at {self._host!r} with {self._protocol} "
-                f"{self._device_name!r}: it returned {code}"
-            )
+    def _lane_key(self, peer: str) -> str:
+        # Over TCP a lane is cheap and every peer has its own, so that one which falls silent holds up no
+        # other. Over RDMA each lane would open every adapter and pin all memory.
+        return peer if self._library.is_tcp else ""
+
+    def _make_lane(self) -> Any:
+        engine = self._library.make_engine()
+        if not self._library.is_tcp:
+            self._library.register(engine, self._library.ranges(self._spans))
         return engine
 
     def _enter_device(self) -> None:
@@ -384,14 +382,3 @@ class MooncakeEngine:
         device = next((span.device for span in self._spans if span.device != "cpu"), None)
         if device is not None:
             torch.cuda.set_device(device)
-
-    def _make_lane(self) -> Any:
-        engine = self._make_engine()
-        if self._protocol != "tcp":
-            self._register_lane(engine, list(self._spans))
-        return engine
-
-    def _register_lane(self, engine: Any, spans: Sequence[Span]) -> None:
-        code = register_spans(engine, spans)
-        if code != 0:
-            raise EngineError(f"Mooncake cannot register {len(spans)} spans to send: it returned {code}")

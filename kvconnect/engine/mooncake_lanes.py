@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.engine.base import Batch, Verb
+from kvconnect.engine.base import Batch
 
 log = logging.getLogger("kvconnect.engine.mooncake")
 
@@ -297,6 +297,6 @@ def _leave_the_library() -> None:
 
 def _transfer(engine: Any, job: Job) -> int:
     batch = job.batch
-    call = engine.batch_transfer_sync_write if batch.verb is Verb.WRITE else engine.batch_transfer_sync_read
     # Lists: numpy arrays are converted three times slower by the binding, with the GIL held.
-    return int(call(job.session, batch.local.tolist(), batch.remote.tolist(), batch.length.tolist()))
+    columns = (batch.source.tolist(), batch.target.tolist(), batch.length.tolist())
+    return int(engine.batch_transfer_sync_write(job.session, *columns))

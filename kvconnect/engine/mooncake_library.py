@@ -1,31 +1,146 @@
-"""How Mooncake is imported, configured through its environment, and asked what it can do.
+"""How Mooncake is imported, configured through its environment, and made to use one protocol.
 
-Owns the environment variables that this package sets, each only if the user did not.
+Owns the environment variables that this package sets, each only if the user did not. Observed with
+mooncake-transfer-engine 0.3.13.post1: the ``protocol`` argument chooses nothing. The transport is discovered,
+and is RDMA whenever there is an adapter; only the environment can prevent that. An engine has one transport,
+so one that uses NVLink reaches no other host.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvconnect.config import is_loopback
 from kvconnect.engine.base import Span
+from kvconnect.engine.cuda_driver import allocation_around
 from kvconnect.errors import EngineError
+
+log = logging.getLogger("kvconnect.engine.mooncake")
 
 NVLINK = "nvlink"
 """Between GPUs of one host. The library is told by its environment alone."""
 
+Range = tuple[int, int]
+"""An address and a length in bytes."""
 
-def register_spans(engine: Any, spans: Sequence[Span]) -> int:
-    """Register all spans in one call; the library's code, 0 if it was done."""
-    if not spans:
-        return 0
-    return int(
-        engine.batch_register_memory([span.address for span in spans], [span.length_bytes for span in spans])
-    )
+_FORCED = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL")
+
+
+class Library:
+    """The extension module, set up for one protocol, and what its engines have in common.
+
+    Args:
+        host, protocol, device_name: as ``MooncakeEngine`` takes them.
+        timeout_s: when the library gives up a transfer by itself.
+
+    Raises:
+        EngineError: Mooncake is missing, or would use another protocol.
+    """
+
+    def __init__(self, host: str, protocol: str, device_name: str, timeout_s: int) -> None:
+        self.protocol = choose_protocol(host, device_name) if protocol == "auto" else protocol
+        prepare_environment(self.protocol, device_name, timeout_s)
+        self._module = load_library()
+        self._host, self._device_name = host, device_name
+
+    @property
+    def is_tcp(self) -> bool:
+        """Peers name addresses alone, and memory need not be registered to be sent."""
+        return self.protocol == "tcp"
+
+    def make_engine(self) -> Any:
+        """A transfer engine, with nothing registered. Raises ``EngineError``."""
+        engine = self._module.TransferEngine()
+        protocol = "rdma" if self.protocol == NVLINK else self.protocol
+        code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, self._device_name)
+        if code != 0:
+            raise EngineError(
+                f"Mooncake cannot start at {self._host!r} with {self.protocol} {self._device_name!r}: it "
+                f"returned {code}"
+            )
+        return engine
+
+    def session_of(self, engine: Any) -> str:
+        """The name by which peers reach an engine, ``host:port``."""
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{shown}:{engine.get_rpc_port()}"
+
+    def check_spans(self, spans: Iterable[Span]) -> None:
+        """Refuse memory that the protocol cannot move. Raises ``EngineError``."""
+        for span in spans:
+            if span.device == "cpu" and self.protocol == NVLINK:
+                raise EngineError("protocol 'nvlink' moves memory of GPUs alone: set protocol to 'tcp'")
+            if span.device != "cpu" and not built_for_cuda():
+                raise EngineError(
+                    f"cannot register memory of {span.device}: this build of Mooncake has no CUDA; "
+                    "pip install kvconnect[mooncake]"
+                )
+
+    def ranges(self, spans: Iterable[Span]) -> dict[Range, None]:
+        """What is registered for spans: they themselves, and over NVLink the allocations around them.
+
+        There the library shares an allocation as a whole, and takes what is registered for its beginning.
+        """
+        if self.protocol == NVLINK:
+            return {allocation_around(span.address, torch.device(span.device).index): None for span in spans}
+        return dict.fromkeys((span.address, span.length_bytes) for span in spans)
+
+    def register(self, engine: Any, ranges: Iterable[Range]) -> None:
+        """Register memory with one of the engines, in one call. Raises ``EngineError``."""
+        columns = [list(column) for column in zip(*ranges, strict=True)]
+        code = engine.batch_register_memory(*columns) if columns else 0
+        if code != 0:
+            hint = (
+                ": over NVLink it must be allocated by cudaMalloc, without expandable_segments and sleep mode"
+                if self.protocol == NVLINK
+                else ""
+            )
+            raise EngineError(f"Mooncake cannot register {len(columns[0])} ranges, it returned {code}{hint}")
+
+    def unregister(self, engine: Any, ranges: Iterable[Range]) -> None:
+        """Take memory back from one of the engines. Raises ``EngineError``."""
+        addresses = [address for address, _ in ranges]
+        code = engine.batch_unregister_memory(addresses) if addresses else 0
+        if code != 0:
+            raise EngineError(f"Mooncake cannot unregister {len(addresses)} ranges: it returned {code}")
+
+
+def choose_protocol(host: str, device_name: str) -> str:
+    """What ``auto`` means here: NVLink if it can be used, else RDMA if adapters are named, else TCP."""
+    problem = nvlink_problem(host)
+    chosen = NVLINK if not problem else "rdma" if device_name else "tcp"
+    log.info("Mooncake's protocol 'auto' takes %r%s", chosen, problem and f", not 'nvlink': {problem}")
+    return chosen
+
+
+def nvlink_problem(host: str) -> str:
+    """Why this node cannot use NVLink for all of its peers; empty if it can."""
+    if not is_loopback(host):
+        return f"peers reach this node at {host}, and may be on other hosts"
+    if not built_for_cuda():
+        return "this build of Mooncake has no CUDA"
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "this process uses no GPU"
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    ):
+        return "memory in expandable segments cannot be shared"
+    if forced := [name for name in _FORCED if os.environ.get(name)]:
+        return f"{forced[0]} is set"
+    # Of a single visible GPU cannot be told what links it has to those that peers see.
+    pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
+    if pairs and not any(torch.cuda.can_device_access_peer(here, there) for here, there in pairs):
+        return "no GPU here can access another one's memory (nvidia-smi topo -p2p r)"
+    return ""
 
 
 def prepare_environment(protocol: str, device_name: str, library_timeout_s: int) -> None:
@@ -43,7 +158,7 @@ def prepare_environment(protocol: str, device_name: str, library_timeout_s: int)
             )
         _check_adapters(device_name)
     elif protocol == NVLINK:
-        for name in ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL"):
+        for name in _FORCED:
             if os.environ.get(name):
                 raise EngineError(f"protocol 'nvlink' was asked for, but {name} is set: unset it")
         if not built_for_cuda():
@@ -77,10 +192,13 @@ def load_library() -> Any:
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
-        raise EngineError(
-            f"Mooncake is not usable ({error}); pip install kvconnect[mooncake-cpu] (or "
-            "kvconnect[mooncake] with CUDA) and apt-get install libibverbs1"
-        ) from error
+        text = str(error)
+        advice = "pip install kvconnect[mooncake-cpu], or kvconnect[mooncake] on a machine with CUDA"
+        if "libibverbs" in text:
+            advice = "apt-get install libibverbs1"
+        elif "cudart" in text:
+            advice = "pip install kvconnect[mooncake-cpu] instead of the CUDA build"
+        raise EngineError(f"Mooncake is not usable ({error}); {advice}") from error
 
 
 def built_for_cuda() -> bool:

@@ -1,4 +1,4 @@
-"""The NIXL adapter: one agent without a progress thread, one WRITE or READ per batch.
+"""The NIXL adapter: one agent without a progress thread, one transfer per batch.
 
 Owns everything that touches the library: its settings, handles, descriptors and exceptions. It must
 not know requests or blocks. No other module of the package may import ``nixl``.
@@ -27,28 +27,22 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet, Verb
-from kvconnect.engine.batches import check_batch, local_problem
-from kvconnect.engine.nixl_library import (
-    by_memory_type,
-    descriptors,
-    load_library,
-    released,
-    remote_problem,
-)
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
+from kvconnect.engine.batches import check_batch, range_problem
+from kvconnect.engine.interfaces import ucx_options
+from kvconnect.engine.nixl_library import by_memory_type, load_library, released, start_agent, transfers
 from kvconnect.engine.nixl_peer import DeviceMap, Peer, decode_card, encode_card
-from kvconnect.engine.nixl_reuse import KeptTransfers, Stretch, stretch_of
+from kvconnect.engine.nixl_reuse import Copy, TransferCache
 from kvconnect.engine.process import is_dead
-from kvconnect.errors import EngineError
+from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")
+
+_MAX_BATCHES_PER_PEER = 8
 
 
 @dataclass(slots=True)
@@ -57,7 +51,7 @@ class _Flight:
 
     ``handles`` are those which may still be in progress. ``error`` is set once the batch can only
     fail; it is then answered when it is proven quiet, or once it had its time, ``settle_until`` at the
-    earliest. ``stretch`` is set where its handle can be posted again. ``is_posted`` is False while the batch
+    earliest. ``copy`` is set where its handle can be posted again. ``is_posted`` is False while the batch
     waits for its peer's link to be renewed.
     """
 
@@ -67,7 +61,7 @@ class _Flight:
     error: str = ""
     settle_until: float = 0.0
     severed: bool = False
-    stretch: Stretch | None = None
+    copy: Copy | None = None
     is_posted: bool = False
 
 
@@ -75,28 +69,37 @@ class NixlEngine:
     """An engine over NIXL. See ``kvconnect.engine.base.Engine`` for the verbs.
 
     Args:
-        backend: the NIXL plugin that moves the bytes.
-        backend_options: its parameters, added to ours.
+        host: the address at which peers reach this node; UCX listens on its interface alone.
+        protocol: the NIXL backend that moves the bytes; ``"auto"`` for UCX.
+        device_name: the device that UCX uses in place of that of ``host``.
+        backend_options: parameters of the backend, added to ours.
         settle_s: how long a batch that failed may wait for the proof that it is quiet, while no other
             batch to its peer ends.
-        max_copies, max_bytes, max_batches_per_peer: the bounds to announce.
+        max_copies, max_bytes: the bounds to announce.
 
     Raises:
-        EngineError: NIXL or the plugin is missing, or refuses to start.
+        ConfigError: the backend takes no device name, or not this one.
+        EngineError: NIXL or the backend is missing, or refuses to start.
     """
 
     def __init__(
         self,
-        backend: str = "UCX",
+        host: str = "127.0.0.1",
+        protocol: str = "auto",
+        device_name: str = "",
         *,
-        backend_options: dict[str, str] | None = None,
+        backend_options: Mapping[str, str] | None = None,
         settle_s: float = 1.0,
         max_copies: int = 1024,
         max_bytes: int = 256 << 20,
-        max_batches_per_peer: int = 8,
     ) -> None:
-        library = load_library()
-        self._name = f"kvconnect-{uuid.uuid4().hex}"
+        backend = "UCX" if protocol == "auto" else protocol
+        options = dict(backend_options or {})
+        if backend == "UCX":
+            options = {"ucx_error_handling_mode": "peer", **ucx_options(host, device_name, options)}
+        elif device_name:
+            raise ConfigError(f"device_name is {device_name!r}: NIXL's backend {backend} takes none here")
+        self._agent, device_memory = start_agent(backend, options)
         self._settle_s = settle_s
         self._closed = False
         self._spans = SpanSet()
@@ -105,31 +108,25 @@ class NixlEngine:
         self._flights: dict[int, _Flight] = {}
         self._finished: list[Completion] = []
         self._stuck: list[Any] = []
-        self._kept = KeptTransfers(self._release)
-        self._told: set[str] = set()
-        options = {"ucx_error_handling_mode": "peer"} if backend == "UCX" else {}
-        options.update(backend_options or {})
-        try:
-            config = library.nixl_agent_config(
-                enable_prog_thread=False,
-                backends=[],
-                # One thread owns this engine, but NIXL's default would let even its own helpers race.
-                sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-            )
-            self._agent: Any = library.nixl_agent(self._name, config)
-            self._agent.create_backend(backend, options)
-            device_memory = any("VRAM" in kind for kind in self._agent.get_backend_mem_types(backend))
-        except Exception as error:
-            raise EngineError(f"NIXL cannot start its backend {backend!r}: {error!r}") from error
+        self._cache = TransferCache(self._release)
+        self._warned: set[str] = set()
         self._capabilities = Capabilities(
             name="nixl",
-            verbs=frozenset(Verb),
             max_copies=max_copies,
             max_bytes=max_bytes,
-            max_batches_per_peer=max_batches_per_peer,
+            max_batches_per_peer=_MAX_BATCHES_PER_PEER,
             target_must_poll=True,
             device_memory=device_memory,
         )
+
+    @staticmethod
+    def problem() -> str:
+        """Why NIXL does not work here, and what to install; empty if it does."""
+        try:
+            load_library()
+        except EngineError as error:
+            return str(error)
+        return ""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -158,7 +155,7 @@ class NixlEngine:
         """Take memory back from the agent. Raises ``EngineError``."""
         self._check_open()
         self._spans.remove(spans)
-        self._kept.drop()
+        self._cache.drop()
         self._devices = DeviceMap(self._spans)
         try:
             for memory_type, rows in by_memory_type(spans).items():
@@ -200,7 +197,7 @@ class NixlEngine:
             if flight.batch.peer == peer:
                 self._abandon(flight, f"peer {peer!r} was disconnected")
         del self._peers[peer]
-        self._kept.drop(known.agent)
+        self._cache.drop(known.agent)
         if all(state.agent != known.agent for state in self._peers.values()):
             self._remove_agent(known.agent)
 
@@ -208,25 +205,15 @@ class NixlEngine:
 
     def submit(self, batch: Batch) -> None:
         """Post a batch. Takes as long as the library's post. Raises ``LocalError``."""
-        in_flight = [(flight.batch.batch_id, flight.batch.peer) for flight in self._flights.values()]
-        check_batch(batch, self._capabilities, self._peers, in_flight)
+        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
         flight = _Flight(batch, time.monotonic())
         self._flights[batch.batch_id] = flight
         peer = self._peers[batch.peer]
-        problem = local_problem(batch, self._spans) or remote_problem(batch, peer)
-        if problem:
+        problem = range_problem(batch, self._spans, peer.spans)
+        if problem or not batch.total_bytes:
             self._answer(flight, problem, quiet=True)
-            return
-        if not batch.total_bytes:
-            self._answer(flight, "", quiet=True)
-            return
-        if peer.broken and not any(
-            other.batch.peer == batch.peer and not other.is_posted
-            for other in self._flights.values()
-            if other is not flight
-        ):
-            peer.progressed_at = flight.posted
-        self._post_if_healthy(flight, peer, flight.posted)
+        else:
+            self._post_if_healthy(flight, peer, flight.posted)
 
     def poll(self) -> list[Completion]:
         """Advance own transfers and those of peers; return what ended."""
@@ -235,7 +222,7 @@ class NixlEngine:
                 # Also what drives the peers' transfers into our memory.
                 self._agent.get_new_notifs()
             except Exception as error:
-                self._tell_once("notifications", "NIXL cannot be progressed: %r", error)
+                self._warn_once("NIXL cannot be progressed: %r", error)
             now = time.monotonic()
             for flight in list(self._flights.values()):
                 self._advance(flight, now)
@@ -289,26 +276,13 @@ class NixlEngine:
 
     def _post(self, flight: _Flight, peer: Peer) -> None:
         batch = flight.batch
-        flight.stretch = stretch_of(batch, peer.agent)
-        kept = self._kept.take(flight.stretch) if flight.stretch is not None else None
-        if kept is not None:
-            self._start(flight, kept)
-            return
-        local_gpu, local_number = self._devices.lookup(batch.local)
-        remote_gpu, remote_number = peer.devices.lookup(batch.remote)
-        # A descriptor list has one memory type, so a batch that mixes types becomes several posts.
-        kind = local_gpu.astype(np.int8) * 2 + remote_gpu
-        is_one = bool((kind == kind[0]).all())
-        for value in (int(kind[0]),) if is_one else np.unique(kind).tolist():
-            pick = slice(None) if is_one else np.flatnonzero(kind == value)
-            length = batch.length[pick]
-            local = descriptors(self._agent, batch.local[pick], length, local_number[pick], bool(value & 2))
-            remote = descriptors(
-                self._agent, batch.remote[pick], length, remote_number[pick], bool(value & 1)
-            )
-            handle = self._agent.initialize_xfer(
-                "WRITE" if batch.verb is Verb.WRITE else "READ", local, remote, peer.agent
-            )
+        if len(batch.length) == 1:
+            flight.copy = Copy(peer.agent, int(batch.source[0]), int(batch.target[0]), batch.total_bytes)
+            kept = self._cache.take(flight.copy)
+            if kept is not None:
+                self._start(flight, kept)
+                return
+        for handle in transfers(self._agent, batch, self._devices, peer):
             self._start(flight, handle)
 
     def _start(self, flight: _Flight, handle: Any) -> None:
@@ -341,8 +315,8 @@ class NixlEngine:
         if state == "ERR":
             raise EngineError("NIXL reports an error of the transfer")
         self._peers[flight.batch.peer].progressed_at = time.monotonic()
-        if flight.stretch is not None:
-            self._kept.keep(flight.stretch, handle)
+        if flight.copy is not None:
+            self._cache.put(flight.copy, handle)
         else:
             self._release(handle)
         return True
@@ -406,27 +380,29 @@ class NixlEngine:
 
     def _release(self, handle: Any) -> None:
         if not released(handle):
-            self._tell_once("release", "NIXL did not release a transfer yet; it is tried again", None)
+            self._warn_once("NIXL did not release a transfer yet; it is tried again")
             self._stuck.append(handle)
 
     def _heal(self, peer: Peer, now: float) -> bool:
         """Renew the link of a peer: NIXL 1.5.1 never takes up a broken one by itself.
 
         False: not yet, since transfers under way to the peer may still end by themselves. On a link that
-        is broken they fail at once, on one that only stood still they go on.
+        is broken they fail at once, on one that only stood still they go on. They have ``settle_s`` from when
+        the first batch waited for this, and again from each one that ends.
         """
+        peer.heal_asked_at = peer.heal_asked_at or now
         under_way = [
             flight
             for flight in self._flights.values()
             if flight.handles and self._peers[flight.batch.peer].agent == peer.agent
         ]
-        if under_way and now < peer.progressed_at + self._settle_s:
+        if under_way and now < max(peer.heal_asked_at, peer.progressed_at) + self._settle_s:
             return False
         for flight in under_way:
             self._abandon(flight, flight.error or "the link to the peer stood still, and was renewed")
         self._remove_agent(peer.agent)
         peer.agent = self._add_agent(peer.card.metadata)
-        peer.broken = False
+        peer.broken, peer.heal_asked_at = False, 0.0
         return True
 
     def _add_agent(self, metadata: bytes) -> str:
@@ -434,14 +410,14 @@ class NixlEngine:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def _remove_agent(self, agent: str) -> None:
-        self._kept.drop(agent)
+        self._cache.drop(agent)
         try:
             self._agent.remove_remote_agent(agent)
         except Exception as error:
             # Removed already, as after a disconnect that NIXL noticed by itself.
             log.debug("NIXL does not know agent %s: %r", agent, error)
 
-    def _tell_once(self, kind: str, text: str, value: object) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            log.warning(text, *([value] if value is not None else []))
+    def _warn_once(self, text: str, *values: object) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)

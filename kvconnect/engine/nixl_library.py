@@ -9,14 +9,15 @@ import ctypes
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.engine.base import Addresses, Batch, Span
-from kvconnect.engine.nixl_peer import Peer, device_number
+from kvconnect.engine.nixl_peer import DeviceMap, Peer, device_number
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")
@@ -40,6 +41,23 @@ def load_library() -> Any:
         raise EngineError(f"NIXL is not usable ({error}); pip install kvconnect[nixl]") from error
 
 
+def start_agent(backend: str, options: dict[str, str]) -> tuple[Any, bool]:
+    """An agent with one backend, and whether that takes GPU memory. Raises ``EngineError``."""
+    library = load_library()
+    try:
+        config = library.nixl_agent_config(
+            enable_prog_thread=False,
+            backends=[],
+            # One thread owns the engine, but NIXL's default would let even its own helpers race.
+            sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        agent = library.nixl_agent(f"kvconnect-{uuid.uuid4().hex}", config)
+        agent.create_backend(backend, options)
+        return agent, any("VRAM" in kind for kind in agent.get_backend_mem_types(backend))
+    except Exception as error:
+        raise EngineError(f"NIXL cannot start its backend {backend!r}: {error!r}") from error
+
+
 def released(handle: Any) -> bool:
     """Release a transfer's handle; whether NIXL let it go."""
     try:
@@ -59,24 +77,23 @@ def by_memory_type(spans: Sequence[Span]) -> dict[str, list[tuple[int, int, int,
     return groups
 
 
-def remote_problem(batch: Batch, peer: Peer) -> str:
-    """Say which remote stretch of the batch is not on the peer's card; empty if all are."""
-    index = peer.spans.outside(batch.remote, batch.length)
-    if index is None:
-        return ""
-    return (
-        f"remote memory is not on the card of {batch.peer!r}: {int(batch.length[index])} bytes at "
-        f"{int(batch.remote[index]):#x}"
-    )
+def transfers(agent: Any, batch: Batch, devices: DeviceMap, peer: Peer) -> Iterator[Any]:
+    """Make the handles of a batch: one for each pair of memory types in it, as descriptor lists have one."""
+    source_gpu, source_number = devices.lookup(batch.source)
+    target_gpu, target_number = peer.devices.lookup(batch.target)
+    kind = source_gpu.astype(np.int8) * 2 + target_gpu
+    is_copy = batch.length > 0
+    for value in np.unique(kind[is_copy]).tolist():
+        pick = is_copy & (kind == value)
+        length = batch.length[pick]
+        source = _descriptors(agent, batch.source[pick], length, source_number[pick], bool(value & 2))
+        target = _descriptors(agent, batch.target[pick], length, target_number[pick], bool(value & 1))
+        yield agent.initialize_xfer("WRITE", source, target, peer.agent)
 
 
-def descriptors(
+def _descriptors(
     agent: Any, addresses: Addresses, length: Addresses, number: NDArray[np.uint64], gpu: bool
 ) -> Any:
-    """A descriptor list of one memory type; copies of no bytes are left out."""
-    keep = length > 0
-    rows = np.empty((int(keep.sum()), 3), dtype=np.uint64)
-    rows[:, 0] = addresses[keep]
-    rows[:, 1] = length[keep]
-    rows[:, 2] = number[keep]
+    rows = np.empty((len(length), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, number
     return agent.get_xfer_descs(rows, MEMORY_TYPE[gpu])

@@ -30,7 +30,8 @@ class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
 class Peer:
     """A connected peer: its card, its agent's name, and whether the link to it must be renewed.
 
-    ``progressed_at`` is when a transfer to it ended last, or when the link was first found to need renewal.
+    ``progressed_at`` is when a transfer to it ended last, ``heal_asked_at`` when a batch first waited for the
+    link to be renewed; 0 where none does.
     """
 
     def __init__(self, card: NixlCard, agent: str) -> None:
@@ -38,6 +39,7 @@ class Peer:
         self.agent = agent
         self.broken = False
         self.progressed_at = 0.0
+        self.heal_asked_at = 0.0
         self.spans = SpanSet()
         self.spans.add([Span(*span) for span in card.spans])
         self.devices = DeviceMap(self.spans)

@@ -1,14 +1,10 @@
-"""Who a process is, and whether another one of this host still runs: so cheaply that every batch can ask."""
+"""Which process a peer is, and whether a process of this host has ended."""
 
 from __future__ import annotations
 
-import logging
 import os
-import select
 
 import msgspec
-
-log = logging.getLogger("kvconnect.engine")
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
@@ -20,7 +16,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 def own_identity() -> ProcessIdentity:
-    """Who this process is."""
+    """The identity of this process."""
     return ProcessIdentity(_host_identity(), os.getpid(), _start_time(os.getpid()) or "")
 
 
@@ -36,7 +32,7 @@ def is_dead(process: ProcessIdentity) -> bool:
 
 
 def _host_identity() -> str:
-    """This boot of this host and the pid namespace; empty where the system does not say."""
+    """This boot of this host and the pid namespace; empty where /proc has neither."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -53,40 +49,3 @@ def _start_time(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
-
-
-class ProcessWatch:
-    """An eye on one process of this host and pid namespace.
-
-    A file descriptor of the process becomes readable when it ends, which takes a microsecond to ask. Where
-    the system has none, its entry in /proc is read each time.
-    """
-
-    def __init__(self, process: ProcessIdentity) -> None:
-        self._process = process
-        self._gone = False
-        self._poll: select.poll | None = None
-        self._descriptor = -1
-        try:
-            self._descriptor = os.pidfd_open(process.pid)
-        except (OSError, OverflowError) as error:
-            log.debug("process %d has no descriptor: %s", process.pid, error)
-        else:
-            self._poll = select.poll()
-            self._poll.register(self._descriptor, select.POLLIN)
-        # Asked after it was opened, so that the descriptor is not of a later process with this number.
-        self._gone = is_dead(process)
-
-    @property
-    def gone(self) -> bool:
-        """The process has ended, and it will not come back."""
-        if not self._gone:
-            self._gone = bool(self._poll.poll(0)) if self._poll is not None else is_dead(self._process)
-        return self._gone
-
-    def close(self) -> None:
-        """Release the descriptor. Idempotent."""
-        self._poll = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Batch, Completion, Engine, Span, Verb
+from kvconnect.engine.base import Batch, Completion, Engine, Span
 from kvconnect.testing.engine_buffers import Allocate, on_host, part
 from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, wait_until
 
@@ -59,18 +59,15 @@ class Driver:
     def submit(
         self,
         peer: str,
-        verb: Verb,
         local: Sequence[int] | np.ndarray,
         remote: Sequence[int] | np.ndarray,
         length: Sequence[int] | np.ndarray,
         timeout_s: float = 10.0,
     ) -> int:
         """Submit copies between absolute addresses; returns the batch id."""
-        near, far = (np.asarray(column, dtype=np.int64) for column in (local, remote))
-        source, target = (near, far) if verb is Verb.WRITE else (far, near)
+        source, target, sizes = (np.asarray(column, dtype=np.int64) for column in (local, remote, length))
         batch_id, self._next_id = self._next_id, self._next_id + 1
-        sizes = np.asarray(length, dtype=np.int64)
-        self.engine.submit(Batch(batch_id, peer, verb, source, target, sizes, timeout_s))
+        self.engine.submit(Batch(batch_id, peer, source, target, sizes, timeout_s))
         self.pending.add(batch_id)
         return batch_id
 
@@ -105,10 +102,9 @@ class Driver:
         length: int = 4096,
         offset: int = 0,
         timeout_s: float = 10.0,
-        verb: Verb = Verb.WRITE,
     ) -> Completion:
         """One copy between the buffer at ``offset`` and ``remote``, waited for."""
-        batch_id = self.submit(peer, verb, [self.address + offset], [remote], [length], timeout_s)
+        batch_id = self.submit(peer, [self.address + offset], [remote], [length], timeout_s)
         return self.wait(batch_id, timeout_s + HANG_S)
 
 
@@ -175,7 +171,3 @@ class EngineCases:
         driver.engine.connect(name, peer.card())
         self._buffer = buffer
         return address
-
-    def _needs(self, driver: Driver, verb: Verb) -> None:
-        if verb not in driver.engine.capabilities.verbs:
-            pytest.skip(f"{driver.engine.capabilities.name} cannot {verb.value}")

@@ -10,7 +10,6 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Verb
 from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
 from kvconnect.testing.engine_peer import PeerProcess
@@ -53,9 +52,7 @@ class FaultCases(EngineCases):
             # Each to a part of its own, so that one that was lost is seen.
             size = BUFFER_BYTES // most // 4096 * 4096
             batches = [
-                driver.submit(
-                    "peer", Verb.WRITE, [driver.address + part * size], [remote + part * size], [size]
-                )
+                driver.submit("peer", [driver.address + part * size], [remote + part * size], [size])
                 for part in range(most)
             ]
             driver.engine.cancel(batches[cancelled])
@@ -79,9 +76,7 @@ class FaultCases(EngineCases):
         own_peer.stop()
         try:
             begun = time.monotonic()
-            stuck = driver.submit(
-                "frozen", Verb.WRITE, [driver.address], [frozen], [BUFFER_BYTES], timeout_s=2.0
-            )
+            stuck = driver.submit("frozen", [driver.address], [frozen], [BUFFER_BYTES], timeout_s=2.0)
             rounds = self._healthy_rounds(driver, healthy, stuck, 2.0)
             assert rounds >= 3, "a stopped peer holds up a healthy one"
             assert time.monotonic() - begun < 2.0 + self.settle_s + 3.0
@@ -106,9 +101,7 @@ class FaultCases(EngineCases):
                     pytest.skip("this engine's card does not lead to a TCP listener")
                 driver.engine.connect("silent", card)
                 begun = time.monotonic()
-                stuck = driver.submit(
-                    "silent", Verb.WRITE, [driver.address], [1 << 20], [4096], timeout_s=2.0
-                )
+                stuck = driver.submit("silent", [driver.address], [1 << 20], [4096], timeout_s=2.0)
                 rounds = self._healthy_rounds(driver, healthy, stuck, 2.0)
                 assert rounds >= 3, "a silent peer holds up a healthy one"
                 assert not driver.answers[stuck].ok
@@ -149,7 +142,6 @@ class FaultCases(EngineCases):
         answer = driver.wait(
             driver.submit(
                 "peer",
-                Verb.WRITE,
                 [driver.address, large.address],
                 [nowhere, remote],
                 [4096, size],

@@ -122,8 +122,8 @@ class PeerProcess:
         return value
 
 
-class _Child:
-    """What runs in the spawned process: one method per command."""
+class PeerCommands:
+    """What a peer does with its engine and buffers, by the names of ``PeerProcess``'s commands."""
 
     def __init__(self, make_engine: MakeEngine, allocate: Allocate) -> None:
         self._make_engine = make_engine
@@ -167,7 +167,7 @@ class _Child:
 
 
 def _serve(pipe: Connection, make_engine: MakeEngine, allocate: Allocate) -> None:
-    child = _Child(make_engine, allocate)
+    child = PeerCommands(make_engine, allocate)
     while True:
         child.engine.poll()
         if not pipe.poll(_POLL_EVERY_S):

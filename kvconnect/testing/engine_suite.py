@@ -13,7 +13,6 @@ import time
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Verb
 from kvconnect.errors import EngineError, LocalError
 from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
@@ -28,27 +27,18 @@ class EngineSuite(FaultCases):
 
     # ---- bytes
 
-    @pytest.mark.parametrize("verb", list(Verb))
-    def test_scattered_copies_match_brute_force(
-        self, driver: Driver, shared_peer: PeerProcess, verb: Verb
-    ) -> None:
-        self._needs(driver, verb)
-        name = f"scattered-{verb.value}"
-        far_address = shared_peer.allocate(name, BUFFER_BYTES, seed=2)
-        shared_peer.register([(name, 0, BUFFER_BYTES)])
+    def test_scattered_copies_match_brute_force(self, driver: Driver, shared_peer: PeerProcess) -> None:
+        far_address = shared_peer.allocate("scattered", BUFFER_BYTES, seed=2)
+        shared_peer.register([("scattered", 0, BUFFER_BYTES)])
         driver.engine.connect("peer", shared_peer.card())
         source, target, length = scattered_copies(BUFFER_BYTES, 300, seed=3)
         near, far = driver.buffer.copy(), random_bytes(BUFFER_BYTES, 2)
-        giver, taker = (near, far) if verb is Verb.WRITE else (far, near)
         for i in range(len(length)):
-            taker[target[i] : target[i] + length[i]] = giver[source[i] : source[i] + length[i]]
-        local, remote = (source, target) if verb is Verb.WRITE else (target, source)
-        answer = driver.wait(
-            driver.submit("peer", verb, driver.address + local, far_address + remote, length)
-        )
+            far[target[i] : target[i] + length[i]] = near[source[i] : source[i] + length[i]]
+        answer = driver.wait(driver.submit("peer", driver.address + source, far_address + target, length))
         assert answer.ok, answer
         assert answer.total_bytes == length.sum()
-        assert np.array_equal(shared_peer.content(name), far)
+        assert np.array_equal(shared_peer.content("scattered"), far)
         assert np.array_equal(driver.buffer, near)
 
     def test_ten_thousand_copies(self, driver: Driver, shared_peer: PeerProcess) -> None:
@@ -66,7 +56,6 @@ class EngineSuite(FaultCases):
             assert wait_until(lambda: driver.in_flight() < bounds.max_batches_per_peer, HANG_S, 0.0005)
             driver.submit(
                 "peer",
-                Verb.WRITE,
                 driver.address + source[part],
                 remote + target[part],
                 np.full(len(source[part]), page),
@@ -79,9 +68,9 @@ class EngineSuite(FaultCases):
         self, driver: Driver, shared_peer: PeerProcess
     ) -> None:
         remote = self._meet(driver, shared_peer)
-        assert driver.wait(driver.submit("peer", Verb.WRITE, [], [], [])).ok
-        assert driver.wait(driver.submit("peer", Verb.WRITE, [driver.address], [remote], [0])).ok
-        mixed = driver.submit("peer", Verb.WRITE, [driver.address] * 2, [remote] * 2, [0, 64])
+        assert driver.wait(driver.submit("peer", [], [], [])).ok
+        assert driver.wait(driver.submit("peer", [driver.address], [remote], [0])).ok
+        mixed = driver.submit("peer", [driver.address] * 2, [remote] * 2, [0, 64])
         assert driver.wait(mixed).ok
         assert np.array_equal(shared_peer.content(self._buffer)[:64], driver.buffer[:64])
 
@@ -90,7 +79,7 @@ class EngineSuite(FaultCases):
     def test_unregistered_local_memory_fails(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         stranger = driver.allocate(random_bytes(4096, 5))
-        answer = driver.wait(driver.submit("peer", Verb.WRITE, [stranger.address], [remote], [4096]))
+        answer = driver.wait(driver.submit("peer", [stranger.address], [remote], [4096]))
         assert not answer.ok
         assert answer.quiet
         beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
@@ -119,10 +108,10 @@ class EngineSuite(FaultCases):
         for bad in (driver.part(4096, 4096), driver.part(0, 0), part(fresh, 8191, 2)):
             with pytest.raises(EngineError):
                 driver.engine.register([good, bad])
-            sent = driver.submit("peer", Verb.WRITE, [fresh.address], [remote], [8192])
+            sent = driver.submit("peer", [fresh.address], [remote], [8192])
             assert not driver.wait(sent).ok, "a span stayed registered after its batch was refused"
         driver.engine.register([good])
-        sent = driver.submit("peer", Verb.WRITE, [fresh.address], [remote], [8192])
+        sent = driver.submit("peer", [fresh.address], [remote], [8192])
         assert driver.wait(sent).ok
 
     def test_unregistered_again_and_registered_again(self, driver: Driver, shared_peer: PeerProcess) -> None:
@@ -168,16 +157,16 @@ class EngineSuite(FaultCases):
         remote = self._meet(driver, shared_peer)
         bounds, here = driver.engine.capabilities, driver.address
         with pytest.raises(LocalError, match="no such peer"):
-            driver.submit("nobody", Verb.WRITE, [here], [remote], [1])
+            driver.submit("nobody", [here], [remote], [1])
         over = bounds.max_copies + 1
         with pytest.raises(LocalError, match="copies"):
-            driver.submit("peer", Verb.WRITE, [here] * over, [remote] * over, [1] * over)
+            driver.submit("peer", [here] * over, [remote] * over, [1] * over)
         with pytest.raises(LocalError, match="bytes"):
-            driver.submit("peer", Verb.WRITE, [here], [remote], [bounds.max_bytes + 1])
+            driver.submit("peer", [here], [remote], [bounds.max_bytes + 1])
         with pytest.raises(LocalError):
-            driver.submit("peer", Verb.WRITE, [here], [remote], [-1])
+            driver.submit("peer", [here], [remote], [-1])
         with pytest.raises(LocalError):
-            driver.submit("peer", Verb.WRITE, [here, here], [remote], [1])
+            driver.submit("peer", [here, here], [remote], [1])
         for card in (b"", b"\x00\xff garbage", b"\x80"):
             with pytest.raises(EngineError):
                 driver.engine.connect("other", card)
@@ -200,7 +189,7 @@ class EngineSuite(FaultCases):
             if len(driver.pending) >= limit:
                 driver.wait(min(driver.pending))
             address = driver.address if not bad else 1 << 45
-            driver.submit(name, Verb.WRITE, [address], [remotes[name]], [16384])
+            driver.submit(name, [address], [remotes[name]], [16384])
             asked += 1
         assert wait_until(lambda: not driver.in_flight(), HANG_S)
         assert len(driver.answers) == asked
@@ -210,7 +199,7 @@ class EngineSuite(FaultCases):
 
     def test_cancel_is_answered_once(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
-        batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES])
+        batch_id = driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES])
         driver.engine.cancel(batch_id)
         driver.engine.cancel(batch_id)
         driver.engine.cancel(424242)
@@ -223,12 +212,12 @@ class EngineSuite(FaultCases):
     def test_disconnect_answers_what_is_in_flight(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
-        batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES])
+        batch_id = driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES])
         driver.engine.disconnect("peer")
         driver.engine.disconnect("peer")
         driver.wait(batch_id)
         with pytest.raises(LocalError):
-            driver.submit("peer", Verb.WRITE, [driver.address], [remote], [16])
+            driver.submit("peer", [driver.address], [remote], [16])
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
 
@@ -238,7 +227,7 @@ class EngineSuite(FaultCases):
         assert driver.copy("peer", remote).ok
         own_peer.stop()
         try:
-            driver.submit("peer", Verb.WRITE, [driver.address], [remote], [BUFFER_BYTES], 30.0)
+            driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES], 30.0)
             begun = time.monotonic()
             driver.engine.close()
             assert time.monotonic() - begun < 10.0

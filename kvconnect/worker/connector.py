@@ -100,7 +100,7 @@ class WorkerConnector:
         self._engine = engine or create_engine(
             extra.engine,
             host=extra.host,
-            protocol="" if extra.protocol == "auto" else extra.protocol,
+            protocol=extra.protocol,
             options={"device_name": extra.device_name, **extra.engine_options}
             if extra.device_name
             else extra.engine_options,

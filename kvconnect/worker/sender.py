@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Batch, Completion, Engine, Verb, bounds_to
+from kvconnect.engine.base import Batch, Completion, Engine
 from kvconnect.errors import PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.pack.packer import Packer
@@ -76,7 +76,7 @@ class Sender:
 
     def begin_direct(self, sending: Sending, plan: Plan) -> None:
         """Begin to write pages."""
-        capabilities = bounds_to(self._engine, sending.peer)
+        capabilities = self._engine.capabilities
         max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
         self.begin(sending, PageOutbox(plan, capabilities.max_copies, max_bytes))
 
@@ -188,7 +188,7 @@ class Sender:
 
     def _feed(self, keys: Sequence[TransferKey], now: float) -> None:
         """Give the engine batches to one peer while it and our own bounds allow."""
-        limit = bounds_to(self._engine, self.sendings[keys[0]].peer).max_batches_per_peer
+        limit = self._engine.capabilities.max_batches_per_peer
         room = limit - sum(len(self.sendings[key].in_flight) for key in keys)
         for key in keys:
             while room > 0 and self._submit_next(self.sendings[key], self._outboxes[key], now):
@@ -204,7 +204,6 @@ class Sender:
         batch = Batch(
             batch_id=next(self._batch_ids),
             peer=sending.peer,
-            verb=Verb.WRITE,
             source=source,
             target=target,
             length=length,

@@ -61,13 +61,13 @@ def _short_ramp(monkeypatch):
 
 
 def test_the_command_measures_in_two_processes():
-    command = [sys.executable, "-m", "benchmarks", "node", "--json", "--engine", "memory"]
+    command = [sys.executable, "-m", "benchmarks", "node", "--json", "--engine", "nixl"]
     command += ["--rounds", "2", "--seconds", "1", "--in-flight", "2", "--request-mb", "0.05"]
     command += ["--receive-gb-per-s", "0.002", "--extra", '{"slot_bytes": 65536}']
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     (timing,) = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (timing["bench"], timing["side"], timing["engine"]) == ("node", "decode", "memory")
+    assert (timing["bench"], timing["side"], timing["engine"]) == ("node", "decode", "nixl")
     assert timing["slot_bytes"] == 65536
     assert timing["path_used"] == "packed"
     # 0.05 MiB are 204.8 tokens of 256 bytes, in blocks of 16.

@@ -25,7 +25,7 @@ def bench(*arguments):
 @pytest.mark.parametrize("model", ["sliding", "hybrid"])
 def test_a_soak_leaves_nothing_over(model):
     code, (report,), done = bench(
-        "soak", "--engine", "memory", "--model", model, "--prompts", "60", "--concurrency", "8"
+        "soak", "--engine", "nixl", "--model", model, "--prompts", "60", "--concurrency", "8"
     )
     assert code == 0, done.stdout + done.stderr
     assert (report["answered"], report["wrong"], report["left_over"]) == (60, 0, {})

@@ -10,7 +10,7 @@ from benchmarks import streaming
 from benchmarks.streaming import StreamingOptions, bench_streaming
 
 OPTIONS = StreamingOptions(
-    engine="memory",
+    engine="nixl",
     lengths=(600, 50),
     prompts=2,
     batched_tokens=64,

@@ -68,7 +68,7 @@ def bench(*arguments):
 
 def test_the_command_measures_in_two_processes():
     code, (engine, *timings), done = bench(
-        *("--engine", "memory", "--path", "direct", "--page-bytes", "1024", "--blocks", "3"),
+        *("--engine", "nixl", "--path", "direct", "--page-bytes", "1024", "--blocks", "3"),
         *("--regions", "2", "--requests", "4", "--in-flight", "1", "--in-flight", "2", "--repeat", "2"),
         *("--batch-bytes", "65536"),
     )
@@ -76,7 +76,7 @@ def test_the_command_measures_in_two_processes():
     assert done.stderr == ""
     assert (engine["bench"], engine["engine"], list(engine["pages_gb_per_s"])) == (
         "engine",
-        "memory",
+        "nixl",
         ["1024"],
     )
     assert [(one["requests_in_flight"], one["requests"], one["samples"]) for one in timings] == [
@@ -246,7 +246,7 @@ def test_requests_have_blocks_of_their_own():
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"engines": ("nope",)}, "engine is 'nope'; accepted: auto"),
+        ({"engines": ("nope",)}, "engine is 'nope': accepted: auto"),
         ({"paths": ("wide",)}, "path is 'wide'; accepted: direct, packed, auto"),
         ({"device": "tpu"}, "device is 'tpu'; accepted: cpu, cuda"),
         ({"page_bytes": (1000,)}, "page_bytes is 1000; accepted: multiples of 128"),
@@ -348,7 +348,7 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
 
 
 def test_the_command_says_what_failed_and_exits_with_1():
-    code, lines, done = bench("--engine", "memory", "--extra", '{"engine_options": {"nope": 1}}')
+    code, lines, done = bench("--engine", "nixl", "--extra", '{"engine_options": {"nope": 1}}')
     assert code == 1
     assert [list(line) for line in lines] == [["bench", "engine", "error"]]
     assert "unknown engine options ['nope']" in done.stderr

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
-
-import msgspec
 import numpy as np
 import pytest
 
-from kvconnect.engine import memory_wire
-from kvconnect.engine.base import Engine, Verb
-from kvconnect.engine.memory import MemoryCard, MemoryEngine
-from kvconnect.errors import EngineError
-from kvconnect.testing.engine_peer import PeerProcess
+from kvconnect.engine.memory import MemoryEngine
+from kvconnect.errors import ConfigError, EngineError
+from kvconnect.testing.engine_buffers import on_host
+from kvconnect.testing.engine_peer import PeerCommands, PeerProcess
 from kvconnect.testing.engine_suite import Driver, EngineSuite
 
 
-def make_engine() -> Engine:
-    return MemoryEngine()
+class PeerHere(PeerProcess):
+    """A peer of this process. It cannot be killed or stopped, so cases that do so are skipped."""
+
+    def __init__(self) -> None:
+        self._commands = PeerCommands(MemoryEngine, on_host)
+
+    def _ask(self, command, *arguments):
+        return getattr(self._commands, command)(*arguments)
+
+    @property
+    def pid(self) -> int:
+        pytest.skip("the peer is of this process")
+
+    def resume(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._commands.engine.close()
 
 
 class TestMemoryEngine(EngineSuite):
-    make_engine = staticmethod(make_engine)
+    make_engine = staticmethod(MemoryEngine)
     settle_s = 1.0
+    # From a thread of its own, which cannot skip a test.
+    test_a_killed_peer_fails_once_and_hurts_no_other = None
 
-    def silent_card(self, port: int) -> bytes | None:
-        # The pid of another process, or the engine would look for it within this one.
-        return msgspec.msgpack.encode(MemoryCard(os.getpid() + 1, b"x" * 16, "127.0.0.1", port))
+    @classmethod
+    def new_peer(cls) -> PeerProcess:
+        return PeerHere()
+
+
+def test_a_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'rdma': the memory engine has none"):
+        MemoryEngine("127.0.0.1", "rdma")
 
 
 PAGE = 4096
@@ -44,8 +61,8 @@ class Clock:
         return self.now
 
 
-class TestControlsWithinOneProcess:
-    """Two engines of this process on a virtual clock: no thread, no socket, no waiting."""
+class TestControls:
+    """Two engines on a virtual clock: no thread, no socket, no waiting."""
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -53,13 +70,13 @@ class TestControlsWithinOneProcess:
 
     @pytest.fixture
     def sender(self, clock: Clock):
-        driver = Driver(MemoryEngine(listen=False, clock=clock), 16 * PAGE, seed=1)
+        driver = Driver(MemoryEngine(clock=clock), 16 * PAGE, seed=1)
         yield driver
         driver.engine.close()
 
     @pytest.fixture
     def target(self, clock: Clock, sender: Driver):
-        driver = Driver(MemoryEngine(listen=False, clock=clock), 16 * PAGE, seed=2)
+        driver = Driver(MemoryEngine(clock=clock), 16 * PAGE, seed=2)
         driver.buffer[:] = 0
         sender.engine.connect("target", driver.engine.card())
         yield driver
@@ -70,7 +87,6 @@ class TestControlsWithinOneProcess:
         # Sources reversed, so that nothing can be joined into one copy.
         return sender.submit(
             "target",
-            Verb.WRITE,
             sender.address + offsets[::-1],
             target.address + offsets,
             np.full(pages, PAGE),
@@ -184,94 +200,3 @@ class TestControlsWithinOneProcess:
         assert not sender.answers[batch_id].ok
         with pytest.raises(EngineError):
             sender.engine.register([])
-
-
-class TestControlsBetweenProcesses:
-    """The same controls where the bytes go through a socket."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def peer(cls):
-        peer = PeerProcess(make_engine)
-        yield peer
-        peer.close()
-
-    @pytest.fixture
-    def driver(self):
-        driver = Driver(MemoryEngine(), 16 * PAGE)
-        yield driver
-        driver.engine.close()
-
-    def meet(self, driver: Driver, peer: PeerProcess, name: str) -> int:
-        address = peer.allocate(name, 16 * PAGE)
-        peer.register([(name, 0, 16 * PAGE)])
-        driver.engine.connect("peer", peer.card())
-        return address
-
-    def test_hold_and_release(self, driver: Driver, peer: PeerProcess) -> None:
-        remote = self.meet(driver, peer, "hold")
-        driver.engine.hold()
-        batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [PAGE])
-        for _ in range(20):
-            driver.poll()
-        assert driver.pending
-        assert not peer.content("hold").any()
-        driver.engine.release()
-        assert driver.wait(batch_id).ok
-        assert np.array_equal(peer.content("hold")[:PAGE], driver.buffer[:PAGE])
-
-    def test_cut(self, driver: Driver, peer: PeerProcess) -> None:
-        remote = self.meet(driver, peer, "cut")
-        driver.engine.cut_next(1000)
-        answer = driver.copy("peer", remote)
-        assert (answer.ok, answer.quiet) == (False, True)
-        content = peer.content("cut")
-        assert np.array_equal(content[:1000], driver.buffer[:1000])
-        assert not content[1000:].any()
-
-    @pytest.mark.parametrize("verb", list(Verb))
-    def test_corrupt(self, driver: Driver, peer: PeerProcess, verb: Verb) -> None:
-        name = f"corrupt-{verb.value}"
-        remote = self.meet(driver, peer, name)
-        sent = driver.buffer.copy()
-        driver.engine.corrupt_next(9)
-        assert driver.copy("peer", remote, verb=verb).ok
-        landed = peer.content(name) if verb is Verb.WRITE else driver.buffer
-        given = sent if verb is Verb.WRITE else peer.content(name)
-        assert np.flatnonzero(landed[:PAGE] != given[:PAGE]).tolist() == [9]
-
-    def test_fail_and_delay(self, driver: Driver, peer: PeerProcess) -> None:
-        remote = self.meet(driver, peer, "fail")
-        driver.engine.fail_next(quiet=False)
-        driver.engine.delay_next(0.2)
-        answer = driver.copy("peer", remote)
-        assert (answer.ok, answer.quiet) == (False, False)
-        assert answer.seconds >= 0.2
-        assert not peer.content("fail").any()
-        assert driver.copy("peer", remote).ok
-
-    def test_forged_requests_are_refused_and_the_server_lives(
-        self, driver: Driver, peer: PeerProcess
-    ) -> None:
-        remote = self.meet(driver, peer, "forged")
-        card = msgspec.msgpack.decode(peer.card(), type=MemoryCard)
-        for garbage in (b"\xff" * 64, b"", struct.pack("!IQ", 5, 0) + b"hello"):
-            with socket.create_connection((card.host, card.port), timeout=5.0) as sock:
-                sock.sendall(garbage)
-        for address, length in ((1, 64), (-1, 64), (remote, -1), ((1 << 63) - 10, 64)):
-            assert _write_answer(card, card.token, address, length) != ""
-        assert _write_answer(card, b"y" * 16, remote, 64) != ""
-        assert not peer.content("forged").any()
-        assert _write_answer(card, card.token, remote, 64) == ""
-        assert (peer.content("forged")[:64] == 1).all()
-        assert driver.copy("peer", remote).ok
-
-
-def _write_answer(card: MemoryCard, token: bytes, address: int, length: int) -> str:
-    """Send one hand-made write of ones; returns the error that came back."""
-    request = memory_wire.WriteRequest(token, np.array([address]).tobytes(), np.array([length]).tobytes())
-    header = msgspec.msgpack.encode(request)
-    with socket.create_connection((card.host, card.port), timeout=5.0) as sock:
-        sock.sendall(struct.pack("!IQ", len(header), max(length, 0)) + header + b"\x01" * max(length, 0))
-        size, _ = struct.unpack("!IQ", sock.recv(12, socket.MSG_WAITALL))
-        return msgspec.msgpack.decode(sock.recv(size, socket.MSG_WAITALL), type=memory_wire.Reply).error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
-from kvconnect.engine.base import Engine, Span, Verb
+from kvconnect.engine import mooncake_library
+from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
@@ -37,7 +40,7 @@ class TestMooncakeEngine(EngineSuite):
     settle_s = 3.0
 
     def silent_card(self, port: int) -> bytes | None:
-        return msgspec.msgpack.encode(MooncakeCard(f"127.0.0.1:{port}"))
+        return msgspec.msgpack.encode(MooncakeCard(f"127.0.0.1:{port}", "tcp"))
 
 
 def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeypatch) -> None:
@@ -69,8 +72,7 @@ def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeyp
         used.clear()
         each = np.arange(copies, dtype=np.int64) * 64
         ids = [
-            driver.submit("peer", Verb.WRITE, driver.address + each, remote + each, np.full(copies, 64))
-            for _ in range(2)
+            driver.submit("peer", driver.address + each, remote + each, np.full(copies, 64)) for _ in range(2)
         ]
         assert all(driver.wait(number).ok for number in ids)
         assert [count for count, _ in used] == [copies] * 2
@@ -94,6 +96,62 @@ def test_another_protocol_than_asked_for_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     with pytest.raises(EngineError, match="MC_FORCE_HCA"):
         MooncakeEngine("127.0.0.1", "tcp")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with two GPUs, and Mooncake built for them."""
+    for name in ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(mooncake_library, "built_for_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
+    return monkeypatch
+
+
+def test_auto_takes_nvlink_where_all_peers_are_on_this_host_and_says_so(gpus, caplog) -> None:
+    caplog.set_level(logging.INFO, "kvconnect.engine")
+    assert mooncake_library.choose_protocol("127.0.0.1", "") == "nvlink"
+    assert "auto' takes 'nvlink'" in caplog.text
+    assert mooncake_library.choose_protocol("10.0.0.1", "") == "tcp"
+    assert "takes 'tcp', not 'nvlink': peers reach this node at 10.0.0.1" in caplog.text
+    assert mooncake_library.choose_protocol("10.0.0.1", "mlx5_0") == "rdma"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda patch: patch.setattr(mooncake_library, "built_for_cuda", lambda: False), "has no CUDA"),
+        (lambda patch: patch.setattr(torch.cuda, "is_initialized", lambda: False), "uses no GPU"),
+        (lambda patch: patch.setenv("MC_FORCE_TCP", "1"), "MC_FORCE_TCP is set"),
+        (lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"), "expandable"),
+        (lambda patch: patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False), "no GPU here"),
+    ],
+)
+def test_auto_does_without_nvlink_where_it_cannot_work(gpus, caplog, change, why) -> None:
+    caplog.set_level(logging.INFO, "kvconnect.engine")
+    change(gpus)
+    assert mooncake_library.choose_protocol("127.0.0.1", "") == "tcp"
+    assert why in caplog.text
+
+
+def test_over_nvlink_whole_allocations_are_registered_once(gpus) -> None:
+    """As the library shares them: what it is given it takes for their beginning."""
+    gpus.setattr(mooncake_library, "allocation_around", lambda address, _: (address & ~0xFFFFF, 1 << 20))
+    library = mooncake_library.Library.__new__(mooncake_library.Library)
+    library.protocol = "nvlink"
+    spans = [Span(0x100040, 64, "cuda:0"), Span(0x140000, 4096, "cuda:0"), Span(0x300000, 64, "cuda:1")]
+    assert list(library.ranges(spans)) == [(0x100000, 1 << 20), (0x300000, 1 << 20)]
+    with pytest.raises(EngineError, match="GPUs alone"):
+        library.check_spans([Span(4096, 4096)])
+
+
+def test_peers_of_another_protocol_are_refused() -> None:
+    engine = make_engine()
+    with pytest.raises(EngineError, match="over nvlink, this node over tcp: set the same protocol on both"):
+        engine.connect("peer", msgspec.msgpack.encode(MooncakeCard("127.0.0.1:15000", "nvlink")))
+    engine.close()
 
 
 def test_bounds_beyond_the_library_are_refused() -> None:
@@ -136,7 +194,6 @@ def test_a_failed_batch_is_at_rest_before_it_is_called_quiet() -> None:
         answer = driver.wait(
             driver.submit(
                 "peer",
-                Verb.WRITE,
                 [driver.address, large.ctypes.data],
                 [1 << 45, remote],
                 [4096, size],
@@ -175,7 +232,6 @@ def test_failure_by_timeout_is_not_called_quiet_while_the_library_is_in_it() -> 
 
 _LEAVE = """
 import time
-from kvconnect.engine.base import Verb
 from kvconnect.engine.mooncake import MooncakeEngine
 from kvconnect.testing.engine_peer import PeerProcess
 from kvconnect.testing.engine_suite import Driver
@@ -190,7 +246,7 @@ if __name__ == "__main__":
     driver.engine.connect("peer", peer.card())
     assert driver.copy("peer", remote, 64 << 20).ok
     peer.stop()
-    driver.submit("peer", Verb.WRITE, [driver.address], [remote], [64 << 20], 1.0)
+    driver.submit("peer", [driver.address], [remote], [64 << 20], 1.0)
     time.sleep(0.3)
     peer.kill()
 """

@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Engine, Span, Verb
+from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
 from kvconnect.testing.engine_peer import PeerProcess
@@ -75,7 +75,7 @@ def test_one_copy_again_and_again_brings_the_bytes_of_its_time(
 ) -> None:
     """The transfer behind it is made once, and posted each time."""
     driver, peer, remote = pair
-    kept = driver.engine._kept
+    kept = driver.engine._cache
     for turn in range(4):
         driver.buffer[:4096] = turn + 1
         assert driver.copy("peer", remote).ok
@@ -107,7 +107,6 @@ def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
     given_up, *others = (
         driver.submit(
             "peer",
-            Verb.WRITE,
             [driver.address + part * quarter],
             [remote + part * quarter],
             [quarter],
@@ -131,7 +130,7 @@ def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
     driver, peer, remote = pair
     assert driver.copy("peer", remote).ok
     peer.stop()
-    batch_id = driver.submit("peer", Verb.WRITE, [driver.address], [remote], [16 << 20], timeout_s=10.0)
+    batch_id = driver.submit("peer", [driver.address], [remote], [16 << 20], timeout_s=10.0)
     driver.poll()
     peer.kill()
     answer = driver.wait(batch_id)
@@ -150,7 +149,7 @@ def test_unknown_devices_and_backends_are_refused() -> None:
     from kvconnect.engine.nixl import NixlEngine
 
     with pytest.raises(EngineError, match="NO_SUCH_BACKEND"):
-        NixlEngine("NO_SUCH_BACKEND")
+        NixlEngine(protocol="NO_SUCH_BACKEND")
     engine = make_engine()
     try:
         with pytest.raises(EngineError, match="tpu:0"):

@@ -1,80 +1,136 @@
-"""Engines by name: what is available, what auto picks, and what the errors advise."""
+"""Engines by name: what is registered, what auto picks, and what the errors advise."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kvconnect.config import check_engine, parse_kv_transfer_config
 from kvconnect.engine import registry
+from kvconnect.engine.base import Engine
 from kvconnect.errors import ConfigError, EngineError
+from kvconnect.testing.engine_suite import EngineSuite
+
+THIRD_PARTY = """
+from kvconnect.engine.nixl import NixlEngine
+
+class ParcelEngine(NixlEngine):
+    def card(self):
+        return b"parcel" + super().card()
+
+    def connect(self, peer, card):
+        super().connect(peer, card.removeprefix(b"parcel"))
+"""
 
 
-def test_memory_is_always_usable() -> None:
+def with_distribution(folder: Path, engines: dict[str, str]) -> str:
+    """A folder for ``sys.path`` in which a distribution registers engines by name."""
+    info = folder / "parcel-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: parcel\nVersion: 1.0\n")
+    rows = "".join(f"{name} = {value}\n" for name, value in engines.items())
+    (info / "entry_points.txt").write_text(f"[kvconnect.engines]\n{rows}")
+    (folder / "parcel_engine.py").write_text(THIRD_PARTY)
+    return str(folder)
+
+
+def make_parcel() -> Engine:
+    return registry.create_engine("parcel", host="127.0.0.1")
+
+
+@pytest.mark.skipif(bool(registry.available_engines()["nixl"]), reason="NIXL does not work here")
+class TestEngineOfAnotherDistribution(EngineSuite):
+    make_engine = staticmethod(make_parcel)
+    settle_s = 1.0
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def distribution(cls, tmp_path_factory):
+        with pytest.MonkeyPatch.context() as patch:
+            folder = tmp_path_factory.mktemp("site") / "packages"
+            patch.syspath_prepend(with_distribution(folder, {"parcel": "parcel_engine:ParcelEngine"}))
+            yield
+
+    def test_it_can_be_configured_by_its_name(self):
+        config = parse_kv_transfer_config(
+            {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "parcel"}}
+        )
+        assert config.extra.engine == "parcel"
+        assert registry.available_engines()["parcel"] == ""
+        with pytest.raises(ConfigError, match="auto, memory, mooncake, nixl, none, parcel"):
+            check_engine("parcle")
+
+
+def test_an_engine_that_cannot_be_loaded_says_why_and_harms_no_other(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(with_distribution(tmp_path / "site", {"lost": "no_such_module:Engine"}))
+    found = registry.available_engines()
+    assert "no_such_module" in found["lost"]
+    assert found["memory"] == ""
+    with pytest.raises(EngineError, match=r"'lost' \(no_such_module:Engine\) cannot be loaded"):
+        registry.create_engine("lost", host="127.0.0.1")
+
+
+def test_without_metadata_the_error_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.config.engine_entry_points", dict)
+    monkeypatch.setattr(registry, "engine_entry_points", dict)
+    with pytest.raises(ConfigError, match="those of kvconnect are missing: install it with pip"):
+        parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "nixl"}})
+    with pytest.raises(EngineError, match="those of kvconnect are missing: install it with pip"):
+        registry.create_engine("auto", host="127.0.0.1")
+
+
+def test_options_reach_the_engine() -> None:
     assert registry.available_engines()["memory"] == ""
     engine = registry.create_engine("memory", host="127.0.0.1", options={"max_copies": 7})
-    try:
-        assert engine.capabilities.name == "memory"
-        assert engine.capabilities.max_copies == 7
-    finally:
-        engine.close()
+    assert (engine.capabilities.name, engine.capabilities.max_copies) == ("memory", 7)
+    engine.close()
 
 
 def test_unknown_names_and_options_say_what_is_known() -> None:
-    with pytest.raises(ConfigError, match="nixl, mooncake, memory or auto"):
+    with pytest.raises(ConfigError, match="accepted: auto, memory, mooncake, nixl"):
         registry.create_engine("carrier-pigeon", host="127.0.0.1")
     with pytest.raises(ConfigError, match="max_copies"):
         registry.create_engine("memory", host="127.0.0.1", options={"max_copy": 1})
-    with pytest.raises(ConfigError, match="tcp"):
-        registry.create_engine("memory", host="127.0.0.1", protocol="rdma")
-
-
-def test_an_address_that_is_not_ours_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match=r"192\.0\.2\.1"):
-        registry.create_engine("memory", host="192.0.2.1")
 
 
 def test_auto_takes_the_first_that_works_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(
-        registry,
-        "_MAKERS",
-        {name: lambda *_, name=name: made.append(name) for name in ("nixl", "mooncake", "memory")},
-    )
-    for broken, expected in (
-        ((), "nixl"),
-        (("nixl",), "mooncake"),
-        (("nixl", "mooncake"), "memory"),
-    ):
-        problems = {
-            name: (lambda text=f"no {name} here" if name in broken else "": text)
-            for name in ("nixl", "mooncake", "memory")
-        }
-        monkeypatch.setattr(registry, "_PROBLEM", problems)
+    broken: set[str] = set()
+
+    class Double:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def problem(self) -> str:
+            return f"no {self.name} here" if self.name in broken else ""
+
+        def __call__(self, host: str, protocol: str) -> str:
+            return self.name
+
+    monkeypatch.setattr(registry, "_load", Double)
+    for expected in ("nixl", "mooncake"):
         caplog.clear()
         with caplog.at_level(logging.INFO, "kvconnect.engine"):
-            registry.create_engine("auto", host="127.0.0.1")
-        assert made.pop() == expected
-        assert expected in caplog.text
-        assert [record.levelname for record in caplog.records] == [
-            "WARNING" if expected == "memory" else "INFO"
-        ]
+            assert registry.create_engine("auto", host="127.0.0.1") == expected
+        assert f"auto uses '{expected}'" in caplog.text
+        broken.add(expected)
+    with pytest.raises(EngineError, match="nixl: no nixl here; mooncake: no mooncake here"):
+        registry.create_engine("auto", host="127.0.0.1")
 
 
 @pytest.mark.parametrize(
     ("engine", "module", "advice"),
-    [("mooncake", "mooncake", "kvconnect[mooncake-cpu]"), ("nixl", "nixl", "kvconnect[nixl]")],
+    [("mooncake", "mooncake.engine", "kvconnect[mooncake-cpu]"), ("nixl", "nixl._api", "kvconnect[nixl]")],
 )
 def test_a_missing_library_is_an_error_with_advice(
     monkeypatch: pytest.MonkeyPatch, engine: str, module: str, advice: str
 ) -> None:
-    monkeypatch.setattr(
-        registry, "_installed", lambda name, real=registry._installed: name != module and real(name)
-    )
+    monkeypatch.setitem(sys.modules, module, None)
     assert advice in registry.available_engines()[engine]
     with pytest.raises(EngineError) as caught:
         registry.create_engine(engine, host="127.0.0.1")

@@ -75,7 +75,6 @@ class SimEngine(MemoryEngine):
         max_batches_per_peer: int,
     ) -> None:
         super().__init__(
-            listen=False,
             clock=world.clock,
             max_copies=max_copies,
             max_bytes=max_bytes,

@@ -124,7 +124,7 @@ class FakeWorker:
         self.rank = rank
         self.cache = cache or PlainCache(num_blocks, rank, world_size)
         self.table: RegionTable = self.cache.table
-        self.engine = MemoryEngine(listen=False, clock=network.clock)
+        self.engine = MemoryEngine(clock=network.clock)
         count = 0 if config.path == "direct" else config.num_slots
         self.slot_bytes = slot_bytes if count else 0
         self.arenas = [Arena("cpu", slot_bytes, count) for _ in range(2 if count else 0)]

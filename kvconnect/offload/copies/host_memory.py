@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvconnect.engine.ipc import load_driver
+from kvconnect.engine.cuda_driver import check_code, load_driver
 from kvconnect.errors import EngineError
 from kvconnect.pack.batches import Column
 
@@ -125,9 +125,4 @@ class CudaHostMemory:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _call(self, function: str, *arguments: Any) -> None:
-        code = getattr(self._library, function)(*arguments)
-        if code:
-            name = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(name))
-            text = name.value.decode() if name.value else "error"
-            raise EngineError(f"{function}: the CUDA driver says {text} ({code})")
+        check_code(self._library, getattr(self._library, function)(*arguments), function)

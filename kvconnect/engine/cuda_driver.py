@@ -1,0 +1,54 @@
+"""The CUDA driver, for what torch does not offer. It must not know peers, batches or spans."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kvconnect.errors import EngineError
+
+
+def load_driver() -> Any:
+    """The driver's library, initialised. Raises ``EngineError``."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise EngineError(f"there is no CUDA driver ({error})") from error
+    check_code(library, library.cuInit(0), "the CUDA driver cannot start")
+    return library
+
+
+def allocation_around(address: int, device: int) -> tuple[int, int]:
+    """Where the allocation begins that an address of a GPU's memory lies in, and its length in bytes.
+
+    Caching allocators cut tensors out of larger allocations.
+
+    Raises:
+        EngineError: it is no memory that this process has on that GPU.
+    """
+    library = load_driver()
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    base, length_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    check_code(library, library.cuDeviceGet(ctypes.byref(number), device), f"there is no cuda:{device}")
+    # The primary context is the one that torch uses.
+    code = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+    check_code(library, code, f"cuda:{device} has no context")
+    library.cuCtxPushCurrent_v2(context)
+    try:
+        code = library.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(length_bytes), ctypes.c_uint64(address)
+        )
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        library.cuDevicePrimaryCtxRelease_v2(number)
+    check_code(library, code, f"no allocation on cuda:{device} is known at {address:#x}")
+    return base.value, length_bytes.value
+
+
+def check_code(library: Any, code: int, what: str) -> None:
+    """Raises ``EngineError`` unless the driver's code is that of success."""
+    if code:
+        name = ctypes.c_char_p()
+        library.cuGetErrorName(code, ctypes.byref(name))
+        text = name.value.decode() if name.value else "error"
+        raise EngineError(f"{what}: the CUDA driver says {text} ({code})")
