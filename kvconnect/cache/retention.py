@@ -42,6 +42,11 @@ class Retention(ABC):
         return False
 
     @property
+    def sees_previous(self) -> bool:
+        """Every token sees the one before it; False where that is not so, or not known."""
+        return False
+
+    @property
     def by_position(self) -> bool:
         """Blocks hold tokens by position. False: one block holds what is left of all tokens."""
         return True
@@ -65,10 +70,9 @@ class Retention(ABC):
 
     def blocks(self, num_tokens: int, block_tokens: int, replay: int = 0) -> tuple[range, ...]:
         """The positions of blocks that hold something of ``kept``."""
-        return joined(
-            range(part.start // block_tokens, div_ceil(part.stop, block_tokens))
-            for part in self.kept(num_tokens, replay)
-        )
+        kept = self.kept(num_tokens, replay) if replay else self.seen(num_tokens)
+        made = [range(part.start // block_tokens, div_ceil(part.stop, block_tokens)) for part in kept]
+        return tuple(made) if len(made) < 2 else joined(made)
 
     def num_freed(self, num_tokens: int, block_tokens: int) -> int:
         """How many blocks at the beginning the next token and all later ones have no use for."""
@@ -116,6 +120,11 @@ class Full(Retention):
         return _span(0, position)
 
     @property
+    def sees_previous(self) -> bool:
+        """See ``Retention``."""
+        return True
+
+    @property
     def sees_all(self) -> bool:
         """See ``Retention``."""
         return True
@@ -133,6 +142,11 @@ class Window(Retention):
     def seen(self, position: int) -> tuple[range, ...]:
         """See ``Retention``."""
         return _span(position - self.tokens + 1, position)
+
+    @property
+    def sees_previous(self) -> bool:
+        """See ``Retention``."""
+        return self.tokens > 1
 
 
 @dataclass(frozen=True)
@@ -159,6 +173,11 @@ class State(Retention):
         return _span(position - 1, position)
 
     @property
+    def sees_previous(self) -> bool:
+        """See ``Retention``."""
+        return True
+
+    @property
     def by_position(self) -> bool:
         """See ``Retention``."""
         return False
@@ -173,6 +192,11 @@ class Draft(Retention):
     def seen(self, position: int) -> tuple[range, ...]:
         """See ``Retention``."""
         return self.of.seen(position)
+
+    @property
+    def sees_previous(self) -> bool:
+        """See ``Retention``."""
+        return self.of.sees_previous
 
     def widest(self, num_tokens: int) -> int:
         """See ``Retention``."""

@@ -73,6 +73,8 @@ def test_what_a_token_sees_is_what_the_reference_says(rule, position):
     expected = {token for token in range(position) if sees(rule, position, token)}
     assert tokens_of(rule.seen(position)) == expected
     assert rule.sees_all == (isinstance(rule, Full) or (isinstance(rule, Draft) and rule.of == FULL))
+    if rule.sees_previous and position:
+        assert position - 1 in expected
     # What is out of sight stays so: by this law blocks are freed.
     for earlier in range(position):
         gone = set(range(earlier)) - tokens_of(rule.seen(earlier))

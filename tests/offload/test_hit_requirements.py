@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.retention import Chunked, Draft, Full, Retention, State, Window, joined
+from kvconnect.cache.retention import Chunked, Draft, Full, State, Window
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
-
-
-@dataclass(frozen=True)
-class Sinks(Retention):
-    """A kind that the package does not have: the ``first`` tokens, and the ``last``, itself among them."""
-
-    first: int
-    last: int
-
-    def seen(self, position):
-        begin = max(self.first, position - self.last + 1)
-        return joined((range(min(self.first, position)), range(begin, max(begin, position))))
+from tests.cache.test_retention import Sinks
 
 
 class Oracle:

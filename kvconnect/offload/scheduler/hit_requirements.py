@@ -169,10 +169,13 @@ class HitRequirements:
     def _first_missing(
         self, group: HitGroup, start_tokens: int, end: int, flags: Mapping[int, bytes]
     ) -> int | None:
-        """Where the first block begins that a hit needs and that is not known."""
-        offset = start_tokens // group.block_tokens
+        """Where a block begins that is not known, and that all hits from there to ``end`` need."""
+        offset, known = start_tokens // group.block_tokens, flags[group.group]
+        last = end // group.block_tokens - offset
+        if group.retention.sees_previous and not known[last - 1]:
+            return (offset + known.rfind(1, 0, last) + 1) * group.block_tokens
         for part in group.needed(end, start_tokens):
-            at = flags[group.group].find(0, part.start - offset, part.stop - offset)
+            at = known.find(0, part.start - offset, part.stop - offset)
             if at >= 0:
                 return (offset + at) * group.block_tokens
         return None
