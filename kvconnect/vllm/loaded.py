@@ -30,16 +30,16 @@ Gather = Callable[[Any], list[Any]]
 
 
 class ResetWatch:
-    """When the workers are to look at their weights: with the first step that does anything after a reset.
+    """When workers are to look at their weights: with the first step after a reset that does anything.
 
-    Not with an empty one: vLLM resets caches first, and replaces weights before the next step that is none.
+    vLLM resets caches first, and replaces weights before the next step that is not empty.
     """
 
     def __init__(self) -> None:
         self._is_due = False
 
     def reset(self) -> None:
-        """Caches were reset, which vLLM says of every update of weights, and not of those alone."""
+        """Caches were reset, as with every update of weights, and not with those alone."""
         self._is_due = True
 
     def asks(self, num_tokens: int, orders: Orders) -> bool:
@@ -106,7 +106,7 @@ class LoadedWeights:
 
 
 def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:
-    """Those of the runner that registers its caches now, which is among the callers."""
+    """Those of the runner that registers its caches now: it is among the callers."""
     return LoadedWeights(_checkpoint(vllm_config), _running_models(), _all_ranks)
 
 

@@ -1,4 +1,4 @@
-"""What the workers tell the scheduler, and the scheduler tells routers, in vLLM's own types."""
+"""What workers report to the scheduler, and the scheduler to routers, in vLLM's own types."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ else:
 class OrdersMetadata(KVConnectorMetadata):
     """One step's orders, on their way from the scheduler to the workers.
 
-    ``asks_address``: the scheduler half has yet to hear what a worker tells of itself. ``check_weights``:
-    caches were reset, as vLLM does where weights are replaced, and this is the first step that does anything.
+    ``asks_address``: no worker has announced itself to the scheduler yet. ``check_weights``: caches were
+    reset, as vLLM does where weights are replaced, and this is the first step that does anything.
     """
 
     orders: Orders
@@ -57,11 +57,7 @@ class OrdersMetadata(KVConnectorMetadata):
 
 @dataclass
 class AddressMetadata(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler of itself, once.
-
-    Where it listens, or None where it hands nothing over; and the bytes of a row by cache group, none where
-    nothing is kept.
-    """
+    """What a worker announces of itself, once: where it listens, if it does, and by group the bytes of a row."""
 
     rank: int
     address: RankAddress | None
@@ -70,10 +66,10 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What ranks report beside vLLM's own results, on its way from the workers to the scheduler.
+    """What ranks report beside vLLM's own results.
 
-    ``reports`` are of tiers, ``addresses`` what workers tell of themselves that were asked, ``settled`` the
-    awaited handles whose fate is known.
+    ``reports`` are of tiers, ``addresses`` of workers that were asked, ``settled`` awaited handles whose fate
+    is known.
     """
 
     reports: tuple[OffloadReport, ...]
@@ -84,9 +80,8 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
-        return ReportMetadata(
-            self.reports + other.reports, self.addresses + other.addresses, self.settled + other.settled
-        )
+        joined = (self.reports + other.reports, self.addresses + other.addresses)
+        return ReportMetadata(*joined, self.settled + other.settled)
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
@@ -101,7 +96,7 @@ def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
 def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
     """vLLM's events of what host memory and lower tiers have got and lost.
 
-    The tokens are not told again: a router has learnt them with the same hashes when the blocks were filled.
+    Without tokens: a router has learnt them with the same hashes when the blocks were filled.
     """
     if host.cleared:
         # It has no medium: a router that forgets what the device has too learns that anew.

@@ -30,19 +30,9 @@ if TYPE_CHECKING:
 
 # What of a layer's spec says how to read its bytes, as far as a vLLM's specs have it.
 _READ_OF_SPECS = (
-    "dtype",
-    "head_size",
-    "head_size_v",
-    "kv_quant_mode",
-    "cache_dtype_str",
-    "tokens_per_state",
-    "state_content_bytes",
-    "sliding_window",
-    "attention_chunk_size",
-    "model_version",
-    "mamba_type",
-    "shapes",
-    "dtypes",
+    *("dtype", "head_size", "head_size_v", "kv_quant_mode", "cache_dtype_str"),
+    *("tokens_per_state", "state_content_bytes", "sliding_window", "attention_chunk_size"),
+    *("model_version", "mamba_type", "shapes", "dtypes"),
 )
 # Facts of a model's configuration that say nothing of its values.
 _OF_NO_EFFECT = ("_name_or_path", "transformers_version", "_commit_hash")

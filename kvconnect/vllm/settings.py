@@ -102,8 +102,8 @@ def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
 def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
     """Where nothing is fetched from peers, a request whose blocks could not be restored is computed.
 
-    What ``kv_load_failure_policy`` is for does not happen there, and a cache must not fail a request. Called
-    before vLLM's scheduler reads it, which in a MultiConnector it does elsewhere.
+    A cache must not fail a request. Called before vLLM's scheduler reads the policy; in a MultiConnector it
+    reads that of the outer one.
     """
     if config.extra.engine == "none":
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"

@@ -1,7 +1,7 @@
-"""What vLLM's attention layers say of the values in their caches: the fp8 format, its scales, their order.
+"""The values in quantised caches: the fp8 format, its scales, their order.
 
-vLLM hands out a quantised cache as bytes. What they are is known to the layer alone, and where its backend
-puts them to the backend alone: both are asked by name, and what is not known here stays bytes.
+vLLM hands out such a cache as bytes. What they are the layer knows, and where they lie its backend: both are
+asked by name, and what is not known here stays bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Quantised:
 
     @property
     def is_even(self) -> bool:
-        """One scale for K and V: nobody has to know where K ends."""
+        """One scale for K and V: it does not matter where K ends."""
         return self.scales[0] == self.scales[1]
 
 

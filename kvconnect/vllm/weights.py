@@ -12,26 +12,15 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_READ_FROM_FILES = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "runai_streamer",
-    "instanttensor",
-    "mistral",
-    "pt",
-    "npcache",
-    "gguf",
-    "bitsandbytes",
-    "sharded_state",
-)
+_READ_FROM_FILES = {
+    *("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"),
+    *("mistral", "pt", "npcache", "gguf", "bitsandbytes", "sharded_state"),
+}
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INDEX = "model.safetensors.index.json"
 # Training changes nearly every value, so that few samples of a tensor tell two checkpoints apart; their
@@ -72,7 +61,7 @@ def _local_path(source: str, revision: str | None, cache_dir: str | None) -> Pat
 
         return Path(snapshot_download(source, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except Exception as error:
-        # Whatever it is: not a name that it knows, nothing in its cache, or no such package.
+        # Not a name that it knows, nothing in its cache, or no such package.
         logger.debug("no files of %s are here: %s", source, error)
         return None
 
@@ -127,8 +116,7 @@ def _listed(index: Path) -> set[str]:
         return set()
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """A tensor in a safetensors file."""
 
     name: str
@@ -148,17 +136,12 @@ def _tensors(path: Path) -> list[_Tensor] | None:
         try:
             header = json.loads(file.read(header_bytes))
             header.pop("__metadata__", None)
-            return [
-                _Tensor(
-                    name,
-                    str(entry["dtype"]),
-                    str(entry["shape"]),
-                    path,
-                    8 + header_bytes + entry["data_offsets"][0],
-                    entry["data_offsets"][1] - entry["data_offsets"][0],
-                )
-                for name, entry in header.items()
-            ]
+            found = []
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                place = (path, 8 + header_bytes + start, end - start)
+                found.append(_Tensor(name, str(entry["dtype"]), str(entry["shape"]), *place))
+            return found
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return None
 
