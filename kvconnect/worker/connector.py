@@ -27,8 +27,7 @@ from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
-from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
-from kvconnect.pack.device_memory import fitted_slots, spare_bytes
+from kvconnect.pack.arena import Arena
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.peer.allow_list import AllowList
@@ -37,8 +36,8 @@ from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
-from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
-from kvconnect.worker.local import Local
+from kvconnect.worker.calibration import pack_bytes_per_s
+from kvconnect.worker.local import Local, make_arenas
 from kvconnect.worker.mover import Mover
 from kvconnect.worker.slots import SlotPool
 
@@ -181,7 +180,8 @@ class WorkerConnector:
         # The tensors must outlive the registration, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
-        arenas = self._make_arenas(device, reserved_bytes)
+        max_bytes = self._engine.capabilities.max_bytes
+        arenas = make_arenas(self._config, device, max_bytes, reserved_bytes, self._metrics)
         # What is registered, peers can write to; where all goes through slots they need nothing else.
         storages = () if self._config.extra.path == "packed" else table.storages
         spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
@@ -200,50 +200,6 @@ class WorkerConnector:
             target=self._move, args=(self._mover,), name="kvconnect-mover", daemon=True
         )
         self._thread.start()
-
-    def _make_arenas(self, device: torch.device, reserved_bytes: int) -> dict[str, Arena]:
-        """The memory of our slots, by what they are for."""
-        extra = self._config.extra
-        if not extra.has_slots:
-            return {}
-        slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
-        # A chunk is one batch: the rest of a slot that is larger would lie idle.
-        most_bytes = self._engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
-        slot_bytes = min(slot_bytes, max(most_bytes, ALIGN_BYTES))
-        roles = {"landing": self._config.is_consumer, "send": self._config.is_producer}
-        kinds = [kind for kind, is_used in roles.items() if is_used]
-        wanted, count, spare = slot_bytes, extra.num_slots, spare_bytes(device, reserved_bytes)
-        if spare is not None:
-            slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
-        # Peers are calibrated with the scratch memory of one arena.
-        scratch_bytes = [probe_bytes(slot_bytes, self._on_cuda)] + [0] * (len(kinds) - 1)
-        arenas = {
-            kind: Arena(device, slot_bytes, count, scratch)
-            for kind, scratch in zip(kinds, scratch_bytes, strict=True)
-        }
-        logger.info(
-            "%s slots: %d of %d bytes each way; with scratch memory %d bytes of %s",
-            " and ".join(kinds),
-            count,
-            slot_bytes,
-            sum(arena.length_bytes for arena in arenas.values()),
-            device if spare is None else f"{spare} spare bytes of {device}",
-        )
-        if (slot_bytes, count) != (wanted, extra.num_slots):
-            self._metrics.failures.labels("slots_reduced").inc()
-            logger.warning(
-                "%d slots of %d bytes each way do not fit into the %d bytes that are spare on %s, beside %d "
-                "that the serving stack is still to take: there are %d of %d. Long prompts travel more "
-                "slowly; leave more of the device free, under vLLM with a lower gpu_memory_utilization",
-                extra.num_slots,
-                wanted,
-                spare,
-                device,
-                reserved_bytes,
-                count,
-                slot_bytes,
-            )
-        return arenas
 
     def _make_mover(self, table: RegionTable, device: torch.device, arenas: Mapping[str, Arena]) -> Mover:
         def pool(kind: str) -> SlotPool:

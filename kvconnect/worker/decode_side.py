@@ -51,11 +51,9 @@ class DecodeSide:
     """Loads and the fetches under way.
 
     Args:
-        engine: what peers write to our memory with; only its registration is of interest here.
         introduce: our introduction, made anew for every peer since the engine's card may change.
-        local: our pages, and the slots that land beside them.
-        report_received: told once per request, with the reason if it failed.
-        report_settled: told once per handle whose fate was asked for.
+        report_received: called once per request, with the reason if it failed.
+        report_settled: called once per handle whose fate was asked for.
         randomness: spreads the attempts to reach a peer that is gone.
     """
 
@@ -183,20 +181,19 @@ class DecodeSide:
             self.rank_fetches.check_landing(loading, fetch)
         if loading.error:
             self.rank_fetches.wind_up(loading, now)
-            self._give_back(loading, now)
+            if loading.order.handle and not loading.given_back:
+                # The peer need not hold the blocks until its lease is over.
+                loading.given_back = True
+                self.peers.let_go(loading.peer, loading.order.handle, now)
         if loading.over:
             self._finish(loading, now)
 
     def next_deadline(self) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        times = [loading.deadline for loading in self.loads.values() if not loading.error]
-        times += [
-            fetch.quarantine.until
-            for loading in self.loads.values()
-            for fetch in loading.fetches.values()
-            if fetch.state is RankFetchState.BUSY
-        ]
-        times.append(self.renewals.next_deadline())
+        loads = self.loads.values()
+        busy = (f for loading in loads for f in loading.fetches.values() if f.state is RankFetchState.BUSY)
+        times = [loading.deadline for loading in loads if not loading.error]
+        times += [self.renewals.next_deadline(), *(fetch.quarantine.until for fetch in busy)]
         others = (self.peers.next_deadline(), self.bay.next_deadline())
         return min((*times, *(time for time in others if time is not None)), default=None)
 
@@ -257,11 +254,9 @@ class DecodeSide:
         loads = [loading for loading in self.loads.values() if loading.peer == peer.key]
         for loading in loads:
             fetch = loading.fetches.get(rank)
-            if fetch is None:
-                is_waiting = rank == 0 and loading.admitted and not loading.fetches
-            else:
-                is_waiting = fetch.state is RankFetchState.MEETING
-            if is_waiting:
+            # Until the peer said how many ranks it has, a load hangs on rank 0.
+            was_to_ask = rank == 0 and loading.admitted and not loading.fetches
+            if was_to_ask or (fetch is not None and fetch.state is RankFetchState.MEETING):
                 loading.fail(reason)
         if self.rank_fetches.lose(self.loads.values(), rank, link.name, loss, reason, now):
             self.peers.reach(peer.key, now)
@@ -337,7 +332,7 @@ class DecodeSide:
                 continue
             transfer_id = self.rank_fetches.new_transfer_id()
             try:
-                asked = self._route(link).fetch(self.bay, loading.order, transfer_id, _holder(peer))
+                asked = self._route(link).fetch(self.bay, loading.order, transfer_id, peer.address)
             except Exception as error:
                 # What one request meets must not end what others asked for.
                 logger.exception("request %s could not be asked for", loading.order.request_id)
@@ -385,40 +380,20 @@ class DecodeSide:
         loading.move(LoadEvent.END)
         del self.loads[order.request_id]
         try:
-            self._count_ended(loading, now)
+            if not loading.admitted and loading in self._queue:
+                self._queue.remove(loading)
+            count_loaded(self._metrics, loading, now)
+            self._metrics.loads.set(len(self.loads))
         finally:
-            # Whoever hears of it finds it counted. Whatever fails: a request that is forgotten
-            # unreported is lost.
+            # Who is told finds it counted. Whatever fails: a request that is forgotten unreported is lost.
             self._report_received(order.request_id, loading.error)
+        level = logging.DEBUG if loading.aborted else logging.WARNING
         if loading.error:
-            level = logging.DEBUG if loading.aborted else logging.WARNING
             logger.log(level, "request %s was not loaded: %s", order.request_id, loading.error)
-
-    def _give_back(self, loading: LoadRecord, now: float) -> None:
-        """Tell the peer of a load that failed, once: it need not hold the blocks until its lease is over."""
-        if loading.order.handle and not loading.given_back:
-            loading.given_back = True
-            self.peers.let_go(loading.peer, loading.order.handle, now)
-
-    def _count_ended(self, loading: LoadRecord, now: float) -> None:
-        if not loading.admitted and loading in self._queue:
-            self._queue.remove(loading)
-        count_loaded(self._metrics, loading, now)
-        self._metrics.loads.set(len(self.loads))
 
     def _count(self) -> None:
         self._metrics.loads.set(len(self.loads))
         self._metrics.loads_waiting.set(len(self._queue))
-        self._metrics.quarantined.set(
-            sum(
-                any(fetch.state is RankFetchState.BUSY for fetch in loading.fetches.values())
-                for loading in self.loads.values()
-                if loading.error
-            )
-        )
-
-
-def _holder(peer: Peer) -> str:
-    """The node that slots are lent to, whatever it calls itself."""
-    _, host, port = peer.key
-    return f"{host}:{port}"
+        failed = [loading.fetches.values() for loading in self.loads.values() if loading.error]
+        busy = (any(fetch.state is RankFetchState.BUSY for fetch in fetches) for fetches in failed)
+        self._metrics.quarantined.set(sum(busy))

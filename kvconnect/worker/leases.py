@@ -138,9 +138,9 @@ class Sending:
     """P's record of one fetch under way. ``in_flight`` are the bytes of its batches, by their id.
 
     ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
-    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``told_due``: how many
-    chunks the peer knows that slots are of use for; None: all. ``unsettled`` are the generations of landing
-    slots that a batch which was not quiet may still write.
+    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``due_reported``: for
+    how many chunks the peer knows that slots are of use; None: for all. ``unsettled`` are the generations of
+    landing slots that a batch which was not quiescent may still write.
     """
 
     key: TransferKey
@@ -161,7 +161,7 @@ class Sending:
     again: bool = False
     cancelled: bool = False
     quiescent: bool = True
-    told_due: int | None = None
+    due_reported: int | None = None
     unsettled: list[int] = field(default_factory=list)
     state: SendState = SendState.MOVING
 

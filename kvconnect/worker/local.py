@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from kvconnect.cache.region_table import RegionTable
+from kvconnect.config import TransferConfig
 from kvconnect.errors import LayoutError
+from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
+from kvconnect.pack.device_memory import fitted_slots, spare_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
+from kvconnect.worker.calibration import probe_bytes
 from kvconnect.worker.slots import SlotPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,56 @@ def _one_token(packer: Packer, slot_bytes: int) -> tuple[Chunk, ...]:
 
 def _blocks(table: RegionTable, block: int) -> list[GroupBlocks]:
     return [GroupBlocks(group.group, 0, (block,)) for group in table.groups]
+
+
+def make_arenas(
+    config: TransferConfig, device: torch.device, max_bytes: int, reserved_bytes: int, metrics: Metrics
+) -> dict[str, Arena]:
+    """The memory of our slots, by what they are for.
+
+    ``max_bytes`` is the largest batch of the engine, ``reserved_bytes`` what the serving stack still takes.
+
+    Raises:
+        ConfigError: the device has no room for the fewest slots.
+    """
+    extra = config.extra
+    if not extra.has_slots:
+        return {}
+    slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
+    # A chunk is one batch: the rest of a slot that is larger would lie idle.
+    most_bytes = max_bytes // ALIGN_BYTES * ALIGN_BYTES
+    slot_bytes = min(slot_bytes, max(most_bytes, ALIGN_BYTES))
+    roles = {"landing": config.is_consumer, "send": config.is_producer}
+    kinds = [kind for kind, is_used in roles.items() if is_used]
+    wanted, count, spare = slot_bytes, extra.num_slots, spare_bytes(device, reserved_bytes)
+    if spare is not None:
+        slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
+    # Peers are calibrated with the scratch memory of one arena.
+    scratch_bytes = [probe_bytes(slot_bytes, device.type == "cuda")] + [0] * (len(kinds) - 1)
+    arenas = {
+        kind: Arena(device, slot_bytes, count, scratch)
+        for kind, scratch in zip(kinds, scratch_bytes, strict=True)
+    }
+    logger.info(
+        "%s slots: %d of %d bytes each way; with scratch memory %d bytes of %s",
+        " and ".join(kinds),
+        count,
+        slot_bytes,
+        sum(arena.length_bytes for arena in arenas.values()),
+        device if spare is None else f"{spare} spare bytes of {device}",
+    )
+    if (slot_bytes, count) != (wanted, extra.num_slots):
+        metrics.failures.labels("slots_reduced").inc()
+        logger.warning(
+            "%d slots of %d bytes each way do not fit into the %d bytes that are spare on %s, beside %d "
+            "that the serving stack is still to take: there are %d of %d. Long prompts travel more "
+            "slowly; leave more of the device free, under vLLM with a lower gpu_memory_utilization",
+            extra.num_slots,
+            wanted,
+            spare,
+            device,
+            reserved_bytes,
+            count,
+            slot_bytes,
+        )
+    return arenas

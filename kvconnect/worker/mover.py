@@ -235,7 +235,7 @@ class Mover:
                 self.decode.link_lost(arrival, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
-        sends = self.prefill.busy
+        sends = self.prefill.fetches.busy
         if not sends and not self._receives:
             self._polls_without_progress = 0
             deadlines = [

@@ -54,6 +54,12 @@ class Peer:
     was_met: bool = False
     is_warm: bool = False
 
+    @property
+    def address(self) -> str:
+        """The node that slots are lent to, whatever it calls itself."""
+        _, host, port = self.key
+        return f"{host}:{port}"
+
     @classmethod
     def of(cls, key: PeerKey) -> Peer:
         """A peer that nothing is known of but its name."""

@@ -233,7 +233,7 @@ class FakeWorker:
         assert not prefill.sender._batches
         assert not prefill.sender._of_peer
         assert not prefill.sender._in_flight_bytes
-        assert not prefill.busy
+        assert not prefill.fetches.busy
         assert not prefill.pending
         assert not prefill.pending.expected
         assert len(prefill.streaming) == 0

@@ -115,12 +115,12 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.settle()
-    assert not pair.prefill.mover.prefill.busy
+    assert not pair.prefill.mover.prefill.fetches.busy
     assert pair.prefill.mover.step(pair.clock.now) > 1
     done = []
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
-    assert pair.prefill.mover.prefill.busy, "nobody wakes it when the device is done"
+    assert pair.prefill.mover.prefill.fetches.busy, "nobody wakes it when the device is done"
     assert not pair.prefill.mover.prefill.pending.expected
     done.append(True)
     pair.settle()

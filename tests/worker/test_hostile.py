@@ -98,7 +98,7 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
     stranger.send(name, encode(Cancel(99)))
     pair.run()
     assert [(said.ok, said.quiescent) for said in answers()] == [(False, True)]
-    prefill._not_quiescent[link, 98] = pair.clock.now + 10
+    prefill.fetches.not_quiescent[link, 98] = pair.clock.now + 10
     stranger.send(name, encode(Cancel(98)))
     pair.run()
     assert len(answers()) == 1, "its last answer said that memory is not quiet, and that still holds"

@@ -115,20 +115,20 @@ def test_what_the_device_has_not_computed_is_not_packed(pair):
     prefill.order(lambda: len(done) > 1, progress=(prefill.news(30),))
     pair.settle()
     assert not chunks_landed(pair)
-    assert not pair.prefill.mover.prefill.busy
+    assert not pair.prefill.mover.prefill.fetches.busy
     assert pair.prefill.mover.step(pair.clock.now) < 0.01, "nobody wakes it when the device is done"
     prefill.compute(20)
     done.append("first")
     pair.settle()
     assert chunks_landed(pair) == [0, 1]
-    assert not pair.prefill.mover.prefill.busy
+    assert not pair.prefill.mover.prefill.fetches.busy
     prefill.compute(30)
     done.append("second")
     pair.settle()
     assert chunks_landed(pair) == [0, 1, 2]
     prefill.hold(ready=lambda: len(done) > 2)
     pair.settle()
-    assert pair.prefill.mover.prefill.busy, "the rest goes on as soon as the device is done"
+    assert pair.prefill.mover.prefill.fetches.busy, "the rest goes on as soon as the device is done"
     assert not pair.decode.received
     done.append("third")
     pair.settle()
