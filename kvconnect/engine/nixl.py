@@ -27,15 +27,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
 from kvconnect.engine.batches import check_batch, range_problem
 from kvconnect.engine.interfaces import ucx_options
 from kvconnect.engine.nixl_library import by_memory_type, load_library, released, start_agent, transfers
-from kvconnect.engine.nixl_peer import DeviceMap, Peer, decode_card, encode_card
+from kvconnect.engine.nixl_peer import DeviceMap, Flight, Peer, decode_card, encode_card
 from kvconnect.engine.nixl_reuse import Copy, TransferCache
 from kvconnect.engine.process import is_dead
 from kvconnect.errors import ConfigError, EngineError
@@ -43,26 +42,6 @@ from kvconnect.errors import ConfigError, EngineError
 log = logging.getLogger("kvconnect.engine.nixl")
 
 _MAX_BATCHES_PER_PEER = 8
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A batch that was not answered yet.
-
-    ``handles`` are those which may still be in progress. ``error`` is set once the batch can only
-    fail; it is then answered when it is proven quiet, or once it had its time, ``settle_until`` at the
-    earliest. ``copy`` is set where its handle can be posted again. ``is_posted`` is False while the batch
-    waits for its peer's link to be renewed.
-    """
-
-    batch: Batch
-    posted: float
-    handles: list[Any] = field(default_factory=list)
-    error: str = ""
-    settle_until: float = 0.0
-    severed: bool = False
-    copy: Copy | None = None
-    is_posted: bool = False
 
 
 class NixlEngine:
@@ -105,7 +84,7 @@ class NixlEngine:
         self._spans = SpanSet()
         self._devices = DeviceMap(self._spans)
         self._peers: dict[str, Peer] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._finished: list[Completion] = []
         self._stuck: list[Any] = []
         self._cache = TransferCache(self._release)
@@ -206,7 +185,7 @@ class NixlEngine:
     def submit(self, batch: Batch) -> None:
         """Post a batch. Takes as long as the library's post. Raises ``LocalError``."""
         check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
-        flight = _Flight(batch, time.monotonic())
+        flight = Flight(batch, time.monotonic())
         self._flights[batch.batch_id] = flight
         peer = self._peers[batch.peer]
         problem = range_problem(batch, self._spans, peer.spans)
@@ -264,33 +243,29 @@ class NixlEngine:
         if self._closed:
             raise EngineError("the NIXL engine is closed")
 
-    def _post_if_healthy(self, flight: _Flight, peer: Peer, now: float) -> None:
+    def _post_if_healthy(self, flight: Flight, peer: Peer, now: float) -> None:
         """Post a batch, once its peer's link is renewed if it has to be."""
         try:
             if peer.broken and not self._heal(peer, now):
                 return
             flight.is_posted = True
-            self._post(flight, peer)
+            for handle in self._handles(flight, peer):
+                flight.handles.append(handle)
+                if self._agent.transfer(handle) == "ERR":
+                    raise EngineError("NIXL refused the transfer")
         except Exception as error:
             self._fail(flight, error)
 
-    def _post(self, flight: _Flight, peer: Peer) -> None:
+    def _handles(self, flight: Flight, peer: Peer) -> Iterable[Any]:
         batch = flight.batch
         if len(batch.length) == 1:
             flight.copy = Copy(peer.agent, int(batch.source[0]), int(batch.target[0]), batch.total_bytes)
             kept = self._cache.take(flight.copy)
             if kept is not None:
-                self._start(flight, kept)
-                return
-        for handle in transfers(self._agent, batch, self._devices, peer):
-            self._start(flight, handle)
+                return [kept]
+        return transfers(self._agent, batch, self._devices, peer)
 
-    def _start(self, flight: _Flight, handle: Any) -> None:
-        flight.handles.append(handle)
-        if self._agent.transfer(handle) == "ERR":
-            raise EngineError("NIXL refused the transfer")
-
-    def _advance(self, flight: _Flight, now: float) -> None:
+    def _advance(self, flight: Flight, now: float) -> None:
         """One look at a batch that was not answered."""
         if not flight.is_posted and not flight.error and now < flight.posted + flight.batch.timeout_s:
             self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
@@ -307,7 +282,7 @@ class NixlEngine:
             flight.error = f"timed out after {flight.batch.timeout_s:g} s"
             flight.settle_until = now + self._settle_s
 
-    def _ended(self, flight: _Flight, handle: Any) -> bool:
+    def _ended(self, flight: Flight, handle: Any) -> bool:
         """Whether a transfer was done, in which case its handle is kept or released. Raises if it failed."""
         state = self._agent.check_xfer_state(handle)
         if state == "PROC":
@@ -321,7 +296,7 @@ class NixlEngine:
             self._release(handle)
         return True
 
-    def _settle(self, flight: _Flight, now: float) -> None:
+    def _settle(self, flight: Flight, now: float) -> None:
         """Answer a failed batch once it is proven quiet, or when it had its time.
 
         While other batches to its peer end, its turn comes too: it is waited for until its own deadline.
@@ -337,7 +312,7 @@ class NixlEngine:
         elif now >= until:
             self._abandon(flight, flight.error)
 
-    def _fail(self, flight: _Flight, error: Exception) -> None:
+    def _fail(self, flight: Flight, error: Exception) -> None:
         """The library reported a failure: stop the batch, and renew the link before the next one."""
         peer = self._peers[flight.batch.peer]
         posted = bool(flight.handles)
@@ -352,7 +327,7 @@ class NixlEngine:
         if not posted:
             self._answer(flight, flight.error, quiet=True)
 
-    def _abandon(self, flight: _Flight, error: str) -> None:
+    def _abandon(self, flight: Flight, error: str) -> None:
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
         quiet = not flight.severed
         try:
@@ -368,7 +343,7 @@ class NixlEngine:
             self._peers[flight.batch.peer].broken = True
         self._answer(flight, error, quiet)
 
-    def _answer(self, flight: _Flight, error: str, quiet: bool) -> None:
+    def _answer(self, flight: Flight, error: str, quiet: bool) -> None:
         batch = flight.batch
         del self._flights[batch.batch_id]
         if error:

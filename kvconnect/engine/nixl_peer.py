@@ -1,4 +1,4 @@
-"""What the NIXL adapter knows of memory on both sides.
+"""The records of the NIXL adapter: of a peer, its card, and of a batch.
 
 Owns the card, and the lookup from an address to NIXL's memory type and device number. It must not
 import NIXL.
@@ -7,12 +7,15 @@ import NIXL.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.engine.base import Addresses, Span, SpanSet
+from kvconnect.engine.base import Addresses, Batch, Span, SpanSet
+from kvconnect.engine.nixl_reuse import Copy
 from kvconnect.engine.process import ProcessIdentity, own_identity
 from kvconnect.errors import EngineError
 
@@ -25,6 +28,26 @@ class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
     metadata: bytes
     spans: list[tuple[int, int, str]]
     process: ProcessIdentity
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch that was not answered yet.
+
+    ``handles`` are those which may still be in progress. ``error`` is set once the batch can only
+    fail; it is then answered when it is proven quiet, or once it had its time, ``settle_until`` at the
+    earliest. ``copy`` is set where its handle can be posted again. ``is_posted`` is False while the batch
+    waits for its peer's link to be renewed.
+    """
+
+    batch: Batch
+    posted: float
+    handles: list[Any] = field(default_factory=list)
+    error: str = ""
+    settle_until: float = 0.0
+    severed: bool = False
+    copy: Copy | None = None
+    is_posted: bool = False
 
 
 class Peer:
