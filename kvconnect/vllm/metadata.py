@@ -57,7 +57,7 @@ class OrdersMetadata(KVConnectorMetadata):
 
 @dataclass
 class AddressMetadata(KVConnectorHandshakeMetadata):
-    """What a worker announces of itself, once: where it listens, if it does, and by group the bytes of a row."""
+    """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row."""
 
     rank: int
     address: RankAddress | None
