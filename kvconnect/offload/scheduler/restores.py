@@ -52,8 +52,6 @@ class Restores:
             self._host.failures.count("offload_refused")
             self._orders.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
-        for index, names, _ in wanted:
-            self._host.index.touch(index, names)
         if num_tokens == offer.length:
             # They stay pinned as they are.
             pins.update(offer.pins)
