@@ -22,13 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvconnect.errors import ConfigError, KVConnectError
-from kvconnect.offload.disk.options import DiskOptions
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import TierRow
 
 _NAMESPACE = "be" * 32
 _PLAIN_BYTES = 8 << 20
-_SEGMENT_BYTES = 256 << 20
 _JOB_ROWS = 64
 _HANG_S = 600.0
 _SMALL_BYTES = 4096
@@ -44,7 +42,6 @@ class DiskTiming:
 
     record_bytes: int
     total_bytes: int
-    threads: int
     plain_write_mb_per_s: float
     written_mb_per_s: float
     synced_mb_per_s: float
@@ -62,7 +59,6 @@ class RecoveryTiming:
 
     records: int
     record_bytes: int
-    segments: int
     forgotten_s: float
     cached_s: float
 
@@ -72,7 +68,6 @@ def bench_disk(
     path: str,
     record_bytes: Sequence[int],
     total_bytes: int,
-    threads: int,
     recovery_records: int,
     repeat: int,
     json_output: bool = False,
@@ -91,8 +86,8 @@ def bench_disk(
         wanted_bytes = max(3 * total_bytes, 2 * recovery_records * _SMALL_BYTES)
         if free_bytes < wanted_bytes:
             raise ConfigError(f"{folder} has {free_bytes} bytes free; this takes {wanted_bytes}")
-        timings = [_time_records(folder, one, total_bytes, threads, repeat) for one in record_bytes]
-        recovery = _time_recovery(folder, recovery_records, threads) if recovery_records else None
+        timings = [_time_records(folder, one, total_bytes, repeat) for one in record_bytes]
+        recovery = _time_recovery(folder, recovery_records) if recovery_records else None
     if json_output:
         for found in (*timings, *([recovery] if recovery else ())):
             print(json.dumps(asdict(found)))
@@ -128,12 +123,12 @@ def _show(timings: Sequence[DiskTiming], recovery: RecoveryTiming | None) -> Non
     console.print(table)
     if recovery:
         console.print(
-            f"{recovery.records} records of {recovery.record_bytes} bytes in {recovery.segments} segments "
+            f"{recovery.records} records of {recovery.record_bytes} bytes "
             f"are found in {recovery.forgotten_s:.2f} s, {recovery.cached_s:.2f} s if the kernel has them"
         )
 
 
-def _time_records(folder: Path, record_bytes: int, total_bytes: int, threads: int, repeat: int) -> DiskTiming:
+def _time_records(folder: Path, record_bytes: int, total_bytes: int, repeat: int) -> DiskTiming:
     count = max(1, total_bytes // record_bytes)
     total_bytes = count * record_bytes
     memory = np.frombuffer(np.random.default_rng(0).bytes(total_bytes), dtype=np.uint8).copy()
@@ -143,17 +138,16 @@ def _time_records(folder: Path, record_bytes: int, total_bytes: int, threads: in
         taken["plain read"].append(_plain_read(folder, memory, True))
         taken["plain read cached"].append(_plain_read(folder, memory, False))
         _remove_all(folder)
-        written_s, synced_s = _tier_write(folder, memory, record_bytes, threads)
+        written_s, synced_s = _tier_write(folder, memory, record_bytes)
         taken["written"].append(written_s)
         taken["synced"].append(synced_s)
-        taken["read"].append(_tier_read(folder, memory, record_bytes, threads, True))
-        taken["read cached"].append(_tier_read(folder, memory, record_bytes, threads, False))
+        taken["read"].append(_tier_read(folder, memory, record_bytes, True))
+        taken["read cached"].append(_tier_read(folder, memory, record_bytes, False))
         _remove_all(folder)
     rate = {what: total_bytes / 1e6 / statistics.median(times) for what, times in taken.items()}
     return DiskTiming(
         record_bytes=record_bytes,
         total_bytes=total_bytes,
-        threads=threads,
         plain_write_mb_per_s=round(rate["plain write"], 1),
         written_mb_per_s=round(rate["written"], 1),
         synced_mb_per_s=round(rate["synced"], 1),
@@ -198,11 +192,8 @@ def _plain_read(folder: Path, memory: np.ndarray, is_forgotten: bool) -> float:
 # ---- the tier
 
 
-def _open(folder: Path, limit_bytes: int, threads: int) -> DiskTier:
-    options = DiskOptions(
-        limit_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, threads=threads, max_queued_bytes=limit_bytes
-    )
-    tier = DiskTier(folder / "tier", _NAMESPACE, options)
+def _open(folder: Path, limit_bytes: int) -> DiskTier:
+    tier = DiskTier(folder / "tier", _NAMESPACE, limit_bytes, max_queued_bytes=limit_bytes)
     if not tier.wait_recovered(_HANG_S):
         raise KVConnectError("the disk tier is not recovered after ten minutes")
     return tier
@@ -232,24 +223,22 @@ def _run(tier: DiskTier, kind: str, rows: Sequence[TierRow]) -> None:
         time.sleep(0.0005)
 
 
-def _tier_write(folder: Path, memory: np.ndarray, record_bytes: int, threads: int) -> tuple[float, float]:
+def _tier_write(folder: Path, memory: np.ndarray, record_bytes: int) -> tuple[float, float]:
     rows = _rows(memory, record_bytes)
-    tier = _open(folder, 2 * len(memory) + (64 << 20) + 1024 * len(rows), threads)
+    tier = _open(folder, 2 * len(memory) + (64 << 20) + 16384 * len(rows))
     os.sync()
     start = time.perf_counter()
     _run(tier, "written", rows)
     written_s = time.perf_counter() - start
-    while not tier.close():
-        pass
+    tier.close()
+    os.sync()
     return written_s, time.perf_counter() - start
 
 
-def _tier_read(
-    folder: Path, memory: np.ndarray, record_bytes: int, threads: int, is_forgotten: bool
-) -> float:
+def _tier_read(folder: Path, memory: np.ndarray, record_bytes: int, is_forgotten: bool) -> float:
     into = np.zeros_like(memory)
     rows = _rows(into, record_bytes)
-    tier = _open(folder, 2 * len(memory) + (64 << 20) + 1024 * len(rows), threads)
+    tier = _open(folder, 2 * len(memory) + (64 << 20) + 16384 * len(rows))
     tier.poll()
     if is_forgotten:
         _forget(list(tier.path.glob("*.kv")))
@@ -262,26 +251,26 @@ def _tier_read(
     return taken_s
 
 
-def _time_recovery(folder: Path, records: int, threads: int) -> RecoveryTiming:
-    limit_bytes = 2 * records * _SMALL_BYTES + (64 << 20)
+def _time_recovery(folder: Path, records: int) -> RecoveryTiming:
+    limit_bytes = 4 * records * _SMALL_BYTES + (64 << 20)
     memory = np.zeros(_SMALL_BYTES, dtype=np.uint8)
     rows = [TierRow(0, index.to_bytes(32, "little"), memory.data) for index in range(records)]
-    tier = _open(folder, limit_bytes, threads)
+    tier = _open(folder, limit_bytes)
     _run(tier, "written", rows)
     tier.close()
-    segments = list(tier.path.glob("*.kv"))
+    row_files = list(tier.path.glob("*.kv"))
     times = []
     for is_forgotten in (True, False):
         if is_forgotten:
-            _forget(segments)
+            _forget(row_files)
         start = time.perf_counter()
-        tier = _open(folder, limit_bytes, threads)
+        tier = _open(folder, limit_bytes)
         times.append(time.perf_counter() - start)
         found = len(tier.poll().added)
         tier.close()
         if found != records:
             raise KVConnectError(f"{found} of {records} records were found")
-    return RecoveryTiming(records, _SMALL_BYTES, len(segments), round(times[0], 3), round(times[1], 3))
+    return RecoveryTiming(records, _SMALL_BYTES, round(times[0], 3), round(times[1], 3))
 
 
 def _forget(files: Sequence[Path]) -> None:

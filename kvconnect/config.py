@@ -31,11 +31,9 @@ _OFFLOAD_LEAST = {
     "checkpoint_tokens": 0,
     "min_tokens": 1,
     "disk_bytes": 0,
-    "disk_threads": 1,
     "store_bytes": 0,
 }
-_SEGMENT_BYTES = (64 << 10, 64 << 30)
-_MOST_DISK_THREADS = 256
+_LEAST_DISK_BYTES = 1 << 20
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,8 +53,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
         disk_bytes: most bytes on disk; nothing ever takes more. What other models have left in the folder and
             nobody uses now counts too, and makes room first.
-        disk_segment_bytes: size of a segment, the unit in which what is on disk makes room.
-        disk_threads: threads that read from and write to the disk.
         max_queued_bytes: most bytes that wait to be written to lower tiers; what is more is not written.
         store: the address ``host:port`` of a Mooncake Store master; empty for no shared tier.
         store_metadata: the metadata server of that store.
@@ -73,8 +69,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     wait_s: float = 2.0
     disk_path: str = ""
     disk_bytes: int = 0
-    disk_segment_bytes: int = 256 << 20
-    disk_threads: int = 4
     max_queued_bytes: int = 1 << 30
     store: str = ""
     store_metadata: str = "P2PHANDSHAKE"
@@ -416,25 +410,15 @@ def _check_offload(offload: OffloadConfig) -> None:
 
 
 def _check_disk(offload: OffloadConfig) -> None:
-    segment = offload.disk_segment_bytes
-    if segment % 4096 or not _SEGMENT_BYTES[0] <= segment <= _SEGMENT_BYTES[1]:
-        raise ConfigError(
-            f"{_OFFLOAD}.disk_segment_bytes is {segment}, accepted: multiples of 4096 from "
-            f"{_SEGMENT_BYTES[0]} to {_SEGMENT_BYTES[1]}"
-        )
     if not offload.disk_path and offload.disk_bytes:
         raise ConfigError(
             f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes} and there is no disk_path; accepted: both, or "
             "neither"
         )
-    if offload.disk_path and offload.disk_bytes < 2 * segment:
+    if offload.disk_path and offload.disk_bytes < _LEAST_DISK_BYTES:
         raise ConfigError(
             f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, with disk_path it must be at least "
-            f"{2 * segment}: two segments of disk_segment_bytes, which is {segment}"
-        )
-    if offload.disk_threads > _MOST_DISK_THREADS:
-        raise ConfigError(
-            f"{_OFFLOAD}.disk_threads is {offload.disk_threads}, accepted: 1 to {_MOST_DISK_THREADS}"
+            f"{_LEAST_DISK_BYTES}"
         )
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from kvconnect.cli import app
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.table import ENTRY_BYTES, TRAILER_BYTES
+from kvconnect.offload.disk.folder import row_name
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.testing.tier_suite import some_rows
-from tests.offload.disk_kit import NAMESPACE, open_driver, segment_files
+from tests.offload.disk_kit import NAMESPACE, open_driver, row_paths
 
 ROWS = some_rows(100, 1, length=1000)
 FACTS = {"stack": {"model": "some/model"}, "rank": 0}
@@ -36,7 +36,7 @@ def cache(tmp_path):
 
 def keep(path, rows=ROWS, **settings):
     """Leave rows in a path; the folder they are in."""
-    driver = open_driver(path, 8 << 20, 64 << 10, facts=FACTS, **settings)
+    driver = open_driver(path, 8 << 20, facts=FACTS, **settings)
     assert driver.write(rows) == ()
     assert driver.tier.close()
     return driver.tier.path
@@ -53,8 +53,8 @@ def test_ls_says_what_is_there(cache, tmp_path):
     first, second = cache("ls", "--json")["folders"]
     assert first["name"] == folder.name
     assert first["namespace"] == NAMESPACE
-    assert (first["model"], first["rank"], first["records"], first["segments"]) == ("some/model", 0, 100, 2)
-    assert first["length_bytes"] == 100 * (1000 + HEADER_BYTES + ENTRY_BYTES) + 2 * TRAILER_BYTES
+    assert (first["model"], first["rank"], first["records"]) == ("some/model", 0, 100)
+    assert first["length_bytes"] == 100 * (1000 + HEADER_BYTES)
     assert first["holder"] == ""
     assert (second["name"], second["rank"], second["records"]) == (other.name, 3, 7)
     assert first["newest_s"] >= first["oldest_s"] > 1e9
@@ -78,48 +78,28 @@ def test_verify_finds_nothing_wrong_in_what_is_right(cache, tmp_path):
     assert "100 records are right" in cache("verify")
 
 
-def test_verify_says_what_is_wrong_and_where(cache, tmp_path):
+def test_verify_says_what_is_wrong(cache, tmp_path):
     folder = keep(tmp_path)
     foreign = keep(tmp_path, some_rows(3, 2, length=1000), namespace="b" * 64)
-    first, second = sorted(folder.glob("*.kv"))
-    length = HEADER_BYTES + 1000
-    data = bytearray(first.read_bytes())
-    data[3 * length + HEADER_BYTES + 17] ^= 1
-    data[5 * length + 3] ^= 1
-    data[7 * length : 8 * length] = next(foreign.glob("*.kv")).read_bytes()[:length]
-    first.write_bytes(data)
-    count = (len(data) - TRAILER_BYTES) // (length + ENTRY_BYTES)
-    rest = (100 - count) * length
-    second.write_bytes(second.read_bytes()[: rest - 1])
-    result = cache("verify", "--name", folder.name[:6], "--json", code=1)
-    (report,) = result["folders"]
-    content = list(ROWS)[3]
-    assert [(one["file"], one["offset"]) for one in report["wrong"]] == [
-        (first.name, 3 * length),
-        (first.name, 5 * length),
-        (first.name, 7 * length),
-        (second.name, rest - length),
-    ]
-    assert content[1].hex() in report["wrong"][0]["text"]
-    assert "b" * 64 in report["wrong"][2]["text"]
-    assert report["records"] == 96
+    paths = [folder / row_name(content) for content in ROWS]
+    flipped = bytearray(paths[3].read_bytes())
+    flipped[HEADER_BYTES + 17] ^= 1
+    paths[3].write_bytes(flipped)
+    paths[5].write_bytes(b"x" + paths[5].read_bytes()[1:])
+    paths[7].write_bytes(next(foreign.glob("*.kv")).read_bytes())
+    paths[9].write_bytes(paths[9].read_bytes()[:-1])
+    paths[11].write_bytes(paths[12].read_bytes())
+    (report,) = cache("verify", "--name", folder.name[:6], "--json", code=1)["folders"]
+    texts = {one["file"]: one["text"] for one in report["wrong"]}
+    assert texts.keys() == {paths[index].name for index in (3, 5, 7, 9, 11)}
+    assert list(ROWS)[3][1].hex() in texts[paths[3].name]
+    assert texts[paths[5].name] == "no intact header"
+    assert "b" * 64 in texts[paths[7].name]
+    assert report["records"] == 95
     text = cache("verify", code=1)
-    assert f"{first}, byte {3 * length}" in text
-    assert f"{folder.name}: 96 records are right" in text
+    assert f"{paths[3]}: group 0" in text
+    assert f"{folder.name}: 95 records are right" in text
     assert f"{foreign.name}: 3 records are right" in text
-
-
-def test_verify_sees_a_damaged_table(cache, tmp_path):
-    folder = keep(tmp_path)
-    first = min(folder.glob("*.kv"))
-    data = bytearray(first.read_bytes())
-    data[-TRAILER_BYTES - 10] ^= 1
-    first.write_bytes(data)
-    (report,) = cache("verify", "--json", code=1)["folders"]
-    assert report["records"] == 100
-    ((file, text),) = [(one["file"], one["text"]) for one in report["wrong"]]
-    assert (file, text) == (first.name, "the table of the records is damaged")
-    assert cache("ls", "--json")["folders"][0]["records"] == 100
 
 
 def test_clear_removes_what_it_is_told_to(cache, tmp_path):
@@ -143,7 +123,7 @@ def test_clear_leaves_alone_what_a_process_uses(cache, tmp_path):
     with pytest.raises(ConfigError, match=f"used by process {os.getpid()}"):
         cache("clear", "--all")
     assert len(list(tmp_path.iterdir())) == 2
-    assert len(segment_files(driver.tier)) == 1
+    assert len(row_paths(driver.tier)) == 100
     cache("clear", "--name", "bbbb")
     driver.tier.close()
     cache("clear", "--all")

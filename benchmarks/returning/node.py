@@ -99,12 +99,10 @@ class Node:
 
 
 def _offload(options: Options, disk: Path) -> str:
-    segment = max(1 << 20, min(256 << 20, options.kept_bytes // 8 // (1 << 20) * (1 << 20)))
     offload = {
         "cpu_bytes": options.kept_bytes,
         "disk_path": str(disk),
-        "disk_bytes": options.kept_bytes + 4 * segment,
-        "disk_segment_bytes": segment,
+        "disk_bytes": 2 * options.kept_bytes,
         "max_queued_bytes": options.kept_bytes,
         "wait_s": 60.0,
     }

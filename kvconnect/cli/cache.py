@@ -43,7 +43,7 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     typer.echo(f"{'RECORDS':>9} {'SIZE':>9} {'AGE':>13}  {'USED BY':>8} {'RANK':>4}  NAME  MODEL")
     now_s = time.time()
     for one in found:
-        age = f"{_duration(now_s - one.newest_s)}..{_duration(now_s - one.oldest_s)}" if one.segments else "-"
+        age = f"{_duration(now_s - one.newest_s)}..{_duration(now_s - one.oldest_s)}" if one.records else "-"
         typer.echo(
             f"{one.records:>9} {_size(one.length_bytes):>9} {age:>13}  {one.holder or '-':>8} {one.rank:>4}  "
             f"{one.name}  {one.model or '-'}"
@@ -52,7 +52,7 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
 
 @cache_app.command()
 def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
-    """Read and check every record; say what is wrong and where. Exit 1 if anything is."""
+    """Read and check every record; say what is wrong. Exit 1 if anything is."""
     from kvconnect.offload.disk.survey import Finding
     from kvconnect.offload.disk.survey import verify as verify_folder
 
@@ -64,7 +64,7 @@ def verify(path: CachePath, name: Names = None, json_output: JsonObject = False)
             if isinstance(found, Finding):
                 findings.append(found._asdict())
                 if not json_output:
-                    typer.echo(f"{folder / found.file}, byte {found.offset}: {found.text}")
+                    typer.echo(f"{folder / found.file}: {found.text}")
             else:
                 records += 1
                 length_bytes += found

@@ -31,7 +31,6 @@ _RETURNING = (4, 7, 11)
 _OTHERS = (3, 9, 11, 14)
 _CPU_BYTES = 64 << 20
 _DISK_BYTES = 64 << 20
-_SEGMENT_BYTES = 4 << 20
 _STOP_TIMEOUT_S = 20.0
 _SETTLE_TIMEOUT_S = 20.0
 
@@ -117,7 +116,6 @@ def _start(children: Children, name: str, model: str, disk: Path, node_options: 
         "cpu_bytes": _CPU_BYTES,
         "disk_path": str(disk),
         "disk_bytes": _DISK_BYTES,
-        "disk_segment_bytes": _SEGMENT_BYTES,
     }
     config = {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "none", "offload": offload}}
     pool = ("--num-blocks", str(POOLS[model]), "--no-enable-prefix-caching")

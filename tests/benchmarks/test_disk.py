@@ -12,7 +12,7 @@ from kvconnect.errors import ConfigError
 
 def run(path, **settings):
     options = {"record_bytes": (64 << 10, 1 << 20), "total_bytes": 4 << 20, "recovery_records": 500}
-    options |= {"path": str(path), "threads": 2, "repeat": 1}
+    options |= {"path": str(path), "repeat": 1}
     bench_disk(**options | settings)
 
 

@@ -18,7 +18,6 @@ from tests.faults import disk_rows
 from tests.faults.reports import RowReport
 
 _LIMITS_BYTES = (4 << 20, 8 << 20, 16 << 20)
-_SEGMENTS_BYTES = (256 << 10, 1 << 20, 4 << 20)
 _LONGEST_BYTES = 128 << 10
 _ROWS_PER_JOB = 8
 _LATEST_KILL_S = 0.1
@@ -57,8 +56,7 @@ def run_disk_kills(
     before_bytes = 0
     for life in range(kills):
         limit_bytes = rng.choice(_LIMITS_BYTES)
-        segment_bytes = rng.choice(_SEGMENTS_BYTES)
-        most_bytes, acknowledged = _live(path, life, limit_bytes, segment_bytes, rng)
+        most_bytes, acknowledged = _live(path, life, limit_bytes, rng)
         report.kills += 1
         report.wrote += bool(acknowledged)
         # A smaller bound than the life before it had holds from the moment that the folder is opened.
@@ -67,15 +65,13 @@ def run_disk_kills(
         report.most_of_bound = max(report.most_of_bound, most_bytes / allowed_bytes)
         if most_bytes > allowed_bytes:
             report.problems.append(f"life {life}: {most_bytes} bytes of {allowed_bytes}")
-        _look(path, life, limit_bytes, segment_bytes, acknowledged, report)
+        _look(path, life, limit_bytes, acknowledged, report)
         if (life + 1) % 50 == 0:
             say(f"{life + 1} of {kills}: {report.torn} torn, {report.served} served, {report.wrong} wrong")
     return report
 
 
-def _live(
-    path: Path, life: int, limit_bytes: int, segment_bytes: int, rng: random.Random
-) -> tuple[int, list[int]]:
+def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[int, list[int]]:
     """One life and its end; the most bytes that were seen, and the numbers that it said were written."""
     reading, writing = os.pipe()
     seed = rng.random()
@@ -83,7 +79,7 @@ def _live(
     if not child:
         os.close(reading)
         try:
-            _write_until_killed(path, life, limit_bytes, segment_bytes, writing, random.Random(seed))
+            _write_until_killed(path, life, limit_bytes, writing, random.Random(seed))
         finally:
             os._exit(1)
     os.close(writing)
@@ -106,10 +102,8 @@ def _live(
     return most_bytes, numbers
 
 
-def _write_until_killed(
-    path: Path, life: int, limit_bytes: int, segment_bytes: int, pipe: int, rng: random.Random
-) -> None:
-    tier = DiskTier(path, disk_rows.NAMESPACE, disk_rows.options(limit_bytes, segment_bytes))
+def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng: random.Random) -> None:
+    tier = DiskTier(path, disk_rows.NAMESPACE, limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
     number = (life + 1) * _NUMBERS_PER_LIFE
     rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
     while True:
@@ -122,7 +116,7 @@ def _write_until_killed(
         if failed:
             raise RuntimeError(f"{len(failed)} rows were not kept")
         os.write(pipe, b"".join(_ACKNOWLEDGED.pack(one) for one in numbers))
-        # What is read now and then has a second chance when its segment goes.
+        # What is read now and then makes room later.
         if rng.random() < 0.3:
             some = rng.sample(numbers, 4)
             _right, wrong, _failures = disk_rows.served(tier, some, _LONGEST_BYTES)
@@ -134,13 +128,12 @@ def _look(
     path: Path,
     life: int,
     limit_bytes: int,
-    segment_bytes: int,
     acknowledged: list[int],
     report: DiskKillReport,
 ) -> None:
     """Open what a life left, and read all of it."""
     start = time.monotonic()
-    tier = DiskTier(path, disk_rows.NAMESPACE, disk_rows.options(limit_bytes, segment_bytes))
+    tier = DiskTier(path, disk_rows.NAMESPACE, limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
     try:
         if not tier.wait_recovered(60.0):
             report.problems.append(f"life {life}: not recovered after a minute")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvconnect.offload.disk.options import DiskOptions
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import Content, TierRow
 
@@ -18,6 +17,7 @@ NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
 OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
 _WORD = np.uint64(0x9E3779B97F4A7C15)
 _RUN_S = 60.0
+MAX_QUEUED_BYTES = 64 << 20
 
 
 def content_of(number: int) -> Content:
@@ -80,11 +80,6 @@ def served(tier: DiskTier, numbers: Sequence[int], longest: int) -> tuple[set[in
         if number not in lost:
             (right if bytes(row.memory) == bytes_of(number, longest) else wrong).add(number)
     return right, wrong, failures
-
-
-def options(limit_bytes: int, segment_bytes: int) -> DiskOptions:
-    """Bounds of a tier of a battery."""
-    return DiskOptions(limit_bytes=limit_bytes, segment_bytes=segment_bytes, max_queued_bytes=64 << 20)
 
 
 def taken_bytes(path: Path) -> int:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.options import DiskOptions
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.testing.tier_suite import HANG_S, TierDriver
 
@@ -31,7 +30,7 @@ class FaultyFiles(Files):
             raise OSError(self.faults[call], os.strerror(self.faults[call]))
 
     def open(self, folder, name, flags):
-        self._may_fail("create" if flags & os.O_CREAT and name.endswith(".kv") else "open")
+        self._may_fail("create" if flags & os.O_CREAT and ".kv" in name else "open")
         return super().open(folder, name, flags)
 
     def read(self, file, buffers, offset):
@@ -48,28 +47,21 @@ class FaultyFiles(Files):
         self.room_bytes -= len(data)
         return super().write(file, [data], offset)
 
-    def sync(self, file):
-        self._may_fail("sync")
-        super().sync(file)
-
-    def cut(self, file, length_bytes):
-        self._may_fail("cut")
-        super().cut(file, length_bytes)
+    def rename(self, folder, name, new_name):
+        self._may_fail("rename")
+        super().rename(folder, name, new_name)
 
     def remove(self, folder, name):
         self._may_fail("remove")
-        if self.room_bytes is not None:
+        if self.room_bytes is not None and os.path.exists(f"/proc/self/fd/{folder}/{name}"):
             self.room_bytes += os.stat(name, dir_fd=folder).st_size
         super().remove(folder, name)
 
 
-def open_tier(path: Path, limit_bytes: int = 8 << 20, segment_bytes: int = 1 << 20, **settings) -> DiskTier:
+def open_tier(path: Path, limit_bytes: int = 8 << 20, *, rank=0, world_size=1, **settings) -> DiskTier:
     """A disk tier that has found what was there before."""
-    names = ("rank", "world_size", "files", "clock", "facts")
-    others = {name: settings.pop(name) for name in names if name in settings}
     namespace = settings.pop("namespace", NAMESPACE)
-    options = DiskOptions(limit_bytes=limit_bytes, segment_bytes=segment_bytes, **settings)
-    tier = DiskTier(path, namespace, options, **others)
+    tier = DiskTier(path, namespace, limit_bytes, owner=(rank, world_size), **settings)
     assert tier.wait_recovered(HANG_S)
     return tier
 
@@ -81,8 +73,8 @@ def open_driver(path: Path, *args, **settings) -> TierDriver:
     return driver
 
 
-def segment_files(tier: DiskTier) -> list[Path]:
-    """The files of a tier's segments, oldest first."""
+def row_paths(tier: DiskTier) -> list[Path]:
+    """The files of a tier's rows."""
     return sorted(tier.path.glob("*.kv"))
 
 

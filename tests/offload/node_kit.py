@@ -71,7 +71,7 @@ def offload_config(role: str = "kv_both", engine: str = "none", extra: dict | No
 
 
 def disk_settings(folder: Path, **more) -> dict:
-    return {"disk_path": str(folder), "disk_bytes": 64 << 20, "disk_segment_bytes": 1 << 20, **more}
+    return {"disk_path": str(folder), "disk_bytes": 64 << 20, **more}
 
 
 def make_keeper(config: str | None = None, offload: dict | None = None, **options) -> Keeper:

@@ -20,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.options import DiskOptions
-from kvconnect.offload.disk.tier import DiskTier, open_disk_tier
+from kvconnect.offload.disk.files import bytes_on_disk
+from kvconnect.offload.disk.tier import READ_THREADS, DiskTier, open_disk_tier
 from kvconnect.offload.namespace import Namespace
+from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.testing.tier_suite import LowerTierSuite, lengths_of, some_rows
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
@@ -30,15 +31,14 @@ from tests.offload.disk_kit import (
     FaultyFiles,
     open_driver,
     open_tier,
-    segment_files,
+    row_paths,
     wait_until,
 )
 
 
 class TestDiskTier(LowerTierSuite):
     def make_tier(self, tmp_path):
-        options = DiskOptions(limit_bytes=64 << 20, segment_bytes=1 << 20, max_queued_bytes=self.queue_bytes)
-        return DiskTier(tmp_path, NAMESPACE, options)
+        return DiskTier(tmp_path, NAMESPACE, 64 << 20, max_queued_bytes=self.queue_bytes)
 
 
 # ---- what a restart finds
@@ -112,8 +112,9 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
 
 
 def test_bounds_that_leave_no_room_are_refused(tmp_path):
+    config = OffloadConfig(cpu_bytes=1, disk_path=str(tmp_path), disk_bytes=1000)
     with pytest.raises(ConfigError, match="disk_bytes is 1000"):
-        DiskOptions.of(OffloadConfig(cpu_bytes=1, disk_path=str(tmp_path), disk_bytes=1000))
+        open_disk_tier(config, Namespace.of({"model": "m"}), rank=0, world_size=1)
 
 
 def test_it_is_opened_as_configured(tmp_path):
@@ -133,22 +134,22 @@ def test_a_large_job_is_read_by_several_threads(tmp_path):
             time.sleep(0.01)
             return super().read(file, buffers, offset)
 
-    driver = open_driver(tmp_path, 64 << 20, 4 << 20, files=WatchedFiles(), threads=3)
+    driver = open_driver(tmp_path, 64 << 20, files=WatchedFiles())
     rows = some_rows(60, 5, length=300_000)
     assert driver.write(rows) == ()
     WatchedFiles.readers.clear()
     assert driver.read(dict(reversed(lengths_of(rows).items()))) == rows
-    assert len(WatchedFiles.readers) == 3
+    assert len(WatchedFiles.readers) == READ_THREADS
     assert driver.tier.close()
 
 
 # ---- the bound
 
 
-@pytest.mark.parametrize("length", [700, 100_000])
+@pytest.mark.parametrize("length", [7000, 100_000])
 def test_the_bound_holds_at_every_moment(tmp_path, length):
     limit_bytes = 2 << 20
-    driver = open_driver(tmp_path, limit_bytes, 256 << 10)
+    driver = open_driver(tmp_path, limit_bytes)
     most_bytes, is_over = 0, threading.Event()
 
     def watch() -> None:
@@ -180,7 +181,7 @@ def test_the_bound_holds_at_every_moment(tmp_path, length):
 
 
 def test_the_oldest_makes_room_and_what_was_read_stays(tmp_path):
-    driver = open_driver(tmp_path, 2 << 20, 128 << 10)
+    driver = open_driver(tmp_path, 2 << 20)
     loved, other = some_rows(10, 1, length=1000), some_rows(10, 2, length=1000)
     driver.write(loved | other)
     for seed in range(3, 43):
@@ -194,13 +195,13 @@ def test_the_oldest_makes_room_and_what_was_read_stays(tmp_path):
 
 
 def test_a_smaller_bound_after_a_restart_keeps_the_youngest(tmp_path):
-    driver = open_driver(tmp_path, 8 << 20, 256 << 10)
-    parts = [some_rows(100, seed, length=1000) for seed in range(50)]
+    driver = open_driver(tmp_path, 8 << 20)
+    parts = [some_rows(50, seed, length=5000) for seed in range(50)]
     for rows in parts:
         assert driver.write(rows) == ()
     driver.tier.close()
     assert taken_bytes(tmp_path) > 4 << 20
-    again = open_driver(tmp_path, 1 << 20, 256 << 10)
+    again = open_driver(tmp_path, 1 << 20)
     assert taken_bytes(tmp_path) <= 1 << 20
     assert again.read(lengths_of(parts[-1])) == parts[-1]
     assert again.read(lengths_of(parts[0])) == {}
@@ -210,11 +211,11 @@ def test_a_smaller_bound_after_a_restart_keeps_the_youngest(tmp_path):
 
 
 def test_a_row_that_exceeds_the_bound_is_not_kept(tmp_path):
-    driver = open_driver(tmp_path, 1 << 20, 1 << 20)
+    driver = open_driver(tmp_path, 1 << 20)
     large = some_rows(1, 1, length=1 << 20)
     assert set(driver.write(large)) == set(large)
     assert driver.failures == {"disk_too_large": 1}
-    # One that exceeds a segment has one for itself.
+    # One that fits has the disk for itself.
     largest = some_rows(1, 2, length=900_000)
     assert driver.write(largest) == ()
     assert driver.read(lengths_of(largest)) == largest
@@ -224,47 +225,76 @@ def test_a_row_that_exceeds_the_bound_is_not_kept(tmp_path):
 
 def test_what_others_left_counts_and_makes_room_first(tmp_path):
     for index in range(3):
-        left = open_driver(tmp_path, 4 << 20, 128 << 10, namespace=f"{index}" * 64)
+        left = open_driver(tmp_path, 4 << 20, namespace=f"{index}" * 64)
         for seed in range(5):
-            left.write(some_rows(150, seed, length=1000))
+            left.write(some_rows(25, seed, length=20_000))
         left.tier.close()
-    held = open_driver(tmp_path, 4 << 20, 128 << 10, namespace="a" * 64)
-    elsewhere = open_driver(tmp_path, 4 << 20, 128 << 10, rank=1, world_size=2)
+    held = open_driver(tmp_path, 4 << 20, namespace="a" * 64)
+    elsewhere = open_driver(tmp_path, 4 << 20, rank=1, world_size=2)
     for one in (held, elsewhere):
-        one.write(some_rows(100, 9, length=1000))
+        one.write(some_rows(20, 9, length=20_000))
     elsewhere.tier.close()
     assert taken_bytes(tmp_path) > 2 << 20
-    ours = open_driver(tmp_path, 1 << 20, 128 << 10, rank=2, world_size=2)
+    ours = open_driver(tmp_path, 1 << 20, rank=2, world_size=2)
     beside = taken_bytes(held.tier.path) + taken_bytes(elsewhere.tier.path)
     assert taken_bytes(tmp_path) - beside <= 1 << 20
     for seed in range(20):
-        rows = some_rows(100, seed, length=1000)
+        rows = some_rows(20, seed, length=20_000)
         assert ours.write(rows) == ()
         assert taken_bytes(tmp_path) - beside <= 1 << 20
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["0", "0", "a"]
-    assert held.read(lengths_of(some_rows(100, 9, length=1000)))
+    assert held.read(lengths_of(some_rows(20, 9, length=20_000)))
     for one in (ours, held):
         one.tier.close()
+
+
+def test_segments_of_an_earlier_version_are_removed(tmp_path, caplog):
+    driver = open_driver(tmp_path)
+    driver.write(rows := some_rows(10, 1))
+    driver.tier.close()
+    for number in range(3):
+        (driver.tier.path / f"{number:012d}.kv").write_bytes(b"KVCR" * 10_000)
+    with caplog.at_level("INFO"):
+        again = open_driver(tmp_path)
+    assert sum("3 files of an earlier version" in record.message for record in caplog.records) == 1
+    assert len(row_paths(again.tier)) == 10
+    assert again.read(lengths_of(rows)) == rows
+    assert not again.failures
+    again.tier.close()
+
+
+def test_what_was_used_last_stays_after_a_restart(tmp_path):
+    driver = open_driver(tmp_path)
+    rows = some_rows(100, 1, length=10_000)
+    assert driver.write(rows) == ()
+    driver.tier.close()
+    for age, path in enumerate(sorted(driver.tier.path.glob("*.kv"))):
+        os.utime(path, (age, age))
+    youngest = {path.name for path in sorted(driver.tier.path.glob("*.kv"))[70:]}
+    again = open_driver(tmp_path, 512 << 10)
+    assert {path.name for path in row_paths(again.tier)} <= youngest
+    assert len(again.index) == 28
+    again.tier.close()
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     driver = open_driver(tmp_path)
     driver.tier.close()
     (driver.tier.path / "notes.txt").write_text("mine")
-    (driver.tier.path / "000000000007.kv.bak").write_text("mine")
+    (driver.tier.path / "7-00.kv.bak").write_text("mine")
     again = open_driver(tmp_path)
     again.write(some_rows(10, 1))
     again.tier.clear()
     again.tier.close()
-    assert {"notes.txt", "000000000007.kv.bak"} <= {path.name for path in driver.tier.path.iterdir()}
+    assert {"notes.txt", "7-00.kv.bak"} <= {path.name for path in driver.tier.path.iterdir()}
 
 
 def test_cleared_files_leave_the_disk(tmp_path):
     driver = open_driver(tmp_path)
     driver.write(some_rows(500, 1))
-    assert segment_files(driver.tier)
+    assert row_paths(driver.tier)
     driver.tier.clear()
-    wait_until(lambda: not segment_files(driver.tier), "the files are still there")
+    wait_until(lambda: not row_paths(driver.tier), "the files are still there")
     driver.tier.close()
     again = open_driver(tmp_path)
     assert not again.index
@@ -281,7 +311,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.path = Path(tempfile.mkdtemp())
         self.written: dict = {}
         self.limit_bytes = self.LIMIT
-        self.driver = open_driver(self.path, self.limit_bytes, 64 << 10)
+        self.driver = open_driver(self.path, self.limit_bytes)
         self.seed = 0
 
     def teardown(self) -> None:
@@ -297,7 +327,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     def write_and_read(self, rows):
         failed = self.driver.write(rows)
-        if sum(map(len, rows.values())) < self.limit_bytes // 4:
+        taken_bytes = sum(bytes_on_disk(len(row) + HEADER_BYTES) for row in rows.values())
+        if taken_bytes < self.limit_bytes // 2:
             assert not failed
         # Of a job that is larger than the disk the first rows made room for the last.
         kept = {content: row for content, row in rows.items() if content not in failed}
@@ -318,7 +349,7 @@ class DiskMachine(RuleBasedStateMachine):
     def restart(self, limit_bytes):
         assert self.driver.tier.close()
         before = self.driver.index
-        self.driver = open_driver(self.path, limit_bytes, 64 << 10)
+        self.driver = open_driver(self.path, limit_bytes)
         assert self.driver.index <= before
         if limit_bytes >= self.limit_bytes:
             assert self.driver.index == before

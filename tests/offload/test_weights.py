@@ -47,7 +47,7 @@ def missing(rig, job, tier, *hashes):
 
 
 def on_disk(tmp_path):
-    return {"disk_path": str(tmp_path), "disk_bytes": 1 << 28, "disk_segment_bytes": 1 << 20}
+    return {"disk_path": str(tmp_path), "disk_bytes": 1 << 28}
 
 
 def recovered(rig):

@@ -341,7 +341,7 @@ def test_what_happened_to_the_scheduler_half_is_counted(make):
 
 
 def test_the_disk_and_a_restart(tmp_path):
-    settings_ = {"disk_path": str(tmp_path), "disk_bytes": 4 << 20, "disk_segment_bytes": 1 << 20}
+    settings_ = {"disk_path": str(tmp_path), "disk_bytes": 4 << 20}
     rig = Rig(**settings_)
     image = rig.image()
     rig.order(stores=(store(1, [(1, 0), (2, 1)], 1, 2, group=2),))

@@ -86,7 +86,6 @@ def test_two_fine_tunes_under_one_name_and_weights_that_are_replaced(tmp_path):
     recipe = write_model("gqa", tmp_path)
     other = fine_tuned(recipe, tmp_path)
     kept = {"cpu_bytes": 64 << 20, "disk_path": str(tmp_path / "disk"), "disk_bytes": 1 << 30}
-    kept |= {"disk_segment_bytes": 16 << 20}
 
     def server(made, name, role, cpu, **more):
         config = transfer_config(role, "nixl", OBSERVED, **QUICK, **more)

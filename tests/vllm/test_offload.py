@@ -41,7 +41,7 @@ def options_of(kind: str, pool: int | None) -> list[str]:
 
 def offload(engine: str = "none", role: str = "both", **more) -> dict:
     own = {key: more.pop(key) for key in list(more) if key in ("cpu_bytes", "disk_path", "disk_bytes")}
-    own |= {"disk_bytes": 4 << 30, "disk_segment_bytes": 64 << 20} if own.get("disk_path") else {}
+    own |= {"disk_bytes": 4 << 30} if own.get("disk_path") else {}
     return transfer_config(role, engine, offload={"cpu_bytes": CPU_BYTES, **own}, **more)
 
 
@@ -206,16 +206,16 @@ def wait_kept(server: Server, within_s: float = 30.0) -> None:
 
 
 def spoil(path: Path, how: str) -> bool:
-    """Damage every record of a segment. Whether the file has any."""
+    """Damage the file of a row. Whether it is one."""
     size = path.stat().st_size
-    if size < 1 << 16:
+    if path.suffix != ".kv":
         return False
     if how == "truncate":
         with path.open("r+b") as file:
-            file.truncate(4096)
+            file.truncate(size // 2)
         return True
     with path.open("r+b") as file:
-        for place in range(2048, size, 4096):
+        for place in range(100, size, 4096):
             file.seek(place)
             byte = file.read(1)
             file.seek(place)

@@ -1,4 +1,4 @@
-"""What former processes left in a tier's path: folders of other namespaces that nobody uses any more.
+"""What former processes left beside our folder: folders of other namespaces that no process uses.
 
 They count within the bound of the rank that took their place, and make room before anything else does: after
 a change of the model a disk does not hold two caches.
@@ -6,26 +6,18 @@ a change of the model a disk does not hold two caches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.files import FileFacts, Files, bytes_on_disk
 from kvconnect.offload.disk.folder import OVERHEAD_BYTES, DiskFolder, parse_folder_name
 
-
-@dataclass(eq=False)
-class _Left:
-    path: Path
-    segments: list[FileFacts]
-
-    @property
-    def length_bytes(self) -> int:
-        return OVERHEAD_BYTES + sum(bytes_on_disk(facts.length_bytes) for facts in self.segments)
+_LEAST_BYTES = 16 << 20
+"""What is removed at once: to take a folder's lock for every row would take longer than to remove it."""
 
 
 class Abandoned:
-    """The folders beside ours that nobody holds. One thread uses it.
+    """The folders beside ours that no process holds. One thread uses it.
 
     Args:
         ours: our own folder.
@@ -36,7 +28,9 @@ class Abandoned:
 
     def __init__(self, ours: Path, files: Files, rank: int, world_size: int) -> None:
         self._files = files
-        self._left: list[_Left] = []
+        # By folder its rows, most recently used first.
+        self._rows: dict[Path, list[FileFacts]] = {}
+        self.length_bytes = 0
         try:
             beside = sorted(ours.parent.iterdir())
         except OSError:
@@ -48,49 +42,49 @@ class Abandoned:
             folder = self._open(path)
             if folder is not None:
                 try:
-                    segments = [facts for _number, facts in folder.segments()]
-                    self._left.append(_Left(path, segments))
+                    self._rows[path] = folder.listing()[::-1]
+                    self.length_bytes += OVERHEAD_BYTES + sum(map(_taken_bytes, self._rows[path]))
                 except OSError:
                     continue
                 finally:
                     folder.close()
 
-    @property
-    def length_bytes(self) -> int:
-        """What they take on the disk at most."""
-        return sum(left.length_bytes for left in self._left)
-
-    def remove_oldest(self) -> bool:
-        """Remove the segment that was written first, or an empty folder; False if nothing is left.
+    def remove_oldest(self, length_bytes: int) -> bool:
+        """Remove the rows of a folder that were used least recently, and the folder once it is empty; False
+        if nothing is left.
 
         A folder that is used again, or cannot be removed, is left alone from now on.
         """
-        if not self._left:
+        if not self._rows:
             return False
-        left = min(self._left, key=lambda one: min((facts.modified_s for facts in one.segments), default=0.0))
-        folder = self._open(left.path)
+        path = min(self._rows, key=lambda one: self._rows[one][-1].used_s if self._rows[one] else 0.0)
+        folder, rows = self._open(path), self._rows[path]
         try:
             if folder is None:
-                self._left.remove(left)
-            elif left.segments:
-                oldest = min(left.segments, key=lambda facts: facts.modified_s)
-                left.segments.remove(oldest)
-                self._files.remove(folder.folder, oldest.name)
-            else:
-                self._left.remove(left)
+                raise FileNotFoundError(path)
+            end = self.length_bytes - max(length_bytes, _LEAST_BYTES)
+            while rows and self.length_bytes > end:
+                self._files.remove(folder.folder, rows[-1].name)
+                self.length_bytes -= _taken_bytes(rows.pop())
+            if not rows:
                 folder.remove()
-        except FileNotFoundError:
-            pass
+                self._forget(path)
         except OSError:
-            if left in self._left:
-                self._left.remove(left)
+            self._forget(path)
         finally:
             if folder is not None:
                 folder.close()
         return True
+
+    def _forget(self, path: Path) -> None:
+        self.length_bytes -= OVERHEAD_BYTES + sum(map(_taken_bytes, self._rows.pop(path)))
 
     def _open(self, path: Path) -> DiskFolder | None:
         try:
             return DiskFolder(path, self._files, is_made=False)
         except (OSError, ConfigError):
             return None
+
+
+def _taken_bytes(facts: FileFacts) -> int:
+    return bytes_on_disk(facts.length_bytes)

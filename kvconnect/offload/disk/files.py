@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class FileFacts:
-    """A file in a folder, as it is now."""
+class FileFacts(NamedTuple):
+    """A file in a folder, as it is now. ``used_s`` is when it was written or read last."""
 
     name: str
     length_bytes: int
-    modified_s: float
+    used_s: float
 
 
 class Files:
@@ -45,38 +44,22 @@ class Files:
         """Write buffers at an offset; how many bytes were taken."""
         return os.pwritev(file, buffers, offset)
 
-    def sync(self, file: int) -> None:
-        """Wait until a file's bytes are on the disk."""
-        os.fsync(file)
-
     def expect_whole_read(self, file: int) -> None:
-        """Much of a file will be read from its beginning to its end, a little at a time."""
+        """All of a file is about to be read."""
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def is_linked(self, file: int) -> bool:
-        """Whether an open file still has a name."""
-        return os.fstat(file).st_nlink > 0
-
-    def length(self, file: int) -> int:
-        """Bytes of a file."""
-        return os.fstat(file).st_size
-
-    def cut(self, file: int, length_bytes: int) -> None:
-        """Shorten a file."""
-        os.ftruncate(file, length_bytes)
+    def rename(self, folder: int, name: str, new_name: str) -> None:
+        """Give a file another name, at once, in place of the file that had it."""
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def remove(self, folder: int, name: str) -> None:
-        """Take a file's bytes from the disk now, whoever has it open, and then its name.
+        """Take a file from the disk; one that is not there is none less.
 
         Raises:
-            FileNotFoundError: there is none.
+            OSError: it is still there.
         """
-        file = self.open(folder, name, os.O_WRONLY)
-        try:
-            self.cut(file, 0)
-        finally:
-            self.close(file)
-        os.unlink(name, dir_fd=folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
     def listing(self, folder: int) -> list[FileFacts]:
         """The regular files of a folder."""
@@ -87,11 +70,35 @@ class Files:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(facts.st_mode):
-                found.append(FileFacts(name, facts.st_size, facts.st_mtime))
+                found.append(FileFacts(name, facts.st_size, max(facts.st_mtime, facts.st_atime)))
         return found
 
 
+def read_all(files: Files, file: int, buffers: Sequence[Any]) -> int:
+    """Fill buffers from the beginning of a file, as far as it goes; how many bytes that were."""
+    return _move_all(files.read, file, buffers)
+
+
+def write_all(files: Files, file: int, buffers: Sequence[Any]) -> int:
+    """Write buffers to the beginning of a file, as far as it takes them; how many bytes that were."""
+    return _move_all(files.write, file, buffers)
+
+
+def _move_all(move: Any, file: int, buffers: Sequence[Any]) -> int:
+    views, total = [memoryview(buffer) for buffer in buffers], 0
+    while views:
+        moved = move(file, views, total)
+        if moved <= 0:
+            break
+        total += moved
+        while views and moved >= len(views[0]):
+            moved -= len(views.pop(0))
+        if moved:
+            views[0] = views[0][moved:]
+    return total
+
+
 def bytes_on_disk(length_bytes: int) -> int:
-    """What a file of this length takes on a disk at most: whole blocks, and some to know where they are."""
+    """What a file of this length takes on a disk at most: whole blocks, and some for its name and place."""
     blocks = -(-length_bytes // _FILE_SYSTEM_BLOCK_BYTES)
-    return (blocks + 2) * _FILE_SYSTEM_BLOCK_BYTES
+    return (blocks + 1) * _FILE_SYSTEM_BLOCK_BYTES

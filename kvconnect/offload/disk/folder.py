@@ -1,4 +1,4 @@
-"""The folder of one rank and namespace: its lock, what it says of itself, and its segments' files."""
+"""The folder of one rank and namespace: its lock, its description, and the names of its files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from typing import Any
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.disk.files import FOLDER_MODE, FileFacts, Files
+from kvconnect.offload.tier import Content
 
 LOCK = "lock"
 FACTS = "facts.json"
 OVERHEAD_BYTES = 64 << 10
-"""What a folder takes beside its segments, at most."""
+"""What a folder takes beside its rows, at most."""
 
 _MAX_FACTS_BYTES = 40 << 10
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
-_SEGMENT_NAME = re.compile(r"([0-9]{12})\.kv")
+_ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
+_UNFINISHED = ".unfinished"
+_FORMER_NAME = re.compile(r"[0-9]{12}\.kv")
 _NAMESPACE = re.compile(r"[0-9a-f]{16,64}")
 
 
@@ -43,15 +46,33 @@ def parse_folder_name(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
-def segment_name(number: int) -> str:
-    """The file of a segment."""
-    return f"{number:012d}.kv"
+def row_name(content: Content) -> str:
+    """The file of a row."""
+    group, digest = content
+    return f"{group:x}-{digest.hex()}.kv"
 
 
-def segment_number(name: str) -> int | None:
-    """Which segment a file is; None if it is none."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+def unfinished_name(name: str) -> str:
+    """The file of a row that is being written; it gets its own name once it is whole."""
+    return name + _UNFINISHED
+
+
+def parse_row_name(name: str) -> Content | None:
+    """Which row a file is; None if it is none."""
+    match = _ROW_NAME.fullmatch(name)
+    return (int(match[1], 16), bytes.fromhex(match[2])) if match else None
+
+
+def is_remains(name: str) -> bool:
+    """Whether a file is the beginning of a row, or a segment as former versions wrote them."""
+    if name.endswith(_UNFINISHED):
+        return parse_row_name(name.removesuffix(_UNFINISHED)) is not None
+    return is_former(name)
+
+
+def is_former(name: str) -> bool:
+    """Whether a file is a segment as former versions wrote them."""
+    return _FORMER_NAME.fullmatch(name) is not None
 
 
 class FolderHeld(ConfigError):
@@ -171,16 +192,18 @@ class DiskFolder:
         finally:
             self.files.close(file)
 
-    def segments(self) -> list[tuple[int, FileFacts]]:
-        """The segments that are there, oldest first.
+    def listing(self) -> list[FileFacts]:
+        """The files of rows, whole and otherwise, least recently used first.
 
         Raises:
             OSError: the folder cannot be read.
         """
-        numbered = [(segment_number(facts.name), facts) for facts in self.files.listing(self.folder)]
-        return sorted(
-            ((number, facts) for number, facts in numbered if number is not None), key=lambda one: one[0]
-        )
+        found = [
+            facts
+            for facts in self.files.listing(self.folder)
+            if parse_row_name(facts.name) or is_remains(facts.name)
+        ]
+        return sorted(found, key=lambda facts: facts.used_s)
 
     def remove(self) -> None:
         """Remove the folder and all that is ours in it, and close it.
@@ -188,7 +211,7 @@ class DiskFolder:
         Raises:
             OSError: something cannot be removed, or something else is in the folder.
         """
-        for _number, facts in self.segments():
+        for facts in self.listing():
             self.files.remove(self.folder, facts.name)
         for name in (FACTS, LOCK):
             with contextlib.suppress(FileNotFoundError):

@@ -14,39 +14,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.files import Files
+from kvconnect.offload.disk.files import FileFacts, Files
 from kvconnect.offload.disk.folder import (
     LOCK,
     DiskFolder,
     FolderHeld,
     holder_of,
     parse_folder_name,
+    parse_row_name,
     read_facts,
-    segment_number,
 )
-from kvconnect.offload.disk.scan import scan, walk
-from kvconnect.offload.disk.table import read_table, read_trailer
-from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat, namespace_of
-
-_TEXTS = {
-    Flaw.CORRUPT: "bytes that are no record",
-    Flaw.FOREIGN: "a record of another format",
-    Flaw.TORN: "a record that is not whole",
-}
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat, namespace_of
 
 
 @dataclass(frozen=True)
 class CacheFolder:
     """A folder of one rank and namespace. ``holder`` is the process that uses it, empty if none does.
 
-    ``newest_s`` and ``oldest_s`` are when its segments were written last, in seconds of the epoch.
+    ``newest_s`` and ``oldest_s`` are when its rows were used last, in seconds of the epoch.
     """
 
     name: str
     namespace: str
     rank: int
     model: str
-    segments: int
     records: int
     length_bytes: int
     oldest_s: float
@@ -55,10 +46,9 @@ class CacheFolder:
 
 
 class Finding(NamedTuple):
-    """Something wrong: in which file, from which byte on, what."""
+    """Something wrong: in which file, and what."""
 
     file: str
-    offset: int
     text: str
 
 
@@ -75,30 +65,22 @@ def cache_folders(path: Path) -> list[Path]:
 
 
 def look(path: Path) -> CacheFolder:
-    """What is in a folder, as it says itself.
+    """What is in a folder, by its description and its files.
 
     Raises:
         ConfigError: it cannot be read.
     """
     parsed = parse_folder_name(path.name)
     assert parsed is not None
-    said = read_facts(path)
-    files, total_bytes, records, times = Files(), 0, 0, []
-    for name in _segment_names(path):
-        with contextlib.suppress(FileNotFoundError), _opened(path / name) as file:
-            facts = os.fstat(file)
-            times.append(facts.st_mtime)
-            total_bytes += facts.st_size
-            found = scan(files, file, RecordFormat(parsed[0]))
-            records += len(found.entries) + found.flaws[Flaw.FOREIGN]
+    described, rows = read_facts(path), _rows(path)
+    times = [facts.used_s for facts in rows]
     return CacheFolder(
         name=path.name,
-        namespace=str(said.get("namespace", parsed[0])),
+        namespace=str(described.get("namespace", parsed[0])),
         rank=parsed[1],
-        model=_model_of(said.get("facts")),
-        segments=len(times),
-        records=records,
-        length_bytes=total_bytes,
+        model=_model_of(described.get("facts")),
+        records=len(rows),
+        length_bytes=sum(facts.length_bytes for facts in rows),
         oldest_s=min(times, default=0.0),
         newest_s=max(times, default=0.0),
         holder=_holder(path),
@@ -106,26 +88,22 @@ def look(path: Path) -> CacheFolder:
 
 
 def verify(path: Path) -> Iterator[Finding | int]:
-    """Read everything in a folder: what is wrong, and the length in bytes of every record that is right.
-
-    The end of the youngest segment may be half written while a process uses the folder.
+    """Read every row of a folder: what is wrong, and the length in bytes of every file that is right.
 
     Raises:
         ConfigError: the folder cannot be read.
     """
-    names = _segment_names(path)
-    for name in names:
-        is_growing = name == names[-1] and bool(_holder(path))
+    for facts in _rows(path):
         try:
-            with _opened(path / name) as file:
-                for found in _verify_segment(name, file, path.name):
-                    if not (is_growing and isinstance(found, Finding) and found.text == _TEXTS[Flaw.TORN]):
-                        yield found
+            data = (path / facts.name).read_bytes()
         except FileNotFoundError:
             # It made room.
             continue
         except OSError as error:
-            yield Finding(name, 0, str(error))
+            yield Finding(facts.name, str(error))
+            continue
+        text = _flaw(path.name, facts.name, memoryview(data))
+        yield Finding(facts.name, text) if text else len(data)
 
 
 def remove(paths: list[Path]) -> None:
@@ -134,68 +112,46 @@ def remove(paths: list[Path]) -> None:
     Raises:
         ConfigError: a process uses one, or one cannot be removed.
     """
-    folders: list[DiskFolder] = []
-    try:
-        for path in paths:
-            try:
+    with contextlib.ExitStack() as opened:
+        folders: list[DiskFolder] = []
+        try:
+            for path in paths:
                 folders.append(DiskFolder(path, Files(), is_made=False))
-            except FolderHeld:
-                raise
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be removed: {error}") from error
-        for folder in folders:
-            try:
+                opened.callback(folders[-1].close)
+            for folder in folders:
                 folder.remove()
-            except OSError as error:
-                raise ConfigError(f"{folder.path} cannot be removed: {error}") from error
-    finally:
-        for folder in folders:
-            folder.close()
+        except FolderHeld:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"{folders[-1].path if folders else path} cannot be removed: {error}"
+            ) from error
 
 
-def _verify_segment(name: str, file: int, folder: str) -> Iterator[Finding | int]:
+def _flaw(folder: str, name: str, data: memoryview) -> str:
+    header, row = data[:HEADER_BYTES], data[HEADER_BYTES:]
+    content, namespace = parse_row_name(name), namespace_of(bytes(header))
+    assert content is not None
+    if namespace is None:
+        return "no intact header"
+    if not folder.startswith(namespace[:32]):
+        return f"a row of another namespace: {namespace}"
+    if RecordFormat(namespace).flaw(header, content, row):
+        return f"group {content[0]}, hash {content[1].hex()}: not the bytes that were written"
+    return ""
+
+
+def _rows(path: Path) -> list[FileFacts]:
     files = Files()
-    trailer = read_trailer(files, file)
-    if trailer is not None and read_table(files, file, trailer) is None:
-        yield Finding(name, trailer.data_bytes, "the table of the records is damaged")
-    record_format: RecordFormat | None = None
-    raw = bytearray(HEADER_BYTES)
-    for offset, header in walk(files, file, RecordFormat("00")):
-        if isinstance(header, Flaw):
-            yield Finding(name, offset, _TEXTS[header])
-            continue
-        row = memoryview(bytearray(header.length_bytes))
-        files.read(file, [raw], offset)
-        got = files.read(file, [row], offset + HEADER_BYTES)
-        namespace = namespace_of(bytes(raw))
-        if namespace is None or not folder.startswith(namespace[:32]):
-            yield Finding(name, offset, f"a record of another namespace: {namespace}")
-            continue
-        if record_format is None or record_format.namespace != namespace:
-            record_format = RecordFormat(namespace)
-        if got < len(row) or record_format.flaw(raw, header.content, row):
-            group, digest = header.content
-            yield Finding(
-                name, offset, f"group {group}, hash {digest.hex()}: not the bytes that were written"
-            )
-        else:
-            yield header.record_bytes
-
-
-def _segment_names(path: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(path) if segment_number(name) is not None)
+        folder = files.open_folder(str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        yield file
+        found = [facts for facts in files.listing(folder) if parse_row_name(facts.name)]
+        return sorted(found)
     finally:
-        os.close(file)
+        files.close(folder)
 
 
 def _holder(path: Path) -> str:
