@@ -123,7 +123,8 @@ class FlexAttention:
             sliding_window=window,
         )
         logical = _logical_pages(segments, tables, num_pages, limits.page_tokens, window)
-        used, width = len(blocks.kv_num_blocks), int(blocks.most_kv_blocks.max())
+        most = blocks.most_kv_blocks.tolist()
+        used = len(most)
         # A padded token belongs to the first request and stands before its start, so it sees nothing.
         request = torch.zeros(used * limits.q_block_size, dtype=torch.int64)
         position = torch.full_like(request, -1)
@@ -132,9 +133,10 @@ class FlexAttention:
             position[segment.span] = torch.arange(segment.start, segment.start + segment.length)
         shape = (used, limits.q_block_size)
         request, position = request.view(shape).to(device), position.view(shape).to(device)
-        groups = max(1, PAIRS_PER_CALL // (limits.q_block_size * width * limits.page_tokens))
+        groups = max(1, PAIRS_PER_CALL // (limits.q_block_size * max(most) * limits.page_tokens))
         for first in range(0, used, groups):
             span = slice(first, first + groups)
+            width = max(most[span])
             ids, num = blocks.kv_indices[span, :width].long(), blocks.kv_num_blocks[span]
             place = logical[request[span][:, :, None], ids[:, None, :]]
             beyond = torch.arange(width, device=device) >= num[:, None]
