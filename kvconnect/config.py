@@ -7,24 +7,18 @@ accepted, and the nearest known key.
 
 from __future__ import annotations
 
-import difflib
-import functools
-import ipaddress
-import sys
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
+from kvconnect.addresses import is_loopback, split_address
+from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
+from kvconnect.reading import read_fields, read_struct, refuse_unknown
 
 CONNECTOR = "KVConnect"
-ENGINE_GROUP = "kvconnect.engines"
-"""The group of entry points by which distributions, ours among them, register transfer engines."""
-
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _OFFLOAD = "kv_connector_extra_config.offload"
 _OFFLOAD_LEAST = {
     "cpu_bytes": 1,
@@ -234,25 +228,25 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
         ConfigError: it is not valid; the text names the key, the value and what is accepted.
     """
     given = _as_mapping(source)
-    _refuse_unknown(given, TransferConfig, "kv_transfer_config")
+    refuse_unknown(given, TransferConfig, "kv_transfer_config")
     extra = given.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
         raise ConfigError(
             f"kv_transfer_config.kv_connector_extra_config is {extra!r}, it must be an object of settings"
         )
-    _refuse_unknown(extra, ExtraConfig, "kv_connector_extra_config")
+    refuse_unknown(extra, ExtraConfig, "kv_connector_extra_config", Limits.__struct_fields__)
     if given.get("kv_role") is None:
         raise ConfigError(
             "kv_transfer_config.kv_role is missing; accepted: kv_producer, kv_consumer, kv_both"
         )
     offload = _parse_offload(extra.get("offload"))
     plain = {key: value for key, value in extra.items() if key != "offload"}
-    parsed_extra = _convert(plain, ExtraConfig, "kv_connector_extra_config")
+    parsed_extra = read_fields(plain, ExtraConfig, "kv_connector_extra_config")
     parsed_extra = msgspec.structs.replace(parsed_extra, offload=offload).derived()
     rest = {key: value for key, value in given.items() if key != "kv_connector_extra_config"}
     # vLLM writes its unset fields as null.
     rest = {key: value for key, value in rest.items() if value is not None}
-    parsed: TransferConfig = _convert(rest, TransferConfig, "kv_transfer_config")
+    parsed: TransferConfig = read_fields(rest, TransferConfig, "kv_transfer_config")
     config = msgspec.structs.replace(parsed, kv_connector_extra_config=parsed_extra)
     _check_combination(config)
     return config
@@ -278,61 +272,6 @@ def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(decoded, dict):
         raise ConfigError(f"kv_transfer_config is {decoded!r}, it must be a JSON object")
     return decoded
-
-
-def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """What was read of an object, checked field by field; ``where`` is what errors call the object.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is not accepted.
-    """
-    _refuse_unknown(given, kind, where)
-    return _convert(given, kind, where)
-
-
-def _refuse_unknown(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    known = _settings(kind)
-    for key, value in given.items():
-        if key in known:
-            continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
-        )
-
-
-def _settings(kind: type[msgspec.Struct]) -> list[str]:
-    """The keys that a configuration may have."""
-    return [name for name in kind.__struct_fields__ if name not in Limits.__struct_fields__]
-
-
-def _convert(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """Field by field, so that an error can name the key and the value."""
-    values = {}
-    for field in msgspec.structs.fields(kind):
-        if field.name not in given:
-            if field.required:
-                raise ConfigError(f"{where}.{field.name} is missing; it has no default")
-            continue
-        value = given[field.name]
-        try:
-            values[field.name] = msgspec.convert(value, field.type)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}.{field.name} is {value!r}: {_accepted(field.type, error)}") from error
-    return kind(**values)
-
-
-def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
-    described = msgspec.inspect.type_info(kind)
-    options = getattr(described, "types", (described,))
-    values = [
-        str(value)
-        for option in options
-        if isinstance(option, msgspec.inspect.LiteralType)
-        for value in option.values
-    ]
-    return f"accepted: {', '.join(values)}" if values else str(error)
 
 
 def _check_combination(config: TransferConfig) -> None:
@@ -445,43 +384,3 @@ def _check_security(extra: ExtraConfig, where: str) -> None:
             f"{where}.insecure is true and host is {extra.host!r}; accepted: a loopback address. For any "
             "other make a key with `kvconnect keys new` and give it as key_file"
         )
-
-
-def engine_entry_points() -> Mapping[str, EntryPoint]:
-    """The registered engines by name. Nothing of theirs is imported."""
-    return _engine_entry_points(tuple(sys.path))
-
-
-@functools.lru_cache(maxsize=1)
-def _engine_entry_points(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    return {entry.name: entry for entry in sorted(entry_points(group=ENGINE_GROUP))}
-
-
-def check_engine(name: str, where: str = "engine") -> None:
-    """Raises ``ConfigError`` unless an engine of this name is registered, or it is ``"auto"``."""
-    found = engine_entry_points()
-    if name == "auto" or name in found:
-        return
-    hint = (
-        ""
-        if "nixl" in found
-        else "; those of kvconnect are missing: install it with pip, anew after an update"
-    )
-    raise ConfigError(f"{where} is {name!r}: accepted: {', '.join(sorted({'auto', 'none', *found}))}{hint}")
-
-
-def split_address(address: str) -> tuple[str, int] | None:
-    """Host and port of ``host:port``, an IPv6 host without its brackets; None if it is something else."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) <= 65535:
-        return None
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from its own machine. A name is not looked up."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

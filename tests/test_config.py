@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.config import (
-    ExtraConfig,
-    OffloadConfig,
-    TransferConfig,
-    parse_kv_transfer_config,
-    split_address,
-)
+from kvconnect.addresses import split_address
+from kvconnect.config import ExtraConfig, OffloadConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 
 FULL = {

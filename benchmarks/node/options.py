@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.node.model import MODEL_SIZES, ModelSize
 from benchmarks.transfer.cases import CacheShape, Layouts
 from benchmarks.transfer.options import DEVICES, PATHS
-from kvconnect.config import ExtraConfig, check_engine, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig, parse_kv_transfer_config
+from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError
 
 SIDES = ("decode", "prefill")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape, Layouts, PairCase
-from kvconnect.config import check_engine, parse_kv_transfer_config
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError
 
 PATHS = ("direct", "packed", "auto")

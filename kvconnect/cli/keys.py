@@ -196,7 +196,7 @@ def _show_node(folder: Path) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    from kvconnect.config import split_address
+    from kvconnect.addresses import split_address
 
     split = split_address(address)
     if split is None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.config import engine_entry_points
 from kvconnect.demo import pair
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer
 from kvconnect.demo.outcome import Outcome, Tokens
 from kvconnect.demo.prompts import make_prompts
 from kvconnect.demo.report import Finding, known, note, report
+from kvconnect.engine_names import engine_entry_points
 from kvconnect.errors import ConfigError, KVConnectError
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")

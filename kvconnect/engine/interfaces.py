@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvconnect.config import is_loopback
+from kvconnect.addresses import is_loopback
 from kvconnect.errors import ConfigError
 
 log = logging.getLogger("kvconnect.engine")

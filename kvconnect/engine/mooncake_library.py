@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvconnect.config import is_loopback
+from kvconnect.addresses import is_loopback
 from kvconnect.engine.base import Span
 from kvconnect.engine.cuda_driver import allocation_around
 from kvconnect.errors import EngineError

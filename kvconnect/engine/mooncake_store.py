@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.config import split_address
+from kvconnect.addresses import split_address
 from kvconnect.engine.mooncake_library import prepare_environment
 from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
 from kvconnect.errors import EngineError

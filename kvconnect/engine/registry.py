@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
-from kvconnect.config import check_engine, engine_entry_points
 from kvconnect.engine.base import Engine
+from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine")

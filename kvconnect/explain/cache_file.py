@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvconnect.config import ExtraConfig, parse_kv_transfer_config, read_struct
+from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.plan.cost import EngineRates, LinkCost
+from kvconnect.reading import read_struct
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]

@@ -19,7 +19,8 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from kvconnect.config import ExtraConfig, is_loopback
+from kvconnect.addresses import is_loopback
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.key_files import checked_secret, read_secret, user_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvconnect.config import is_loopback
+from kvconnect.addresses import is_loopback
 from kvconnect.peer.allow_list import AllowList
 
 

@@ -12,8 +12,9 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 
+from kvconnect.addresses import split_address
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
-from kvconnect.config import ExtraConfig, split_address
+from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host

@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvconnect.config import OffloadConfig, split_address
+from kvconnect.addresses import split_address
+from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Verb
 from kvconnect.errors import ConfigError

@@ -1,0 +1,66 @@
+"""Reading a struct of settings from a JSON object: an error names key, value and what is accepted."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvconnect.errors import ConfigError
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
+    """What was read of an object, checked field by field; ``where`` is what errors call the object.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is not accepted.
+    """
+    refuse_unknown(given, kind, where)
+    return read_fields(given, kind, where)
+
+
+def refuse_unknown(
+    given: Mapping[str, Any], kind: type[msgspec.Struct], where: str, hidden: Sequence[str] = ()
+) -> None:
+    """Raise ``ConfigError`` for a key that is no field; fields that are ``hidden`` are none here."""
+    known = [name for name in kind.__struct_fields__ if name not in hidden]
+    for key, value in given.items():
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
+        )
+
+
+def read_fields(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
+    """The struct of those keys that are its fields, one by one: an error names the key and the value."""
+    values = {}
+    for field in msgspec.structs.fields(kind):
+        if field.name not in given:
+            if field.required:
+                raise ConfigError(f"{where}.{field.name} is missing; it has no default")
+            continue
+        value = given[field.name]
+        try:
+            values[field.name] = msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}.{field.name} is {value!r}: {_accepted(field.type, error)}") from error
+    return kind(**values)
+
+
+def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
+    described = msgspec.inspect.type_info(kind)
+    options = getattr(described, "types", (described,))
+    values = [
+        str(value)
+        for option in options
+        if isinstance(option, msgspec.inspect.LiteralType)
+        for value in option.values
+    ]
+    return f"accepted: {', '.join(values)}" if values else str(error)
