@@ -18,7 +18,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.copies.copier_cuda import fitted_staging
 from kvconnect.pack.arena import ALIGN_BYTES, Arena
 from kvconnect.pack.device_memory import LEAST_SLOT_BYTES, LEAST_SLOTS, fitted_slots, spare_bytes
-from kvconnect.worker import connector
+from kvconnect.worker import local
 from kvconnect.worker.connector import WorkerConnector
 
 GIB = 1 << 30
@@ -104,7 +104,7 @@ def made(role, engine):
 )
 def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, expected):
     reserved = []
-    monkeypatch.setattr(connector, "spare_bytes", lambda device, some: reserved.append(some) or spare)
+    monkeypatch.setattr(local, "spare_bytes", lambda device, some: reserved.append(some) or spare)
     engine = Recording("127.0.0.1")
     worker, tensors = made("kv_both", engine)
     with caplog.at_level(logging.INFO):
