@@ -147,14 +147,6 @@ def bench_offload_command(
         list[int] | None,
         typer.Option(min=1, help="Blocks at a time; default: 256 and 1024, on a CPU 16 and 64."),
     ] = None,
-    programs: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0,
-            help="Programs of the kernel that restores (several times for several), 0 for copy engines; "
-            "default: what a worker takes.",
-        ),
-    ] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="Time decode steps beside copies instead.")
     ] = False,
@@ -176,7 +168,6 @@ def bench_offload_command(
     from benchmarks.offload.decode import DecodeOptions
     from benchmarks.offload.runner import bench_offload, bench_offload_decode
     from benchmarks.runner_kit import default_device
-    from kvconnect.offload.copies.copier import RESTORE_PROGRAMS
 
     chosen = device or default_device()
     if decode:
@@ -188,7 +179,6 @@ def bench_offload_command(
             gb_per_s=gb_per_s,
             rounds=rounds,
             seconds=seconds,
-            restore_programs=(programs or [RESTORE_PROGRAMS])[0],
         )
         raise typer.Exit(bench_offload_decode(options, json_output=json_output))
     code = bench_offload(
@@ -196,7 +186,6 @@ def bench_offload_command(
         page_bytes=tuple(page_bytes or (16384,)),
         regions=regions,
         blocks=tuple(blocks or ()),
-        restore_programs=tuple(programs or (RESTORE_PROGRAMS,)),
         json_output=json_output,
     )
     raise typer.Exit(code)

@@ -35,14 +35,11 @@ class CopyTiming:
     """
 
     device: str
-    modes: tuple[str, str]
-    restore_programs: int
     rows: str
     page_bytes: int
     regions: int
     blocks: int
     total_bytes: int
-    pinned: bool
     contiguous_out: float
     contiguous_back: float
     per_page_out: float
@@ -90,8 +87,8 @@ class Case:
         scattered = random.Random(1).sample(range(2 * blocks), blocks)
         self.rows = {"scattered": tuple(scattered), "adjacent": tuple(range(blocks))}
 
-    def copier(self, restore_programs: int) -> Copier:
-        return make_copier(self.layout, self.arena, self.device, restore_programs=restore_programs)
+    def copier(self) -> Copier:
+        return make_copier(self.layout, self.arena, self.device)
 
     def gb_per_s(self, call: Callable[[], object]) -> float:
         """The median rate of a call that returns when all is done."""
@@ -153,8 +150,6 @@ class Case:
         from kvconnect.offload.copies.host_memory import CudaHostMemory
 
         memory = CudaHostMemory(torch.device(self.device))
-        if not self.arena.pinned:
-            memory.use_single_copies("the host's memory is not pinned")
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def copy(source: Column, target: Column) -> None:
@@ -179,21 +174,19 @@ class Case:
             torch.cuda.synchronize()
 
 
-def measure_case(case: Case, restore_programs: Sequence[int]) -> Iterator[CopyTiming]:
-    """Rows scattered and adjacent, for each number of programs; the yardsticks are measured once, before."""
+def measure_case(case: Case) -> Iterator[CopyTiming]:
+    """Rows scattered and adjacent; the yardsticks are measured once, before."""
     contiguous, per_page = case.contiguous(), case.per_page()
-    for programs in restore_programs:
-        copier = case.copier(programs)
-        for rows in case.rows:
-            yield _measure(case, copier, programs, rows, contiguous, per_page)
-        copier.close()
+    copier = case.copier()
+    for rows in case.rows:
+        yield _measure(case, copier, rows, contiguous, per_page)
+    copier.close()
     case.arena.close()
 
 
 def _measure(
     case: Case,
     copier: Copier,
-    programs: int,
     rows: str,
     contiguous: tuple[float, float],
     per_page: tuple[float, float],
@@ -206,14 +199,11 @@ def _measure(
     rate_back = case.gb_per_s(lambda: copier.restore(back).wait())
     return CopyTiming(
         device=case.device,
-        modes=copier.modes,
-        restore_programs=programs,
         rows=rows,
         page_bytes=case.page_bytes,
         regions=case.regions,
         blocks=case.blocks,
         total_bytes=case.total_bytes,
-        pinned=case.arena.pinned,
         contiguous_out=round(contiguous[0], 2),
         contiguous_back=round(contiguous[1], 2),
         per_page_out=round(per_page[0], 2),

@@ -18,7 +18,7 @@ from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.offload.copies.copier import RESTORE_PROGRAMS, Copier, CopyTicket, make_arena, make_copier
+from kvconnect.offload.copies.copier import Copier, CopyTicket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
@@ -48,7 +48,6 @@ class DecodeOptions:
     gb_per_s: float = 0.0
     rounds: int = 3
     seconds: float = 2.0
-    restore_programs: int = RESTORE_PROGRAMS
 
     def __post_init__(self) -> None:
         if self.device not in SUITED:
@@ -101,7 +100,6 @@ class DecodeTiming:
     batch: int
     context: int
     flow: str
-    modes: tuple[str, str]
     asked_gb_per_s: float
     out: float
     back: float
@@ -192,9 +190,7 @@ class _Rig:
         self.row_bytes = layout.row_bytes[0]
         plan = plan_arena(2 * self.rows_each * self.row_bytes, layout.row_bytes, {0: 1.0})
         self.arena = make_arena(plan, options.device)
-        self.copier: Copier = make_copier(
-            layout, self.arena, options.device, restore_programs=options.restore_programs
-        )
+        self.copier: Copier = make_copier(layout, self.arena, options.device)
 
     def close(self) -> None:
         self.copier.close()
@@ -284,7 +280,6 @@ def measure_decode(options: DecodeOptions) -> Iterator[DecodeTiming]:
             batch=options.used_batch,
             context=options.used_context,
             flow=flow,
-            modes=rig.copier.modes,
             asked_gb_per_s=options.bytes_per_s / 1e9,
             out=round(statistics.median(window.out for window in having) / 1e9, 3),
             back=round(statistics.median(window.back for window in having) / 1e9, 3),

@@ -22,7 +22,6 @@ def bench_offload(
     page_bytes: Sequence[int],
     regions: int,
     blocks: Sequence[int],
-    restore_programs: Sequence[int],
     json_output: bool,
 ) -> int:
     """Measure every page size and number of blocks; returns 0, or 1 if wrong bytes came back.
@@ -37,7 +36,7 @@ def bench_offload(
     for page in page_bytes:
         for count in blocks or ((16, 64) if device == "cpu" else (256, 1024)):
             case = Case(device, page, regions, count)
-            for timing in measure_case(case, restore_programs):
+            for timing in measure_case(case):
                 timings.append(timing)
                 if json_output:
                     print(json.dumps({"bench": "offload", **asdict(timing)}), flush=True)
@@ -74,7 +73,7 @@ def _check_device(device: str) -> None:
 def _copies_table(device: str, timings: Sequence[CopyTiming]) -> Table:
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     table = Table(title=f"blocks to host memory and back, {where}; GB/s, and as a part of a contiguous copy")
-    columns = ("page KiB", "regions", "blocks", "MiB", "mode", "rows", "contiguous", "per page")
+    columns = ("page KiB", "regions", "blocks", "MiB", "rows", "contiguous", "per page")
     for column in (*columns, "out", "back", "host us", "verified"):
         table.add_column(column, justify="right")
     for one in timings:
@@ -83,7 +82,6 @@ def _copies_table(device: str, timings: Sequence[CopyTiming]) -> Table:
             str(one.regions),
             str(one.blocks),
             str(one.total_bytes >> 20),
-            f"{'/'.join(one.modes)} {one.restore_programs}",
             one.rows,
             f"{one.contiguous_out:.1f} / {one.contiguous_back:.1f}",
             f"{one.per_page_out:.1f} / {one.per_page_back:.1f}",
@@ -99,7 +97,7 @@ def _decode_table(timings: Sequence[DecodeTiming]) -> Table:
     first = timings[0]
     table = Table(
         title=f"decode without -> while offloading: {first.model}, batch {first.batch}, "
-        f"{first.context} tokens, {'/'.join(first.modes)}"
+        f"{first.context} tokens"
     )
     for column in (
         "flow",

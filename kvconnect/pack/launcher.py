@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +27,11 @@ FIELDS = 20
 CAST_FIELDS = FIELDS + 1
 
 
-class Tuning(NamedTuple):
-    """How the kernel's work is cut.
-
-    ``tile_bytes`` are moved at a time by one program of ``num_warps`` warps. An item has at most
-    ``max_turns`` such tiles, so that what is worked out once per item counts little.
-    """
-
-    tile_bytes: int
-    num_warps: int
-    max_turns: int
-
-
-# Measured on an H200 (`python -m benchmarks pack`). Where any number of programs may run, small tiles leave
-# registers for many of them; few programs must each keep more bytes under way.
-_MANY_PROGRAMS = Tuning(tile_bytes=8 << 10, num_warps=8, max_turns=16)
-_FEW_PROGRAMS = Tuning(tile_bytes=32 << 10, num_warps=16, max_turns=1)
+# Measured on an H200 (`python -m benchmarks pack`). Small tiles, which one program moves at a time, leave
+# registers for many programs; an item has many tiles, so that what is worked out once per item counts little.
+_TILE_BYTES = 8 << 10
+_NUM_WARPS = 8
+_MOST_TURNS = 16
 _PROGRAMS_PER_SM = 32
 _INTERPRETED_PROGRAMS = 8
 _ITEMS_EACH = 2
@@ -87,7 +76,6 @@ class Launcher:
     Args:
         classes: all lanes that are ever moved.
         device: where they are.
-        programs: at most so many programs of the kernel run; 0 for as many as are useful.
         is_placed: pages do not lie one after the other in the slot, but each at a place of its own. The
             numbers of pages are then their blocks, followed by their places: bytes, multiples of 16.
     """
@@ -97,14 +85,13 @@ class Launcher:
         classes: Sequence[LaneClass],
         device: torch.device,
         *,
-        programs: int = 0,
         is_placed: bool = False,
     ) -> None:
         self._is_placed = is_placed
-        self._tuning = _FEW_PROGRAMS if programs else _MANY_PROGRAMS
-        if not programs and device.type == "cuda":
-            programs = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
-        self._programs = programs or _INTERPRETED_PROGRAMS
+        self._programs = _INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._programs = properties.multi_processor_count * _PROGRAMS_PER_SM
         sizes: dict[Access, list[tuple[int, int]]] = {}
         self._flat: dict[Access, bool] = {}
         for lanes in classes:
@@ -113,8 +100,7 @@ class Launcher:
             flat = walk.tokens == walk.heads == walk.planes == 1
             self._flat[access] = flat and self._flat.get(access, True)
         self._units = {
-            access: units_at_once(found, self._tuning.tile_bytes // access.memory_unit)
-            for access, found in sizes.items()
+            access: units_at_once(found, _TILE_BYTES // access.memory_unit) for access, found in sizes.items()
         }
         self._compiled: dict[tuple[Access, bool, bool], tuple[Any, tuple[Any, ...]]] = {}
         self._compiled_load: Any = None
@@ -211,7 +197,7 @@ class Launcher:
                 compiled[(launch.programs, 1, 1)](*varying, *constants)
                 continue
             named = self._constants(*key)
-            made = move_kernel[(launch.programs,)](*varying, **named, num_warps=self._tuning.num_warps)
+            made = move_kernel[(launch.programs,)](*varying, **named, num_warps=_NUM_WARPS)
             if isinstance(made, CompiledKernel):
                 self._compiled[key] = (made, tuple(named.values()))
 
@@ -236,7 +222,7 @@ class Launcher:
         }
 
     def _pages_at_once(self, access: Access) -> int:
-        return max(1, self._tuning.tile_bytes // access.memory_unit // self._units[access])
+        return max(1, _TILE_BYTES // access.memory_unit // self._units[access])
 
     def _fields(
         self, access: Access, moves: Sequence[Move], lanes_at: Sequence[int], blocks_at: Sequence[int]
@@ -252,7 +238,7 @@ class Launcher:
         # less to do, fewer programs rather than short items.
         at_once = div_ceil(all_turns, _ITEMS_EACH * self._programs)
         at_once = max(at_once, min(_LEAST_TURNS, all_turns // max(1, self._programs // 4)))
-        at_once = min(at_once, self._tuning.max_turns)
+        at_once = min(at_once, _MOST_TURNS)
         rows, first = [], 0
         step = access.stride_bytes
         for move, count, turn, lanes, blocks in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):

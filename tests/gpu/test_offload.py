@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.offload.copies.copier import RESTORE_PROGRAMS, make_arena, make_copier
+from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
@@ -31,7 +30,7 @@ NUM_ROWS = 30
 class Rig:
     """A cache on the GPU, rows, and a copier between them."""
 
-    def __init__(self, side: Side, programs: int = RESTORE_PROGRAMS, staging_bytes: int = 1 << 20) -> None:
+    def __init__(self, side: Side, staging_bytes: int = 1 << 20) -> None:
         self.side, self.table = side, side.table
         self.layout = RowLayout.build(side.table)
         classes, at = [], 0
@@ -41,9 +40,7 @@ class Rig:
         index = {group: number for number, group in enumerate(self.layout.groups)}
         plan = ArenaPlan(tuple(classes), index, dict.fromkeys(index, NUM_ROWS), at)
         self.arena = make_arena(plan, "cuda")
-        self.copier = make_copier(
-            self.layout, self.arena, "cuda", staging_bytes=staging_bytes, restore_programs=programs
-        )
+        self.copier = make_copier(self.layout, self.arena, "cuda", staging_bytes=staging_bytes)
         for group in index:
             self.arena.rows_of(group)[:] = 0xA5
         torch.cuda.synchronize()
@@ -94,22 +91,17 @@ def random_copies(rng: random.Random, group: int) -> RowCopies:
     )
 
 
-@pytest.mark.parametrize("programs", [0, RESTORE_PROGRAMS])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_any_cache_goes_out_and_comes_back(programs, data):
+def test_any_cache_goes_out_and_comes_back(data):
     model = data.draw(models())
     side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
-    there_and_back(Rig(side, programs), random.Random(data.draw(st.integers(0, 999))))
+    there_and_back(Rig(side), random.Random(data.draw(st.integers(0, 999))))
 
 
-@pytest.mark.parametrize("programs", [0, 1, RESTORE_PROGRAMS])
 @pytest.mark.parametrize("staging_bytes", [1 << 20, 0])
-def test_wide_pages_go_out_and_come_back(programs, staging_bytes):
-    rig = Rig(wide_side(), programs, staging_bytes)
-    assert rig.arena.pinned
-    assert rig.copier.modes == ("dma", "kernel" if programs else "dma")
-    there_and_back(rig, random.Random(5))
+def test_wide_pages_go_out_and_come_back(staging_bytes):
+    there_and_back(Rig(wide_side(), staging_bytes), random.Random(5))
 
 
 def there_and_back(rig: Rig, rng: random.Random) -> None:
@@ -130,10 +122,9 @@ def there_and_back(rig: Rig, rng: random.Random) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("programs", [0, RESTORE_PROGRAMS])
-def test_a_step_that_overwrites_blocks_at_once_changes_no_row(programs):
+def test_a_step_that_overwrites_blocks_at_once_changes_no_row():
     """Staging memory is far too small, and the model writes to every block right after each order."""
-    rig = Rig(wide_side(), programs)
+    rig = Rig(wide_side())
     rng, stream = random.Random(3), torch.cuda.Stream()
     image, rows = rig.image(), rig.rows()
     tickets = []
@@ -208,22 +199,6 @@ def test_orders_of_what_does_not_exist_end_and_the_rest_goes_on():
     there_and_back(rig, random.Random(1))
 
 
-def test_memory_that_is_not_pinned_works_too(monkeypatch, caplog):
-    from kvconnect.errors import EngineError
-    from kvconnect.offload.copies.host_memory import CudaHostMemory
-
-    def refuse(self, address, length_bytes):
-        raise EngineError("no memory may be locked")
-
-    monkeypatch.setattr(CudaHostMemory, "pin", refuse)
-    caplog.set_level(logging.WARNING)
-    rig = Rig(wide_side())
-    assert not rig.arena.pinned
-    assert rig.copier.modes == ("dma", "dma")
-    assert "not pinned: no memory may be locked" in caplog.text
-    there_and_back(rig, random.Random(2))
-
-
 def test_copies_across_pinned_pieces_are_right(monkeypatch):
     import kvconnect.offload.copies.arena as arenas
 
@@ -240,5 +215,4 @@ def test_a_row_longer_than_staging_memory_travels_in_parts():
     layers = (Layer("a", 0, "state", 700_001, torch.float16),)
     shape = Shape({"a": "block"}, {"a": 3}, {0: 1}, {0: 1})
     side = Side(Model(layers, 1, 8, 8), shape, HeadInterval(0, 1), NUM_BLOCKS, 3)
-    for programs in (0, RESTORE_PROGRAMS):
-        there_and_back(Rig(side, programs), random.Random(6))
+    there_and_back(Rig(side), random.Random(6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import astuple
 
 import numpy as np
@@ -155,26 +154,22 @@ def test_pieces_and_their_copies_are_all_bytes_once(data, row_bytes, part_bytes,
     for piece in parts.pieces(copies, most):
         assert piece.total_bytes == sum(ends[kind] for kind in piece.kind.tolist())
         assert piece.total_bytes <= most or len(piece.kind) == 1
-        here = {}
-        columns = (column.tolist() for column in (piece.kind, piece.block, piece.address, piece.place))
-        for kind, block, address, place in zip(*columns, strict=True):
-            seen += [(group_of[kind], block, address + at) for at in range(ends[kind])]
-            here |= {place + at: address + at for at in range(ends[kind])}
-        assert sorted(here) == list(range(piece.total_bytes))
         found = {}
         for host, place, length in zip(*(column.tolist() for column in piece.copies), strict=True):
             assert length > 0
             assert not any(host < border < host + length for border in arena.borders)
             found |= {place + at: host + at for at in range(length)}
-        assert found == here
-        for in_host, of_part in ((True, piece.address), (False, piece.place)):
-            numbers = {
-                (pages.group, *pair)
-                for pages, column in page_numbers(piece, in_host).items()
-                for pair in column.reshape(2, pages.count).T.tolist()
-            }
-            columns = (column.tolist() for column in (piece.kind, piece.block, of_part))
-            assert numbers == set(zip(*columns, strict=True))
+        assert sorted(found) == list(range(piece.total_bytes))
+        assert sum(piece.copies[2].tolist()) == piece.total_bytes
+        parts_here = [column.tolist() for column in (piece.kind, piece.block, piece.place)]
+        for kind, block, place in zip(*parts_here, strict=True):
+            seen += [(group_of[kind], block, found[place + at]) for at in range(ends[kind])]
+        numbers = {
+            (pages.group, *pair)
+            for pages, column in page_numbers(piece).items()
+            for pair in column.reshape(2, pages.count).T.tolist()
+        }
+        assert numbers == set(zip(*parts_here, strict=True))
     assert sorted(seen) == sorted(wanted)
 
 
@@ -243,7 +238,6 @@ def test_rows_of_all_classes_lie_apart_in_one_mapping():
     addresses = arena.addresses(2, np.array([3, 0]))
     assert (addresses - arena.address).tolist() == [5120 + 3 * 64, 5120]
     assert arena.address % 4096 == 0
-    assert not arena.pinned
     for call in (
         lambda: arena.row(2, 100),
         lambda: arena.addresses(2, np.array([100])),
@@ -256,7 +250,6 @@ def test_rows_of_all_classes_lie_apart_in_one_mapping():
 def test_memory_is_pinned_in_pieces_and_let_go_once():
     pins = Pins()
     arena = RowArena(PLAN, pins, piece_bytes=8192)
-    assert arena.pinned
     assert sum(pins.held.values()) == arena.length_bytes == 12288
     assert sorted(pins.held) == [arena.address, *arena.borders]
     assert arena.borders == [arena.address + 8192]
@@ -265,16 +258,11 @@ def test_memory_is_pinned_in_pieces_and_let_go_once():
     arena.close()
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_that_is_said_once(caplog):
-    caplog.set_level(logging.WARNING)
+def test_memory_that_cannot_be_pinned_is_refused_and_none_of_it_stays_pinned():
     pins = Pins(most=1)
-    arena = RowArena(PLAN, pins, piece_bytes=8192)
-    assert not arena.pinned
+    with pytest.raises(ConfigError, match=r"offload\.cpu_bytes: .* 8192 of 12288 bytes .*\(no more\)"):
+        RowArena(PLAN, pins, piece_bytes=8192)
     assert not pins.held
-    assert arena.borders == []
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "not pinned: no more, after 8192 of 12288 bytes" in caplog.text
-    arena.row(0, 1)[:] = bytes(128)
 
 
 def test_more_memory_than_there_is_names_the_setting():

@@ -41,12 +41,12 @@ class RowArena:
 
     Args:
         plan: which rows there are.
-        pinner: pins the memory; None where no device reads it by itself. If it cannot, that is logged once
-            and ``pinned`` is False: copies work then too, but are slow and keep their caller waiting.
+        pinner: pins the memory; None where no device reads it by itself.
         piece_bytes: most bytes that are pinned by one call, a multiple of 4096.
 
     Raises:
-        ConfigError: the machine does not give that much memory.
+        ConfigError: the machine does not give that much memory, or does not let it be pinned. From memory
+            that is not pinned copies would be slow and every step would wait for them.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class RowArena:
         self.address = int(self._bytes.ctypes.data)
         self._pinner = pinner
         self._pieces: list[int] = []
-        self.pinned = False
-        self.pin_s = 0.0
         if pinner is not None:
             self._pin(pinner, piece_bytes)
 
@@ -103,7 +101,7 @@ class RowArena:
 
     def close(self) -> None:
         """Unpin the memory. No copy may be under way; the memory itself goes with its last view."""
-        pieces, self._pieces, self.pinned = self._pieces, [], False
+        pieces, self._pieces = self._pieces, []
         if self._pinner is None:
             return
         for address in pieces:
@@ -119,18 +117,15 @@ class RowArena:
             try:
                 pinner.pin(address, min(piece_bytes, self.length_bytes - start))
             except KVConnectError as error:
-                logger.warning(
-                    "host memory for blocks is not pinned: %s, after %d of %d bytes. Copies are slow and "
-                    "steps wait for them; set cpu_bytes lower, or allow the process to lock memory",
-                    error,
-                    start,
-                    self.length_bytes,
-                )
                 self.close()
-                return
+                raise ConfigError(
+                    f"kv_connector_extra_config.offload.cpu_bytes: the machine lets {start} of "
+                    f"{self.length_bytes} bytes of memory be pinned ({error}); accepted: less, or allow the "
+                    f"process to lock memory"
+                ) from error
             self._pieces.append(address)
-        self.pinned, self.pin_s = True, time.monotonic() - began
-        logger.info("pinned %d bytes of host memory for blocks in %.1f s", self.length_bytes, self.pin_s)
+        pin_s = time.monotonic() - began
+        logger.info("pinned %d bytes of host memory for blocks in %.1f s", self.length_bytes, pin_s)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

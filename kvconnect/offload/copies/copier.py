@@ -21,9 +21,6 @@ from kvconnect.orders import RowCopies
 
 logger = logging.getLogger(__name__)
 
-RESTORE_PROGRAMS = 16
-"""Few, since they occupy multiprocessors of the model, and as many as keep the link to the host busy."""
-
 
 class CopyTicket(Protocol):
     """A snapshot or restore that was asked for. It always ends."""
@@ -74,11 +71,6 @@ class Copier(Protocol):
         ...
 
     @property
-    def modes(self) -> tuple[str, str]:
-        """How blocks leave the device and how they come back: ``cpu``, ``dma`` or ``kernel``."""
-        ...
-
-    @property
     def staging_waits(self) -> int:
         """How often a snapshot had to wait until staging memory was free."""
         ...
@@ -92,7 +84,7 @@ def make_arena(plan: ArenaPlan, device: torch.device | str) -> RowArena:
     """The rows of a plan beside a device; pinned where the device is a GPU.
 
     Raises:
-        ConfigError: the machine does not give that much memory.
+        ConfigError: the machine does not give that much memory, or does not let it be pinned.
     """
     if torch.device(device).type != "cuda":
         return RowArena(plan)
@@ -108,15 +100,13 @@ def make_copier(
     *,
     staging_bytes: int = 0,
     reserved_bytes: int = 0,
-    restore_programs: int = RESTORE_PROGRAMS,
 ) -> Copier:
     """The copier for a device. On a GPU it takes a moment: kernels are compiled.
 
     The tensors of the layout must outlive it. If it fails the arena stays its owner's to close.
 
     ``staging_bytes`` is device memory for copies under way, 0 for what suits the device: less where its free
-    memory, less ``reserved_bytes`` of it, does not hold that. ``restore_programs`` programs of a kernel read
-    rows out of pinned host memory; 0 for copy engines.
+    memory, less ``reserved_bytes`` of it, does not hold that.
 
     Raises:
         ConfigError: the device has no room, or Triton is not installed.
@@ -130,14 +120,7 @@ def make_copier(
         from kvconnect.offload.copies.copier_cuda import make_cuda_copier
     except ImportError as error:
         raise ConfigError(f"device is {str(device)!r}, which needs Triton: pip install triton") from error
-    return make_cuda_copier(
-        layout,
-        arena,
-        device,
-        staging_bytes=staging_bytes,
-        reserved_bytes=reserved_bytes,
-        restore_programs=restore_programs,
-    )
+    return make_cuda_copier(layout, arena, device, staging_bytes=staging_bytes, reserved_bytes=reserved_bytes)
 
 
 @dataclass(frozen=True)

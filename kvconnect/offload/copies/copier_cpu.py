@@ -24,7 +24,6 @@ Words = NDArray[Any]
 class CpuCopier:
     """See ``Copier``. Everything is done when a call returns."""
 
-    modes = ("cpu", "cpu")
     staging_waits = 0
 
     def __init__(self, layout: RowLayout, arena: RowArena) -> None:

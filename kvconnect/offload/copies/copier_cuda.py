@@ -31,7 +31,6 @@ def make_cuda_copier(
     *,
     staging_bytes: int,
     reserved_bytes: int,
-    restore_programs: int,
 ) -> StagedCopier:
     """See ``make_copier``."""
     if device.index is None:
@@ -44,17 +43,12 @@ def make_cuda_copier(
         raise ConfigError(
             f"{device} has no room for {staging_bytes} bytes of staging memory: {error}"
         ) from error
-    if not arena.pinned:
-        memory.use_single_copies("the host's memory is not pinned")
-        restore_programs = 0
-    ring_bytes = staging_bytes // (1 if restore_programs else 2) // 256 * 256
-    storing = Ring(storage.data_ptr(), ring_bytes)
-    restoring = None if restore_programs else Ring(storage.data_ptr() + ring_bytes, ring_bytes)
+    ring_bytes = staging_bytes // 2 // 256 * 256
     parts = RowParts(layout, arena, ring_bytes // 4)
     classes = [lanes for kind in parts.classes for lanes in kind]
-    packing = Launcher(classes, device, is_placed=True)
+    # Each direction has its own thread, and a launcher stages for one thread only.
+    packing, unpacking = (Launcher(classes, device, is_placed=True) for _ in range(2))
     packing.compile(pack=True)
-    unpacking = Launcher(classes, device, programs=restore_programs, is_placed=True)
     unpacking.compile(pack=False)
     torch.cuda.synchronize(device)
     return StagedCopier(
@@ -62,8 +56,8 @@ def make_cuda_copier(
         CudaDevice(device, memory),
         RowKernel(parts, packing),
         RowKernel(parts, unpacking),
-        storing,
-        restoring,
+        Ring(storage.data_ptr(), ring_bytes),
+        Ring(storage.data_ptr() + ring_bytes, ring_bytes),
         keep=storage,
     )
 

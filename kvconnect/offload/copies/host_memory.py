@@ -15,13 +15,11 @@ import numpy as np
 import torch
 
 from kvconnect.engine.cuda_driver import check_code, load_driver
-from kvconnect.errors import EngineError
 from kvconnect.pack.batches import Column
 
 logger = logging.getLogger(__name__)
 
 _REGISTER_PORTABLE = 1
-_REGISTER_DEVICE_MAP = 2
 _ACCESS_IN_STREAM_ORDER = 1
 # Fewer copies than this are begun one by one: the call for many has a cost of its own.
 _FEW = 4
@@ -59,20 +57,10 @@ class CudaHostMemory:
             logger.info("copies between host and GPU are begun one by one: this CUDA driver is before 12.8")
 
     def pin(self, address: int, length_bytes: int) -> None:
-        """See ``Pinner``. Kernels can use the memory too, at the address that it has."""
-        flags = ctypes.c_uint(_REGISTER_PORTABLE | _REGISTER_DEVICE_MAP)
-        seen = ctypes.c_uint64()
+        """See ``Pinner``."""
+        flags = ctypes.c_uint(_REGISTER_PORTABLE)
         with self._current():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), flags)
-            self._call(
-                "cuMemHostGetDevicePointer_v2",
-                ctypes.byref(seen),
-                ctypes.c_void_p(address),
-                ctypes.c_uint(0),
-            )
-        if seen.value != address:
-            self.unpin(address)
-            raise EngineError(f"the GPU sees the host's {address:#x} at {seen.value:#x}; accepted: there")
 
     def unpin(self, address: int) -> None:
         """See ``Pinner``."""
@@ -94,11 +82,6 @@ class CudaHostMemory:
                     ctypes.c_size_t(size),
                     ctypes.c_void_p(stream),
                 )
-
-    def use_single_copies(self, why: str) -> None:
-        """Begin copies one by one from now on."""
-        logger.info("copies between host and GPU are begun one by one: %s", why)
-        self._batch_call = None
 
     def _copy_batch(self, call: str, source: Column, target: Column, length: Column, stream: int) -> None:
         columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (target, source, length)]

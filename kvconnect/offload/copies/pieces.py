@@ -21,13 +21,12 @@ from kvconnect.pack.batches import Column, LaneClass, Move, PageRange
 class Piece:
     """Parts that are in staging memory at one time, in the order of their addresses in host memory.
 
-    Part ``i`` is of ``kind[i]`` and ``block[i]``, at ``address[i]`` in host memory, and ``place[i]`` bytes
-    into a span of ``total_bytes``. ``copies`` are host address, place and length of what must be copied.
+    Part ``i`` is of ``kind[i]`` and ``block[i]``, and ``place[i]`` bytes into a span of ``total_bytes``.
+    ``copies`` are host address, place and length of what must be copied.
     """
 
     kind: Column
     block: Column
-    address: Column
     place: Column
     total_bytes: int
     copies: tuple[Column, Column, Column]
@@ -89,7 +88,6 @@ class RowParts:
                 Piece(
                     kind[mine],
                     block[mine],
-                    address[mine],
                     begin[mine] - at,
                     int(end[stop - 1] - at),
                     (host, place - at, size),
@@ -131,13 +129,12 @@ class RowParts:
         return host[run] + start - place[run], start, np.diff(start, append=begin[-1] + length[-1])
 
 
-def page_numbers(piece: Piece, in_host: bool) -> dict[PageRange, Column]:
-    """The kernel's numbers of a piece's parts, by kind: blocks, and places in staging or host memory."""
-    place = piece.address if in_host else piece.place
+def page_numbers(piece: Piece) -> dict[PageRange, Column]:
+    """The kernel's numbers of a piece's parts, by kind: blocks, and places in staging memory."""
     numbers = {}
     counts = np.bincount(piece.kind).tolist()
     for kind, count in enumerate(counts):
         if count:
-            mine = slice(None) if count == len(place) else piece.kind == kind
-            numbers[PageRange(kind, 0, count)] = np.concatenate([piece.block[mine], place[mine]])
+            mine = slice(None) if count == len(piece.kind) else piece.kind == kind
+            numbers[PageRange(kind, 0, count)] = np.concatenate([piece.block[mine], piece.place[mine]])
     return numbers

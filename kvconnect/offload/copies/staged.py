@@ -1,9 +1,7 @@
 """The copier of a device with memory of its own.
 
 A snapshot packs blocks into staging memory on the model's own stream; copy engines bring them to the host
-while the model computes. A restore is read out of the host's memory by a kernel of few programs: copy engines
-would hold up the uploads of the model's steps. Only where the host's memory is not pinned do they bring rows
-to staging memory.
+while the model computes. A restore takes the same way back, on streams of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from kvconnect.pack.launcher import Launcher, Staged
 from kvconnect.pack.numbers import NumberBuffer
 
 _MOST_PREPARED = 256
-_UNBOUND = 1 << 62
 
 
 class _DeviceTicket:
@@ -73,11 +70,11 @@ class RowKernel:
         self._lent: list[NumberBuffer] = []
         self._kept: deque[tuple[CudaEvent, list[NumberBuffer]]] = deque()
 
-    def load(self, queue: CudaQueue, pieces: Sequence[Piece], in_host: bool = False) -> list[Staged]:
-        """Bring the numbers of pieces to the device, at once. Places are in staging memory or ``in_host``."""
+    def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[Staged]:
+        """Bring the numbers of pieces to the device, at once."""
         while self._kept and self._kept[0][0].done:
             self._kept.popleft()
-        numbers = [page_numbers(piece, in_host) for piece in pieces]
+        numbers = [page_numbers(piece) for piece in pieces]
         lent, staged = self._launcher.stage([self._prepare(tuple(one)) for one in numbers], numbers)
         self._lent.append(lent)
         queue.run(partial(self._launcher.load, lent))
@@ -102,7 +99,7 @@ class StagedCopier:
         packing: the kernel that moves blocks to rows.
         unpacking: the kernel that moves rows to blocks.
         storing: staging memory for snapshots.
-        restoring: for restores; None where kernels can read rows where they are.
+        restoring: staging memory for restores.
         keep: what owns the staging memory.
     """
 
@@ -113,10 +110,9 @@ class StagedCopier:
         packing: RowKernel,
         unpacking: RowKernel,
         storing: Ring,
-        restoring: Ring | None,
+        restoring: Ring,
         keep: object = None,
     ) -> None:
-        self.modes = ("dma", "kernel" if restoring is None else "dma")
         self.staging_waits = 0
         self._parts, self._device, self._keep = parts, device, keep
         self._packing, self._unpacking = packing, unpacking
@@ -129,10 +125,8 @@ class StagedCopier:
         ring = self._storing
         try:
             compute = self._device.compute()
-            # One launch if it can be; else two halves in turn.
-            pieces = self._parts.pieces(copies, ring.length_bytes)
-            if len(pieces) > 1:
-                pieces = self._parts.pieces(copies, ring.length_bytes // 2)
+            # While one half of the staging memory leaves, the other is filled.
+            pieces = self._parts.pieces(copies, ring.length_bytes // 2)
         except Exception as error:
             return failed("snapshot", error)
         if not pieces:
@@ -155,7 +149,7 @@ class StagedCopier:
         """See ``Copier``."""
         ring = self._restoring
         try:
-            pieces = self._parts.pieces(copies, _UNBOUND if ring is None else ring.length_bytes // 4)
+            pieces = self._parts.pieces(copies, ring.length_bytes // 4)
         except Exception as error:
             return failed("restore", error)
         if not pieces:
@@ -164,7 +158,7 @@ class StagedCopier:
             try:
                 if after is not None:
                     self._unpacks.wait_for(after)
-                end = self._read(pieces) if ring is None else self._fetch(pieces, ring)
+                end = self._fetch(pieces)
                 self._unpacking.keep_until(end)
                 return _DeviceTicket([end])
             except Exception as error:
@@ -204,17 +198,11 @@ class StagedCopier:
             self._storing.seal(ends[-1])
         self._packing.keep_until(ends[-1])
 
-    def _read(self, pieces: Sequence[Piece]) -> CudaEvent:
-        """The kernel reads rows where they are."""
-        for staged in self._unpacking.load(self._unpacks, pieces, in_host=True):
-            self._unpacking.start(self._unpacks, staged, 0, pack=False)
-        return self._unpacks.record()
-
-    def _fetch(self, pieces: Sequence[Piece], ring: Ring) -> CudaEvent:
+    def _fetch(self, pieces: Sequence[Piece]) -> CudaEvent:
         """Copy engines bring rows, piece by piece; each is unpacked while the next arrive."""
         all_staged = self._unpacking.load(self._unpacks, pieces)
         for piece, staged in zip(pieces, all_staged, strict=True):
-            address, fence = ring.take(piece.total_bytes)
+            address, fence = self._restoring.take(piece.total_bytes)
             if fence is not None:
                 self._from_host.wait_for(fence)
             host, place, length = piece.copies
@@ -222,7 +210,7 @@ class StagedCopier:
             self._unpacks.wait_for(self._from_host.record())
             self._unpacking.start(self._unpacks, staged, address, pack=False)
             end = self._unpacks.record()
-            ring.seal(end)
+            self._restoring.seal(end)
         return end
 
 
@@ -231,9 +219,7 @@ def _log_failure(what: str, error: Exception) -> str:
     return error_text(error)
 
 
-def _end_of_failed(
-    first: CudaQueue, last: CudaQueue, ring: Ring | None, kernel: RowKernel
-) -> list[CudaEvent]:
+def _end_of_failed(first: CudaQueue, last: CudaQueue, ring: Ring, kernel: RowKernel) -> list[CudaEvent]:
     """What ends once nothing touches blocks or rows any more for copies that failed half-way."""
     end: CudaEvent | None = None
     try:
@@ -243,6 +229,5 @@ def _end_of_failed(
     except Exception as lost:
         # A device that takes no work does none either.
         logger.error("the device takes no more copies: %s", lost)
-    if ring is not None:
-        ring.seal(end)
+    ring.seal(end)
     return [] if end is None else [end]

@@ -294,8 +294,6 @@ class OffloadWorker:
         return {
             "row_bytes": self.row_bytes,
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
-            "pinned": self._arena.pinned,
-            "copy": list(self._copier.modes),
             "tiers": {tier.name: tier.state() for tier in self._loop.lower.tiers},
         }
 
