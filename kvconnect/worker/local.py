@@ -12,8 +12,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
-from kvconnect.pack.device_memory import fitted_slots, spare_bytes
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard

@@ -16,8 +16,14 @@ from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copies.copier_cuda import fitted_staging
-from kvconnect.pack.arena import ALIGN_BYTES, Arena
-from kvconnect.pack.device_memory import LEAST_SLOT_BYTES, LEAST_SLOTS, fitted_slots, spare_bytes
+from kvconnect.pack.arena import (
+    ALIGN_BYTES,
+    LEAST_SLOT_BYTES,
+    LEAST_SLOTS,
+    Arena,
+    fitted_slots,
+    spare_bytes,
+)
 from kvconnect.worker import local
 from kvconnect.worker.connector import WorkerConnector
 

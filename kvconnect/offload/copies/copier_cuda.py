@@ -14,7 +14,7 @@ from kvconnect.offload.copies.ring import Ring
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.copies.staged import RowKernel, StagedCopier
 from kvconnect.offload.copies.streams import CudaDevice
-from kvconnect.pack.device_memory import spare_bytes
+from kvconnect.pack.arena import spare_bytes
 from kvconnect.pack.launcher import Launcher
 
 logger = logging.getLogger(__name__)
