@@ -1,17 +1,25 @@
-"""Pack and unpack by the Triton kernel, on one stream: one launch for a chunk and its digest."""
+"""Pack and unpack by the Triton kernel, on one stream: one launch for a chunk and its digest.
+
+Kernels add to one sum that is never set back. After each, the sum is copied to a place in pinned memory; a
+digest is the difference of two such values. So no program of a kernel waits for another.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from kvconnect.errors import LocalError
 from kvconnect.pack.batches import ChunkLayout, LaneClass, Move, PageRange, StagedChunk
 from kvconnect.pack.launcher import Launcher, Prepared, Staged
-from kvconnect.pack.tickets import KernelTicket, Tickets
+from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.runner_kit.block_table import BlockIds
+
+_PLACES = 256
 
 
 class TritonPackOps:
@@ -20,12 +28,20 @@ class TritonPackOps:
     def __init__(
         self, classes: Sequence[LaneClass], device: torch.device, cuda_stream: torch.cuda.Stream | None
     ) -> None:
-        if device.type == "cuda" and cuda_stream is None:
+        on_cuda = device.type == "cuda"
+        if on_cuda and cuda_stream is None:
             cuda_stream = torch.cuda.current_stream(device)
         self._device, self._stream = device, cuda_stream
         with self._on_stream():
             self._launcher = Launcher(classes, device)
-            self._tickets = Tickets(self._launcher.sums, cuda_stream)
+            places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=on_cuda)
+        self._values = places.numpy()
+        # Views that are made once: they cost as much as the copy from one to the other.
+        self._sum, self._places = self._launcher.sums[0], list(places.unbind())
+        self._events = [torch.cuda.Event() if on_cuda else None for _ in range(_PLACES)]  # type: ignore[no-untyped-call]
+        self._issued = 0
+        self._pending: deque[KernelTicket] = deque()
+        self._last_value = 0
 
     def prepare(self, moves: Sequence[Move]) -> Prepared:
         """See ``PackOps``."""
@@ -40,18 +56,76 @@ class TritonPackOps:
         return staged
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> KernelTicket:
-        """See ``PackOps``."""
+        """See ``PackOps``. Raises ``LocalError``: no place is left that all tickets have read."""
+        if len(self._pending) == _PLACES:
+            if not self._pending[0].done:
+                raise LocalError(f"{_PLACES} packs and unpacks are under way; accepted: fewer")
+            self.settle(self._pending[0])
         numbers: Staged = staged.handle
-        self._tickets.check_room()
         with self._on_stream():
             self._launcher.start(numbers, slot, pack, seed)
-            return self._tickets.issue(seed is not None, numbers.lent)
+            place = self._issued % _PLACES
+            self._issued += 1
+            if seed is not None:
+                self._places[place].copy_(self._sum, non_blocking=True)
+            # The ticket that had this place before is settled, and asks its event no more.
+            event = self._events[place]
+            if event is not None:
+                event.record(self._stream)
+        ticket = KernelTicket(self, None if seed is None else place, event, numbers.lent)
+        self._pending.append(ticket)
+        return ticket
+
+    def settle(self, ticket: KernelTicket) -> None:
+        """Read the digests up to this ticket's, which is done."""
+        while not ticket.settled:
+            oldest = self._pending.popleft()
+            digest = None
+            if oldest.place is not None:
+                value = int(self._values[oldest.place])
+                digest = (value - self._last_value) % 2**64
+                self._last_value = value
+            oldest.settle(digest)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         # To change the stream and back costs more than to look: the owner's thread may be on it already.
         if self._stream is None or _current_stream(self._device) == self._stream.cuda_stream:
             return nullcontext()
         return torch.cuda.stream(self._stream)
+
+
+class KernelTicket:
+    """A launched pack or unpack; see ``PackTicket``. The sum after it is at ``place``, None for no digest."""
+
+    def __init__(self, ops: TritonPackOps, place: int | None, event: Any, reads: NumberBuffer) -> None:
+        self.place = place
+        self.settled = False
+        self._ops, self._event = ops, event
+        # What the kernel reads must not be given to others before that.
+        self._reads: NumberBuffer | None = reads
+        self._digest: int | None = None
+
+    def settle(self, digest: int | None) -> None:
+        """It is done, and this is its digest."""
+        self.settled, self._digest, self._reads = True, digest, None
+
+    @property
+    def done(self) -> bool:
+        """See ``PackTicket``."""
+        return self.settled or self._event is None or bool(self._event.query())
+
+    @property
+    def digest(self) -> int | None:
+        """See ``PackTicket``."""
+        if not self.done:
+            raise LocalError("the digest of a pack or unpack is not known before it is done")
+        self._ops.settle(self)
+        return self._digest
+
+    def wait(self) -> None:
+        """See ``PackTicket``."""
+        if not self.done:
+            self._event.synchronize()
 
 
 def _current_stream(device: torch.device) -> int:

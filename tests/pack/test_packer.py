@@ -400,7 +400,7 @@ def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
 def test_more_tickets_than_places_keep_their_digests(monkeypatch):
-    monkeypatch.setattr("kvconnect.pack.tickets._PLACES", 8)
+    monkeypatch.setattr("kvconnect.pack.packer_triton._PLACES", 8)
     _, packer, staged = one_way("triton")
     slot = slot_for(staged)
     seeds = list(range(30))
