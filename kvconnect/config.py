@@ -37,16 +37,17 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         cpu_bytes: host memory for blocks.
-        shares: which part of ``cpu_bytes`` the blocks of each cache group may take, by group; empty for
-            shares by what a prompt of usual length leaves in each.
+        shares: which part of ``cpu_bytes`` is for the blocks of each cache group, by group; empty for shares
+            by what a prompt of usual length leaves in each. Groups whose blocks are equally long use theirs
+            together.
         decoded: whether blocks that were filled while decoding are kept too.
         checkpoint_tokens: windows and states are kept at the end of a prompt and of an answer, and every so
             many tokens of a prompt in between; 0 for never in between.
         min_tokens: fewer tokens than this are computed again rather than restored.
         wait_s: how long a request waits for what lower tiers have.
         disk_path: a folder for blocks on disk; empty for none. Ranks and models have their own folders in it.
-        disk_bytes: most bytes on disk; nothing ever takes more. What other models have left in the folder and
-            nobody uses now counts too, and makes room first.
+        disk_bytes: most bytes on disk, at least 1 MiB with ``disk_path``; nothing ever takes more. What other
+            models have left in the folder and no process uses now counts too, and makes room first.
         max_queued_bytes: most bytes that wait to be written to lower tiers; what is more is not written.
         store: the address ``host:port`` of a Mooncake Store master; empty for no shared tier.
         store_metadata: the metadata server of that store.
@@ -132,7 +133,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         slot_bytes: size of a slot, a multiple of 4096; 0 for one that suits the device.
         num_slots: how many slots a worker has for each direction; 0 for none, which closes the packed path.
         convert_dtype: whether caches of unlike types (bfloat16, float16, fp8 e4m3) are converted on the
-            packed path, with the scales of the quantised side; both sides must say so.
+            packed path, with the scales of the quantised side; both sides must set it.
         stream_min_tokens: prompts of so many tokens and more are sent while they are computed, where a router
             asked both nodes at once and the packed path is open; 0 for never.
         lease_s: how long prefilled blocks wait to be fetched, unless the decode node renews the lease.
