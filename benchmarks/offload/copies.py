@@ -20,7 +20,7 @@ from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
-from kvconnect.pack.batches import Column
+from kvconnect.pack.lanes import Column
 
 _TOKENS = 16
 _REPEATS = 7

@@ -1,13 +1,12 @@
 """A chunk of one request as moves of like lanes: what a kernel needs, as columns.
 
-Lanes are sorted into classes once per peer. A chunk then only looks up its rows and its blocks, by
-class; nothing here loops over pages or layers.
+Lanes are joined once per peer. A chunk then only looks up the rows and the blocks of each move; nothing here
+loops over pages or layers.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +15,9 @@ from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LayoutError
-from kvconnect.pack.lanes import Access, Lane, Walk
+from kvconnect.pack.lanes import Column, Lanes
 from kvconnect.plan.chunks import Chunk, Placement
 from kvconnect.runner_kit.block_table import BlockIds
-
-Column = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class LaneClass:
-    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
-
-    ``scales`` are float32, two a lane, for those that are cast: see ``Lane``.
-    """
-
-    group: int
-    num_blocks: int
-    walk: Walk
-    access: Access
-    stream: Column
-    address: Column
-    wire_offset: Column
-    key_values: int
-    scales: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -52,13 +31,13 @@ class PageRange:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What one class moves in one chunk, whichever request it is of.
+    """What like lanes move in one chunk, whichever request it is of.
 
     Lane ``i`` of ``lanes[which]`` has its first row at ``wire[i]`` bytes into the slot. The first of the
     pages begins ``-lead`` rows before the chunk, which has ``rows`` rows.
     """
 
-    lanes: LaneClass
+    lanes: Lanes
     which: slice
     wire: Column
     pages: PageRange
@@ -105,30 +84,8 @@ class StagedChunk:
         return self.layout.total_bytes
 
 
-def make_classes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[LaneClass, ...]:
-    """Sort lanes into classes. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
-    classes: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
-    for lane in lanes:
-        alike = (lane.group, rows_alike[lane.stream], lane.walk, lane.access, lane.key_values)
-        classes[alike].append(lane)
-    return tuple(
-        LaneClass(
-            group=members[0].group,
-            num_blocks=min(lane.num_blocks for lane in members),
-            walk=members[0].walk,
-            access=members[0].access,
-            stream=np.array([lane.stream for lane in members], dtype=np.int64),
-            address=np.array([lane.address for lane in members], dtype=np.int64),
-            wire_offset=np.array([lane.wire_offset for lane in members], dtype=np.int64),
-            key_values=members[0].key_values,
-            scales=np.array([lane.scales for lane in members], dtype=np.float32),
-        )
-        for members in classes.values()
-    )
-
-
-def make_move(lanes: LaneClass, chunk: Chunk, placement: Placement) -> Move | None:
-    """What a class moves in a chunk; None where it has no rows of it.
+def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:
+    """What like lanes move in a chunk; None where they have no rows of it.
 
     Raises:
         LayoutError: that is more pages than the cache has, whichever peer asked for them.

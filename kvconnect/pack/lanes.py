@@ -3,6 +3,7 @@
 A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
 and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
 Where this side's values are not of the type that travels, a lane also says how they are cast.
+Lanes are made one by one; those that are moved alike are then joined.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, Scales
 from kvconnect.errors import LayoutError
 from kvconnect.pack.casts import Cast
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.wire import Wire, WireStream
+
+Column = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -90,28 +96,62 @@ class Access:
         return min(self.memory, self.memory_unit)
 
 
-@dataclass(frozen=True)
-class Lane:
-    """One region of this side on the wire.
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
 
-    Its first page is at ``address``, and its rows begin ``wire_offset`` bytes into the stream's. Both
-    are those of the first head that travels. Where values are cast, the first ``key_values`` of each head
-    in this lane have the first scale, the others the second.
+    Lane ``i`` is of ``stream[i]``. Its first page is at ``address[i]``, and its rows begin ``wire_offset[i]``
+    bytes into the stream's; both are those of the first head that travels. Where values are cast, the first
+    ``key_values`` of each head have the first of its two ``scales``, the others the second.
     """
 
-    stream: int
     group: int
-    address: int
     num_blocks: int
-    wire_offset: int
     walk: Walk
     access: Access
-    key_values: int = 0
-    scales: Scales = UNSCALED
+    stream: Column
+    address: Column
+    wire_offset: Column
+    key_values: int
+    scales: NDArray[np.float32]
 
 
-def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
-    """The lanes of this side; ``side`` is ``"source"`` or ``"target"``.
+def _one_lane(
+    group: int,
+    num_blocks: int,
+    walk: Walk,
+    access: Access,
+    place: tuple[int, int, int],
+    key_values: int = 0,
+    scales: Scales = UNSCALED,
+) -> Lanes:
+    """``place`` is its stream, address and wire offset."""
+    stream, address, wire_offset = (np.array([number], dtype=np.int64) for number in place)
+    both = np.array([scales], dtype=np.float32)
+    return Lanes(group, num_blocks, walk, access, stream, address, wire_offset, key_values, both)
+
+
+def join_lanes(lanes: Sequence[Lanes], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
+    """Join those that are alike. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
+    alike: dict[tuple[object, ...], list[Lanes]] = defaultdict(list)
+    for one in lanes:
+        rows = rows_alike[int(one.stream[0])]
+        alike[one.group, rows, one.walk, one.access, one.key_values].append(one)
+    return tuple(
+        replace(
+            members[0],
+            num_blocks=min(one.num_blocks for one in members),
+            stream=np.concatenate([one.stream for one in members]),
+            address=np.concatenate([one.address for one in members]),
+            wire_offset=np.concatenate([one.wire_offset for one in members]),
+            scales=np.concatenate([one.scales for one in members]),
+        )
+        for members in alike.values()
+    )
+
+
+def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
+    """The lanes of this side, joined; ``side`` is ``"source"`` or ``"target"``.
 
     Raises:
         LayoutError: the wire is not one of this table's; the text names the layer.
@@ -120,7 +160,7 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
     by_layer: dict[str, list[Region]] = defaultdict(list)
     for region in card.regions:
         by_layer[region.layer].append(region)
-    lanes: list[Lane] = []
+    lanes: list[Lanes] = []
     for index, stream in enumerate(wire.streams):
         group = stream.source_group if side == "source" else stream.target_group
         regions = [region for region in by_layer[stream.layer] if region.group == group]
@@ -133,7 +173,7 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lane, ...]:
             ]
         _check_lanes(stream, groups.get(group), made)
         lanes.extend(made)
-    return tuple(lanes)
+    return join_lanes(lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams])
 
 
 def _is_region_of(stream: WireStream, region: Region) -> bool:
@@ -142,18 +182,18 @@ def _is_region_of(stream: WireStream, region: Region) -> bool:
 
 def flat_lane(
     group: int, num_blocks: int, address: int, stride: int, page_bytes: int, wire_offset: int
-) -> Lane:
+) -> Lanes:
     """One whose pages travel as they are, without a digest."""
     walk = _flat_walk(page_bytes, stride)
     unit = math.gcd(walk.memory_step(), address, wire_offset)
-    return Lane(0, group, address, num_blocks, wire_offset, walk, Access(unit, min(unit, 8), unit))
+    return _one_lane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), (0, address, wire_offset))
 
 
 def _flat_walk(page_bytes: int, stride: int) -> Walk:
     return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 7))
 
 
-def _page_lane(index: int, stream: WireStream, region: Region) -> Lane:
+def _page_lane(index: int, stream: WireStream, region: Region) -> Lanes:
     walk = _flat_walk(region.page_bytes, region.block_stride)
     return _lane(index, stream, region, region.address, 0, walk)
 
@@ -171,7 +211,7 @@ def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Ca
     return None if dtype == stream.conversion.wire_dtype else Cast(dtype, stream.conversion.wire_dtype)
 
 
-def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None) -> Lane | None:
+def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None) -> Lanes | None:
     """The heads of a region that travel, or None where none do."""
     axes = region.axes
     heads, skipped, shift = axes.heads, 0, 0
@@ -206,7 +246,7 @@ def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None)
 
 def _cast_lane(
     index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk, cast: Cast
-) -> Lane:
+) -> Lanes:
     memory, word = math.gcd(walk.memory_step(), address), stream.word_bytes
     if memory % cast.memory_bytes or word % cast.wire_bytes:
         raise LayoutError(
@@ -217,28 +257,22 @@ def _cast_lane(
     conversion = stream.conversion
     assert conversion is not None
     key_values = conversion.key_values - region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
-    return Lane(
-        index,
-        region.group,
-        address,
-        region.num_blocks,
-        wire_offset,
-        walk,
-        access,
-        key_values if cast.is_scaled else 0,
-        conversion.scales,
-    )
+    key_values = key_values if cast.is_scaled else 0
+    place = index, address, wire_offset
+    return _one_lane(region.group, region.num_blocks, walk, access, place, key_values, conversion.scales)
 
 
-def _lane(index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk) -> Lane:
+def _lane(
+    index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk
+) -> Lanes:
     memory = math.gcd(walk.memory_step(), address)
     unit = math.gcd(memory, walk.wire_step(), wire_offset)
     word = stream.word_bytes
     access = Access(unit, word, unit) if unit % word == 0 else Access(word, word, math.gcd(word, memory))
-    return Lane(index, region.group, address, region.num_blocks, wire_offset, walk, access)
+    return _one_lane(region.group, region.num_blocks, walk, access, (index, address, wire_offset))
 
 
-def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
+def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lanes]) -> None:
     """The lanes hold what the stream says: its tokens, and its rows exactly once."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:

@@ -17,9 +17,9 @@ from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import Column, LaneClass, Move, PageRange
+from kvconnect.pack.batches import Move, PageRange
 from kvconnect.pack.digest import MULTIPLIER, STEP
-from kvconnect.pack.lanes import Access
+from kvconnect.pack.lanes import Access, Column, Lanes
 from kvconnect.pack.move_triton import load_kernel, move_kernel
 from kvconnect.pack.numbers import NumberBuffer, NumberPool
 
@@ -69,24 +69,18 @@ class Staged:
 
 
 class Launcher:
-    """Launches of the kernel over classes of lanes, on the stream that is current.
+    """Launches of the kernel over lanes, on the stream that is current.
 
     One thread prepares and stages; any may load and start, several at a time.
 
     Args:
-        classes: all lanes that are ever moved.
+        all_lanes: all that are ever moved.
         device: where they are.
         is_placed: pages do not lie one after the other in the slot, but each at a place of its own. The
             numbers of pages are then their blocks, followed by their places: bytes, multiples of 16.
     """
 
-    def __init__(
-        self,
-        classes: Sequence[LaneClass],
-        device: torch.device,
-        *,
-        is_placed: bool = False,
-    ) -> None:
+    def __init__(self, all_lanes: Sequence[Lanes], device: torch.device, *, is_placed: bool = False) -> None:
         self._is_placed = is_placed
         self._programs = _INTERPRETED_PROGRAMS
         if device.type == "cuda":
@@ -94,7 +88,7 @@ class Launcher:
             self._programs = properties.multi_processor_count * _PROGRAMS_PER_SM
         sizes: dict[Access, list[tuple[int, int]]] = {}
         self._flat: dict[Access, bool] = {}
-        for lanes in classes:
+        for lanes in all_lanes:
             walk, access = lanes.walk, lanes.access
             sizes.setdefault(access, []).append((walk.page_bytes // access.unit, len(lanes.address)))
             flat = walk.tokens == walk.heads == walk.planes == 1

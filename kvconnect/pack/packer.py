@@ -16,14 +16,7 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.batches import (
-    ChunkLayout,
-    Move,
-    PageRange,
-    StagedChunk,
-    make_classes,
-    make_move,
-)
+from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk, make_move
 from kvconnect.pack.lanes import make_lanes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
@@ -118,14 +111,11 @@ class Packer:
         self._wire = wire
         self._side = side
         self._groups = card.geometry()
-        lanes = make_lanes(wire, card, side)
-        if any(lane.walk.extent_bytes >= 2**31 for lane in lanes):
+        self._lanes = make_lanes(wire, card, side)
+        if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
             raise LayoutError("a page has 2 GiB or more; accepted: less")
-        self._classes = make_classes(
-            lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams]
-        )
         self._num_blocks: dict[int, int] = {}
-        for made in self._classes:
+        for made in self._lanes:
             known = self._num_blocks.get(made.group, made.num_blocks)
             self._num_blocks[made.group] = min(known, made.num_blocks)
         # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
@@ -141,13 +131,13 @@ class Packer:
                 ) from error
             if digest_sample != 1:
                 raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
-            self._ops = TritonPackOps(self._classes, device, cuda_stream)
+            self._ops = TritonPackOps(self._lanes, device, cuda_stream)
         elif device.type == "cuda":
             raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
         else:
             from kvconnect.pack.packer_torch import TorchPackOps
 
-            self._ops = TorchPackOps(self._classes, digest_sample)
+            self._ops = TorchPackOps(self._lanes, digest_sample)
 
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int
@@ -176,7 +166,7 @@ class Packer:
 
     def _make_layout(self, chunk: Chunk) -> ChunkLayout:
         placement = self.chunker.place(chunk)
-        made = (make_move(lanes, chunk, placement) for lanes in self._classes)
+        made = (make_move(lanes, chunk, placement) for lanes in self._lanes)
         moves = tuple(move for move in made if move is not None)
         return ChunkLayout(
             placement.total_bytes,

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.pack.batches import ChunkLayout, LaneClass, Move, PageRange, StagedChunk
+from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk
 from kvconnect.pack.casts import Cast, cast_table
 from kvconnect.pack.digest import digest_streams
+from kvconnect.pack.lanes import Lanes
 from kvconnect.runner_kit.block_table import BlockIds
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,10 +55,10 @@ class _Done:
 class TorchPackOps:
     """See ``PackOps``."""
 
-    def __init__(self, classes: Sequence[LaneClass], digest_sample: int) -> None:
+    def __init__(self, all_lanes: Sequence[Lanes], digest_sample: int) -> None:
         self._digest_sample = digest_sample
         self._pages = {
-            lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in classes
+            lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in all_lanes
         }
 
     def prepare(self, moves: Sequence[Move]) -> None:
@@ -127,7 +128,7 @@ def _parts(move: Move, of_pages: BlockIds) -> Iterator[_Part]:
         )
 
 
-def _memory_view(address: int, lanes: LaneClass) -> torch.Tensor:
+def _memory_view(address: int, lanes: Lanes) -> torch.Tensor:
     """All pages of a lane: (block, token, head, plane, word)."""
     walk, cast = lanes.walk, lanes.access.cast
     word = min(8, lanes.access.memory) if cast is None else cast.memory_bytes
@@ -142,9 +143,9 @@ def _memory_view(address: int, lanes: LaneClass) -> torch.Tensor:
 
 
 class _SlotRows:
-    """The rows of a class's lanes in a slot."""
+    """The rows of like lanes in a slot."""
 
-    def __init__(self, slot: NDArray[np.uint8], lanes: LaneClass) -> None:
+    def __init__(self, slot: NDArray[np.uint8], lanes: Lanes) -> None:
         walk, cast = lanes.walk, lanes.access.cast
         self._walk = walk
         self._word = min(8, lanes.access.memory) if cast is None else cast.wire_bytes
@@ -177,7 +178,7 @@ def _move_part(pages: torch.Tensor, wire: torch.Tensor, part: _Part, pack: bool)
 
 @dataclass(frozen=True)
 class _Values:
-    """What a lane's values are: see ``Lane``."""
+    """What a lane's values are: see ``Lanes``."""
 
     cast: Cast
     key_values: int

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import ChunkLayout, LaneClass, Move, PageRange, StagedChunk
+from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk
+from kvconnect.pack.lanes import Lanes
 from kvconnect.pack.launcher import Launcher, Prepared, Staged
 from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.runner_kit.block_table import BlockIds
@@ -26,14 +27,14 @@ class TritonPackOps:
     """See ``PackOps``. ``cuda_stream`` is the stream of all work; None for the one that is current now."""
 
     def __init__(
-        self, classes: Sequence[LaneClass], device: torch.device, cuda_stream: torch.cuda.Stream | None
+        self, all_lanes: Sequence[Lanes], device: torch.device, cuda_stream: torch.cuda.Stream | None
     ) -> None:
         on_cuda = device.type == "cuda"
         if on_cuda and cuda_stream is None:
             cuda_stream = torch.cuda.current_stream(device)
         self._device, self._stream = device, cuda_stream
         with self._on_stream():
-            self._launcher = Launcher(classes, device)
+            self._launcher = Launcher(all_lanes, device)
             places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=on_cuda)
         self._values = places.numpy()
         # Views that are made once: they cost as much as the copy from one to the other.

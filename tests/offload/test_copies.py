@@ -58,9 +58,9 @@ class Bench:
         self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
         address = -(-self.staging.data_ptr() // 64) * 64
         parts = RowParts(self.layout, self.arena, half_bytes // 4)
-        classes = [lanes for kind in parts.classes for lanes in kind]
+        all_lanes = [lanes for kind in parts.lanes_of for lanes in kind]
         packing, unpacking = (
-            RowKernel(parts, (launcher or Launcher)(classes, torch.device("cpu"), is_placed=True))
+            RowKernel(parts, (launcher or Launcher)(all_lanes, torch.device("cpu"), is_placed=True))
             for _ in range(2)
         )
         storing, restoring = Ring(address, half_bytes), Ring(address + half_bytes, half_bytes)

@@ -74,7 +74,7 @@ def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
     for group, rows in RowLayout.build(table).groups.items():
         lanes = []
         for first in range(0, rows.row_bytes, part_bytes):
-            for alike in rows.classes(5, first, first + part_bytes):
+            for alike in rows.lanes_of(5, first, first + part_bytes):
                 walk, access = alike.walk, alike.access
                 assert (alike.group, alike.num_blocks) == (5, rows.num_blocks)
                 assert walk.tokens == walk.heads == walk.planes == 1
@@ -97,7 +97,7 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
     config = KVCacheConfig(6, (KVCacheGroup(names, FullAttentionSpec(4, 4, 8, torch.float16)),))
     rows = RowLayout.build(RegionTable.build(config, {0: 4}, tensors)).of(0)
     assert [(lane.length, lane.stride, lane.offset) for lane in rows.lanes] == [(1024, 1024, 0)]
-    (alike,) = rows.classes(0, 0, 1024)
+    (alike,) = rows.lanes_of(0, 0, 1024)
     assert alike.access.unit == 16
 
 

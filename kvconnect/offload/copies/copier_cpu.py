@@ -13,7 +13,7 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Ended, failed
 from kvconnect.offload.copies.rows import GroupRows, RowLayout
 from kvconnect.orders import RowCopies
-from kvconnect.pack.batches import Column
+from kvconnect.pack.lanes import Column
 
 # An indexed copy goes through a buffer, which should stay in the processor's cache.
 _BYTES_AT_ONCE = 256 << 10
@@ -72,7 +72,7 @@ class CpuCopier:
 def _views(group: GroupRows, arena: RowArena) -> Iterator[tuple[Words, Words]]:
     """Each lane in memory and in rows, shapes ``(blocks, words)`` and ``(rows, words)``."""
     rows = arena.rows_of(group.group)
-    for lanes in group.classes(0, 0, group.row_bytes):
+    for lanes in group.lanes_of(0, 0, group.row_bytes):
         word, length, stride = (
             np.dtype(f"u{lanes.access.word}"),
             lanes.walk.run_bytes,

@@ -45,9 +45,9 @@ def make_cuda_copier(
         ) from error
     ring_bytes = staging_bytes // 2 // 256 * 256
     parts = RowParts(layout, arena, ring_bytes // 4)
-    classes = [lanes for kind in parts.classes for lanes in kind]
+    all_lanes = [lanes for kind in parts.lanes_of for lanes in kind]
     # Each direction has its own thread, and a launcher stages for one thread only.
-    packing, unpacking = (Launcher(classes, device, is_placed=True) for _ in range(2))
+    packing, unpacking = (Launcher(all_lanes, device, is_placed=True) for _ in range(2))
     packing.compile(pack=True)
     unpacking.compile(pack=False)
     torch.cuda.synchronize(device)

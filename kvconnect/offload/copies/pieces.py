@@ -14,7 +14,8 @@ import numpy as np
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.orders import RowCopies
-from kvconnect.pack.batches import Column, LaneClass, Move, PageRange
+from kvconnect.pack.batches import Move, PageRange
+from kvconnect.pack.lanes import Column, Lanes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,21 +37,21 @@ class RowParts:
     """The rows of an arena in parts of at most ``part_bytes``, a multiple of 64.
 
     Attributes:
-        classes: the lanes of each kind, which are those of a group with its number.
+        lanes_of: the lanes of each kind, which are those of a group with its number.
     """
 
     def __init__(self, layout: RowLayout, arena: RowArena, part_bytes: int) -> None:
         self._layout, self._arena = layout, arena
-        self.classes: list[tuple[LaneClass, ...]] = []
+        self.lanes_of: list[tuple[Lanes, ...]] = []
         self._kinds: dict[int, tuple[Column, Column, Column]] = {}
         for group in arena.plan.groups:
             rows = layout.of(group)
             begin = np.arange(0, rows.row_bytes, part_bytes, dtype=np.int64)
             end = np.minimum(begin + part_bytes, rows.row_bytes)
-            kind = len(self.classes) + np.arange(len(begin))
+            kind = len(self.lanes_of) + np.arange(len(begin))
             self._kinds[group] = kind, begin, end - begin
-            self.classes += [
-                rows.classes(*cut) for cut in zip(*(c.tolist() for c in (kind, begin, end)), strict=True)
+            self.lanes_of += [
+                rows.lanes_of(*cut) for cut in zip(*(c.tolist() for c in (kind, begin, end)), strict=True)
             ]
 
     def moves(self, pages: Sequence[PageRange]) -> list[Move]:
@@ -58,7 +59,7 @@ class RowParts:
         return [
             Move(lanes, slice(None), lanes.wire_offset, some, 0, some.count)
             for some in pages
-            for lanes in self.classes[some.group]
+            for lanes in self.lanes_of[some.group]
         ]
 
     def pieces(self, copies: Sequence[RowCopies], most_bytes: int) -> list[Piece]:

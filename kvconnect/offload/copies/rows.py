@@ -15,8 +15,7 @@ from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
 from kvconnect.orders import RowCopies
-from kvconnect.pack.batches import Column, LaneClass, make_classes
-from kvconnect.pack.lanes import flat_lane
+from kvconnect.pack.lanes import Column, Lanes, flat_lane, join_lanes
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class GroupRows:
     row_bytes: int
     lanes: tuple[RowLane, ...]
 
-    def classes(self, part: int, first: int, stop: int) -> tuple[LaneClass, ...]:
+    def lanes_of(self, part: int, first: int, stop: int) -> tuple[Lanes, ...]:
         """The bytes ``first`` to ``stop - 1`` of rows, as lanes to a slot that holds them: group ``part``."""
         cut = [
             flat_lane(
@@ -59,7 +58,7 @@ class GroupRows:
             for lane in self.lanes
             if (begin := max(lane.offset, first)) < (end := min(lane.offset + lane.length, stop))
         ]
-        return make_classes(cut, [(part, 1)])
+        return join_lanes(cut, [(part, 1)])
 
     def columns(self, copies: RowCopies) -> tuple[Column, Column]:
         """Blocks and rows of an order, as columns.

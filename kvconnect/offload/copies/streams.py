@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvconnect.offload.copies.host_memory import CudaHostMemory
-from kvconnect.pack.batches import Column
+from kvconnect.pack.lanes import Column
 
 
 class CudaEvent:
