@@ -51,6 +51,10 @@ class FaultyFiles(Files):
         self._may_fail("rename")
         super().rename(folder, name, new_name)
 
+    def listing(self, folder):
+        self._may_fail("listing")
+        return super().listing(folder)
+
     def remove(self, folder, name):
         self._may_fail("remove")
         if self.room_bytes is not None and os.path.exists(f"/proc/self/fd/{folder}/{name}"):

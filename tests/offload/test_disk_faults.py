@@ -361,3 +361,38 @@ assert driver.tier.close()
         pytest.skip("this machine lends no small disk")
     command = f'{mount} && exec "$0" -c "$1" {tmp_path}'
     subprocess.run([*unshare, "sh", "-c", command, sys.executable, code], check=True)
+
+
+def test_rows_that_are_cleared_while_room_is_made_take_none_of_it(tmp_path, files, monkeypatch):
+    """Clearing is another thread's: it can come between any two looks at what is taken."""
+    driver = open_driver(tmp_path, 1 << 20, files=files, **SOON)
+    for seed in range(4):
+        driver.write(some_rows(30, seed, length=10_000))
+    catalog, doom = driver.tier._catalog, type(driver.tier._catalog).doom_oldest
+
+    def doom_what_was_just_cleared(self):
+        monkeypatch.setattr(type(catalog), "doom_oldest", doom)
+        catalog.clear()
+        return doom(self)
+
+    monkeypatch.setattr(type(catalog), "doom_oldest", doom_what_was_just_cleared)
+    driver.write(some_rows(30, 9, length=10_000))
+    writes_again(driver)
+    assert taken_bytes(tmp_path) <= 1 << 20
+    assert driver.tier.close()
+
+
+def test_a_folder_that_cannot_be_listed_is_opened_anew(tmp_path, files):
+    driver = open_driver(tmp_path, **SOON)
+    rows = some_rows(40, 1, length=10_000)
+    assert driver.write(rows) == ()
+    assert driver.tier.close()
+    files.faults["listing"] = errno.EIO
+    again = open_driver(tmp_path, files=files, **SOON)
+    more = some_rows(3, 2)
+    assert set(again.write(more)) == set(more)
+    del files.faults["listing"]
+    writes_again(again)
+    assert again.read(lengths_of(rows)) == rows
+    assert again.failures.keys() <= {"disk_io", "disk_paused"}
+    assert again.tier.close()

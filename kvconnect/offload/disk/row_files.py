@@ -120,7 +120,14 @@ class RowFiles:
         if folder is None:
             return 0
         rows, torn, former = [], 0, 0
-        for facts in folder.listing():
+        try:
+            listing = list(folder.listing())
+        except OSError:
+            # What is in it is not known, so that nothing may be written: it is opened anew.
+            self._folder = None
+            folder.close()
+            raise
+        for facts in listing:
             content, length_bytes = parse_row_name(facts.name), bytes_on_disk(facts.length_bytes)
             if content is not None:
                 rows.append((content, Row(facts.name, length_bytes)))
@@ -251,21 +258,27 @@ class RowFiles:
 
     def _make_room(self, length_bytes: int) -> None:
         assert self._abandoned is not None
-        self.remove_doomed()
         while True:
+            # In every round: rows may be cleared meanwhile, and take room until their files are gone.
+            self.remove_doomed()
             taken_bytes = self._catalog.taken_bytes + self._abandoned.length_bytes
             over_bytes = taken_bytes + length_bytes - self.limit_bytes
             if over_bytes <= 0:
                 return
-            if not self._abandoned.remove_oldest(over_bytes):
-                self._free(over_bytes)
+            if self._abandoned.remove_oldest(over_bytes) or self._free(over_bytes):
+                continue
+            if not self._catalog.doomed():
+                raise OSError(errno.ENOSPC, "nothing is left that could make room")
 
-    def _free(self, length_bytes: int) -> None:
-        """Remove what was used least recently.
+    def _free(self, length_bytes: int) -> bool:
+        """Remove what was used least recently. False: nothing is there.
 
         Raises:
-            OSError: something cannot be removed, or nothing is there.
+            OSError: something cannot be removed.
         """
+        is_any = False
         end_bytes = self._catalog.taken_bytes - length_bytes
         while self._catalog.taken_bytes > end_bytes and self._catalog.doom_oldest():
+            is_any = True
             self.remove_doomed()
+        return is_any
