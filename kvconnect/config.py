@@ -28,6 +28,7 @@ _OFFLOAD_LEAST = {
     "store_bytes": 0,
 }
 _LEAST_DISK_BYTES = 1 << 20
+_LEAST_QUARANTINE_S = 15.0
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,8 +184,9 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             retry_max_s=self.peer_timeout_s,
             handshake_timeout_s=self.peer_timeout_s / 2,
             early_fetch_s=self.peer_timeout_s / 2,
-            # Longer than the writes that it waits for.
-            quarantine_s=self.transfer_timeout_s * 4 / 3,
+            # Longer than the writes that it waits for, the one that a library has begun included: Mooncake
+            # goes on for up to 10 s with a batch that nothing can call back.
+            quarantine_s=max(_LEAST_QUARANTINE_S, self.transfer_timeout_s * 4 / 3),
             # Several batches are under way at one time, so that the link is never idle between two.
             max_batch_bytes=max(1, min(64 << 20, self.max_inflight_bytes // 4)),
         )

@@ -63,7 +63,7 @@ def at_rest(nodes):
     deadline = time.monotonic() + 20
     while True:
         states = [fetch_json(nodes[name] + "/debug/state") for name in ("prefill", "decode")]
-        keys = ("leases", "expected", "waiting", "sendings", "loads")
+        keys = ("leases", "expected", "pending_fetches", "sendings", "loads")
         if not any(state["blocks"]["held"] or any(state["connector"][k] for k in keys) for state in states):
             return
         assert time.monotonic() < deadline, states

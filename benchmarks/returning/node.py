@@ -102,7 +102,7 @@ def _offload(options: Options, disk: Path) -> str:
     offload = {
         "cpu_bytes": options.kept_bytes,
         "disk_path": str(disk),
-        "disk_bytes": 2 * options.kept_bytes,
+        "disk_bytes": max(1 << 20, 2 * options.kept_bytes),
         "max_queued_bytes": options.kept_bytes,
         "wait_s": 60.0,
     }

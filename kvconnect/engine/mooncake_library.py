@@ -100,7 +100,8 @@ class Library:
         code = engine.batch_register_memory(*columns) if columns else 0
         if code != 0:
             hint = (
-                ": over NVLink it must be allocated by cudaMalloc, without expandable_segments and sleep mode"
+                ": over NVLink it must be allocated by cudaMalloc, without expandable_segments and sleep "
+                "mode, or protocol be 'tcp'"
                 if self.protocol == NVLINK
                 else ""
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class ZmqChannel:
             self._poller.register(readable, zmq.POLLIN)
         self._received_at = time.monotonic()
         self._closed = False
+        self._wake_lock = threading.Lock()
 
     @property
     def port(self) -> int:
@@ -241,14 +243,17 @@ class ZmqChannel:
 
     def wake(self) -> None:
         """End a ``wait``, from any thread."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"w")
+        with self._wake_lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._wake_write, b"w")
 
     def close(self) -> None:
         """Close all sockets; frames not yet sent get a moment to leave."""
         if self._closed:
             return
-        self._closed = True
+        with self._wake_lock:
+            # From here on no other thread writes to a number that may soon be another file's.
+            self._closed = True
         for link in list(self._links):
             self.drop(link)
         self._gate.close()

@@ -12,6 +12,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -232,13 +233,15 @@ class WorkerConnector:
 
     def _move(self, mover: Mover) -> None:
         """The transfer thread."""
-        if self._stream is not None:
-            torch.cuda.set_device(self._stream.device)
-            torch.cuda.set_stream(self._stream)
-        else:
-            use_one_thread()
-        mover.run(self._stopping)
-        self._release()
+        with ExitStack() as used:
+            # By the thread that used them, so that nothing is closed under a running call.
+            used.callback(self._release)
+            if self._stream is not None:
+                torch.cuda.set_device(self._stream.device)
+                torch.cuda.set_stream(self._stream)
+            else:
+                use_one_thread()
+            mover.run(self._stopping)
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: what is held or being loaded is void.
@@ -338,10 +341,11 @@ class WorkerConnector:
             )
 
     def _release(self) -> None:
-        """By the thread that used them, so that nothing is closed under a running call."""
-        self._engine.close()
-        self._channel.close()
-        self._metrics.retire()
+        """Close what was opened, each whatever becomes of the others."""
+        with ExitStack() as opened:
+            opened.callback(self._metrics.retire)
+            opened.callback(self._channel.close)
+            opened.callback(self._engine.close)
 
     def _device_done(self) -> Callable[[], bool]:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""

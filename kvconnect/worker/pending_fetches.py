@@ -158,6 +158,7 @@ class PendingFetches:
         self._tombstones = Tombstones(config.max_leases)
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
+        self._announced: tuple[float, set[str]] = (-1.0, set())
         self._epoch = ""
 
     def __len__(self) -> int:
@@ -212,7 +213,7 @@ class PendingFetches:
         if now >= self._deadline(early, is_held):
             if is_held or handle in self.expected:
                 return "the KV was not complete in the time that the fetch gives"
-            if self._is_of_other_prompt(handle, held):
+            if self._is_of_other_prompt(handle, held, now):
                 return f"no request is held under this handle: {OTHER_PROMPT}"
             return "no request is held under this handle"
         if len(self.fetches) >= self._capacity:
@@ -285,12 +286,16 @@ class PendingFetches:
     def _is_of_former_start(self, handle: str) -> bool:
         return bool(self._epoch) and epoch_of(handle) not in ("", self._epoch)
 
-    def _is_of_other_prompt(self, handle: str, held: Iterable[str]) -> bool:
+    def _is_of_other_prompt(self, handle: str, held: Iterable[str], now: float) -> bool:
         # One id may be of several prompts, so that this is known only once the time to wait is over.
         transfer_id = announced_id(handle)
-        return bool(transfer_id) and any(
-            announced_id(known) == transfer_id for known in itertools.chain(held, self.expected)
-        )
+        if not transfer_id:
+            return False
+        if self._announced[0] != now:
+            # Once a step: a peer may have thousands of fetches end in one.
+            known = itertools.chain(held, self.expected)
+            self._announced = now, {announced_id(handle) for handle in known}
+        return transfer_id in self._announced[1]
 
     def _deadline(self, early: PendingFetch, is_held: bool) -> float:
         if is_held or early.fetch.handle in self.expected:
