@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -212,6 +213,10 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "others_recomputed": int(recomputed),
         "others_wrong": sum(not accepted.has(outcome) for outcome in good),
         "others_wrong_first_token": sum(not accepted.has_first(outcome) for outcome in good),
+        # A wrong first token of a prompt at which the reference was never seen to waver is wrong KV; of one or
+        # two prompts, also without leavers, it is a tie that the reference was asked about too seldom.
+        "others_wrong_first_by_prompt": Counter(one.prompt for one in good if not accepted.has_first(one)),
+        "stayed_wrong_first_by_prompt": Counter(one.prompt for one in served if not accepted.has_first(one)),
         "stayed_failed": len(stayed) - len(served),
         "stayed_wrong": sum(not accepted.has(outcome) for outcome in served),
         "alone_wrong": sum(not accepted.has(outcome) for outcome in warm),
