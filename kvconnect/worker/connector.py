@@ -209,8 +209,9 @@ class WorkerConnector:
             first = random.SystemRandom().randrange(1, 1 << 61)
             return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
 
-        self._scratch = next(iter(arenas.values()), None)
-        pack_rate = pack_bytes_per_s(self._scratch) if self._scratch else None
+        # Slots are addresses: their memory lives as long as this.
+        self._arenas = tuple(arenas.values())
+        pack_rate = pack_bytes_per_s(self._arenas[0]) if self._arenas else None
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
         self._slot_bytes = min(
             (min(arena.slot_bytes, self._engine.capabilities.max_bytes) for arena in arenas.values()),
@@ -365,8 +366,8 @@ class WorkerConnector:
             engine_card=self._engine.card(),
             table=TableCard.of(self.table),
             slot_bytes=self._slot_bytes,
-            scratch_address=self._scratch.scratch_address if self._scratch else 0,
-            scratch_bytes=self._scratch.scratch_bytes if self._scratch else 0,
+            scratch_address=self._arenas[0].scratch_address if self._arenas else 0,
+            scratch_bytes=self._arenas[0].scratch_bytes if self._arenas else 0,
             digest_sample=1 if self._on_cuda else self._config.extra.digest_sample or CPU_DIGEST_SAMPLE,
         )
 

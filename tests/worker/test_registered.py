@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
+from kvconnect.pack.arena import Arena
 from kvconnect.worker.connector import WorkerConnector
 
 SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
@@ -90,3 +93,20 @@ def test_pages_are_registered_only_where_the_direct_path_is_open(role, path):
     assert covers(spans, first) == covers(spans, last) == (path != "packed")
     slots = {"kv_producer": 1, "kv_consumer": 1, "kv_both": 2}[role] if path != "direct" else 0
     assert len(spans) == slots + (path != "packed")
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
+    arenas = []
+
+    class Watched(Arena):
+        def __init__(self, *args):
+            super().__init__(*args)
+            arenas.append(weakref.ref(self))
+
+    monkeypatch.setattr("kvconnect.worker.local.Arena", Watched)
+    worker, _ = start(MemoryEngine("127.0.0.1"), role, slot_bytes=1 << 16)
+    gc.collect()
+    assert len(arenas) == (2 if role == "kv_both" else 1)
+    assert all(arena() is not None for arena in arenas)
+    worker.close()
