@@ -213,8 +213,8 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
         "others_recomputed": int(recomputed),
         "others_wrong": sum(not accepted.has(outcome) for outcome in good),
         "others_wrong_first_token": sum(not accepted.has_first(outcome) for outcome in good),
-        # A wrong first token of a prompt at which the reference was never seen to waver is wrong KV; of one or
-        # two prompts, also without leavers, it is a tie that the reference was asked about too seldom.
+        # Of one or two prompts, also without leavers: a tie that the reference was asked about too seldom.
+        # Of many prompts: wrong KV.
         "others_wrong_first_by_prompt": Counter(one.prompt for one in good if not accepted.has_first(one)),
         "stayed_wrong_first_by_prompt": Counter(one.prompt for one in served if not accepted.has_first(one)),
         "stayed_failed": len(stayed) - len(served),
