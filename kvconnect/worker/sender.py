@@ -17,6 +17,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
 from kvconnect.plan.transfer import Plan
+from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.leases import SendEvent, Sending, TransferKey
 from kvconnect.worker.outbox import Arrived, Outbox, PageOutbox, SlotOutbox
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
@@ -154,7 +155,14 @@ class Sender:
         self._settle(now)
         for key, outbox in self._outboxes.items():
             sending = self.sendings[key]
-            if error := outbox.advance(stopping=bool(sending.error)):
+            try:
+                error = outbox.advance(stopping=bool(sending.error))
+            except Exception as failure:
+                # Once for each: a device that failed fails at every look.
+                if not sending.error:
+                    count_error(self._metrics, failure, f"transfer {key[1]}")
+                error = f"its chunks cannot be packed: {failure}"
+            if error:
                 sending.stop(error)
         for keys in self._of_peer.values():
             self._feed(keys, now)

@@ -267,3 +267,25 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots():
     pair.run(1)
     assert pair.decode.received == ["a"]
     assert pair.landed(*blocks(0))
+
+
+def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
+    """As where its kernel failed: the requests beside it are sent, and what went wrong is logged once."""
+    pair = crowded(4)
+    for number in range(3):
+        pair.start(f"r{number}", *blocks(number))
+    sender = pair.prefill.mover.prefill.fetches.sender
+    while not sender._outboxes:
+        pair.prefill.step(pair.clock())
+        pair.decode.step(pair.clock())
+    broken = next(iter(sender._outboxes))
+
+    def advance(stopping):
+        raise RuntimeError("an illegal memory access")
+
+    sender._outboxes[broken].advance = advance
+    pair.run(pair.decode.mover.decode._config.load_timeout_s + 45, step_s=0.5)
+    assert len(pair.decode.received) == 3
+    ((_, reason),) = pair.decode.failed.items()
+    assert reason == "its chunks cannot be packed: an illegal memory access"
+    assert caplog.text.count("met an error of its own") == 1
