@@ -204,7 +204,7 @@ class Observations:
         self.buckets = buckets
         self.counts = [0] * (len(buckets) + 1)
         self.total = 0.0
-        # Where nobody asks, the oldest go. They stay counted above.
+        # Where no reader asks, the oldest go. They stay counted above.
         self.unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
         self._owner = owner
 

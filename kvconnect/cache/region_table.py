@@ -252,7 +252,7 @@ class _TensorView:
         """The scales of this tensor's values.
 
         Raises:
-            LayoutError: they are none, or nobody could tell which of the values are K's.
+            LayoutError: they are none, or it cannot be told which of the values are K's.
         """
         if not are_scales(given):
             raise LayoutError(f"layer {self.layer!r}: scales of K and V are {given}; accepted: {SCALE_RANGE}")

@@ -16,7 +16,7 @@ _SHARED_TOKENS = 128
 def make_prompts(count: int, seed: int) -> list[list[int]]:
     """``count`` different prompts of random ids. The same arguments always give the same prompts.
 
-    No prompt is the beginning of another one, save for those of one token: whoever has seen the
+    No prompt is the beginning of another one, save for those of one token: a node that has seen the
     others still lacks the end of each.
     """
     generator = random.Random(seed)

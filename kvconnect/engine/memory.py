@@ -130,7 +130,7 @@ class MemoryEngine:
             self._spans.add(spans)
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take spans back; nobody touches them once this returns. Raises ``EngineError``."""
+        """Take spans back; no peer touches them once this returns. Raises ``EngineError``."""
         with self._lock:
             self._spans.remove(spans)
 

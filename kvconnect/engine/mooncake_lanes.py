@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """A sending engine. It is destroyed when it is retired and nobody uses it any more."""
+    """A sending engine. It is destroyed when it is retired and no batch uses it any more."""
 
     engine: Any
     users: int = 0

@@ -83,7 +83,7 @@ class MooncakeStore:
 
 
 def _reach(master: str) -> None:
-    """A master that nobody listens at is found out here within seconds, and by the library in minutes."""
+    """An address without a listener is found out here within seconds, by the library in minutes."""
     address = split_address(master)
     if address is None:
         raise EngineError(f"Mooncake Store's master is {master!r}, accepted: host:port")

@@ -1,7 +1,7 @@
 """The parent's end of a store's process: started, asked within bounds, and killed if it does not answer.
 
 Each lane is for one thread, and carries one order at a time. The memory that is shared belongs to the parent:
-once the process is dead, which ``kill`` waits for, nobody else touches it.
+once the process is dead, which ``kill`` waits for, no other process touches it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class StoreProcess:
         return answer.codes
 
     def kill(self) -> None:
-        """End it now, and wait until its memory is nobody's. For any thread; idempotent."""
+        """End it now, and wait until no process has its memory. For any thread; idempotent."""
         with self._kill_lock:
             if self._process.poll() is None:
                 self._process.kill()

@@ -22,7 +22,7 @@ from kvconnect.runner_kit.zeroing import KVBlockZeroer
 class Runner:
     """Executes steps. Blocks are addressed through ``cache.tables`` alone.
 
-    ``zeroer`` is None until somebody built it; a step that has attention blocks to zero needs it.
+    ``zeroer`` is None until the runner's owner built it; a step that has attention blocks to zero needs it.
     ``decoder`` runs the steps that it takes, all others run as they are.
     """
 

@@ -125,7 +125,7 @@ class LowerTier(Protocol):
     def clear(self) -> None:
         """Forget everything. Nothing that was written or ordered before is found or read by later jobs.
 
-        It is not told as removed: whoever orders this knows. Jobs under way are reported as ever.
+        It is not told as removed: its caller knows. Jobs under way are reported as ever.
         """
         ...
 

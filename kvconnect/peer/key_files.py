@@ -1,4 +1,4 @@
-"""Files with secrets: read only where nobody else can, and made so that nobody else ever could."""
+"""Files with secrets: read only where no other user can, and made so that no other user ever could."""
 
 from __future__ import annotations
 

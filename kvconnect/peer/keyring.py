@@ -100,7 +100,7 @@ class SharedKeys:
         return self.server.public
 
     def knows(self, public: bytes) -> bool:
-        """Whoever has the secret."""
+        """Every peer that has the secret."""
         return hmac.compare_digest(public, self.client.public)
 
     def describe(self) -> str:

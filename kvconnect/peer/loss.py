@@ -72,15 +72,15 @@ LOSS_RULES: dict[PeerLoss, LossRule] = {
 class Quarantine:
     """Memory is to be left alone until then.
 
-    ``is_unproven``: that nothing is written after ``until`` is likely, but not certain; whoever uses the
-    memory then has to keep the writer out by other means.
+    ``is_unproven``: that nothing is written after ``until`` is likely, but not certain; the user of
+    the memory then has to keep the writer out by other means.
     """
 
     until: float = 0.0
     is_unproven: bool = False
 
     def hasten(self, until: float, *, proven: bool) -> None:
-        """There is news of whoever may write: it need not be waited for longer than until then.
+        """What may still write need not be waited for longer than until then.
 
         The first proof says when it is over, whatever was believed before; further ones would only put that
         off. What is only likely cannot shorten what a proof said.
@@ -95,5 +95,5 @@ class Quarantine:
         self.until = max(self.until, until)
 
     def ends_unproven(self, now: float) -> bool:
-        """The time is over, and nobody has said for certain that nothing is written any more."""
+        """The time is over, and it is not proven that nothing is written any more."""
         return self.is_unproven and now >= self.until

@@ -63,7 +63,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
     chunk that this worker's slots take; 0 if it has none, and the packed path is closed. Digests are of
     one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
-    at any time, to see how fast the link is; nobody reads it.
+    at any time, to see how fast the link is; it is never read.
     """
 
     engine_id: str
@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """P to D: the peers agree. ``directory`` is where P's other ranks listen.
 
-    ``lease_s`` is how long P holds a request that nobody renews, ``clock_s`` what P's clock says.
+    ``lease_s`` is how long P holds a request whose lease is not renewed, ``clock_s`` is P's clock.
     """
 
     version: int
@@ -255,7 +255,7 @@ class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"
 
 
 class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
-    """To whoever sent something that could not be used. Never answered."""
+    """To the peer that sent a message which could not be used. Never answered."""
 
     reason: str
 

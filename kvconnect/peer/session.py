@@ -117,7 +117,7 @@ class Session:
         side: which half to speak.
         ours: our introduction.
         directory: where our ranks listen, told to D in ``Welcome``.
-        lease_s: how long P holds what nobody renews, told likewise.
+        lease_s: how long P holds what is not renewed, sent likewise.
         max_message_bytes: longer frames are refused unread.
         handshake_timeout_s: D's wait for ``Welcome``.
         peer_timeout_s: D's wait for any frame while it is owed an answer, or has asked for a sign of life.
@@ -156,7 +156,7 @@ class Session:
         self._questioned_at: float | None = None
 
     def __repr__(self) -> str:
-        who = f"{self.peer.engine_id}/{self.peer.rank}" if self.peer else "nobody yet"
+        who = f"{self.peer.engine_id}/{self.peer.rank}" if self.peer else "an unknown peer"
         return f"Session({self.side.value}, {self.state.value}, with {who})"
 
     def greet(self, now: float) -> None:

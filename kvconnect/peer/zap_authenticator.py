@@ -1,6 +1,6 @@
 """Who may come in: answers ZeroMQ's question about each client, bounds connections, counts the refused.
 
-Served by the thread that owns the channel, so there is no other one that could end. While nobody serves
+Served by the thread that owns the channel, so there is no other one that could end. While no thread serves
 it no client is admitted.
 """
 
@@ -45,7 +45,7 @@ class ZapAuthenticator:
         listener: the socket, not bound yet.
         keyring: who is admitted; None admits everybody, without encryption.
         max_connections: further ones are closed at once.
-        count: told the reason whenever somebody is turned away.
+        count: called with the reason whenever a client is refused.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ZapAuthenticator:
             logger.exception("side channel: the gate met an error of its own")
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Admit no client any more."""
         self._listener.disable_monitor()
         self._monitor.close()
         if self._questions is not None:

@@ -50,7 +50,7 @@ _OTHER_MECHANISM = 0x11000002
 class _Link:
     """A connection that we opened. ``probe`` is set while it is lost and not reported yet.
 
-    ``doubtful`` are frames of which nobody knows yet whether they came before the loss, or after it.
+    ``doubtful`` are frames of which it is not known yet whether they came before the loss, or after it.
     """
 
     dealer: zmq.Socket[bytes]
@@ -73,7 +73,7 @@ class ZmqChannel:
         keyring: our keys and our peers'; None for neither authentication nor encryption.
         allowed: what we connect to; empty for everything.
         handshake_timeout_s: a connection that is not ready a second after that is closed; the second is for
-            whoever waits for an answer, and can say better what did not come.
+            the session, whose message says better what did not come.
         max_connections: most connections of peers.
         count: told the reason whenever a peer is turned away.
 
@@ -218,7 +218,7 @@ class ZmqChannel:
         # Answers to our own questions first, and with room of their own: no flood from outside delays them.
         for name, link in list(self._links.items()):
             if link.dealer in ready:
-                # What a peer says after a loss is said to somebody whom it takes for a stranger.
+                # What a peer sends after a loss goes to a link that it takes for a stranger's.
                 is_doubtful = link.probe is not None or (stood_still and link.monitor in ready)
                 self._drain_dealer(name, link, link.doubtful if is_doubtful else arrived)
                 del link.doubtful[_MOST_ARRIVALS:]
@@ -298,7 +298,7 @@ class ZmqChannel:
             except zmq.Again:
                 return
             if len(parts) != 2:
-                # Not one of ours: nobody to tell, since the sender may not even speak in frames.
+                # Not one of ours: it gets no answer, since the sender may not even speak in frames.
                 logger.warning("side channel: dropped a message of %d parts, expected 1", len(parts) - 1)
                 continue
             host = str(parts[1].get("Peer-Address"))

@@ -105,7 +105,7 @@ def _slots_kernel(
     row = tl.load(indices + request, mask=present, other=0)
     # An index that is no row gives padding, never a slot from foreign memory.
     known = tl.where(present & (row >= 0) & (row < max_requests), last, first)
-    # Tokens before the first request's belong to nobody: the first program pads them.
+    # Tokens before the first request's belong to no request: the first program pads them.
     begin = tl.where(request == 0, 0, first)
     table = tl.load(tables + group).to(tl.pointer_type(tl.int32)) + row * width
     for done in range(begin, last, CHUNK):

@@ -1,4 +1,4 @@
-"""Handles: what P says about a request that it holds, so that nobody on the way can change it.
+"""Handles: what P says about a request that it holds, so that no router or client can change it.
 
 A handle is text for ``kv_transfer_params``: a version, the claims, and a code over both. With a secret
 the code is HMAC-SHA256, and only who has the secret can make one; without it, it is a plain checksum.

@@ -28,7 +28,7 @@ PEER_KEY = "kvconnect_peer"
 """Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is told."""
 
 _TRANSFER_PREFIX = "transfer:"
-# Signed handles have no colon: nobody can name one of them with a transfer id.
+# Signed handles have no colon: no client can name one of them with a transfer id.
 
 _LONGEST_TEXT = 512
 _TEXT = re.compile(r"[ -~]+")
@@ -95,9 +95,9 @@ def read_remote_prefill(
     ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
     handle stands for, which a transfer id without a handle does not name then.
 
-    With a handle all is in it: some routers write another name of P's host beside it, and nobody connects to
-    that. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count of tokens
-    need be known.
+    With a handle all is in it: some routers write another name of P's host beside it, which no worker
+    connects to. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count
+    of tokens need be known.
     """
     if not params or not params.get("do_remote_prefill"):
         return None

@@ -134,7 +134,7 @@ class EngineCases:
         return PeerProcess(cls.make_engine, cls.allocate_peer)
 
     def silent_card(self, port: int) -> bytes | None:
-        """A card that leads to ``127.0.0.1:port``, where nobody answers; None if there is no such."""
+        """A card that leads to ``127.0.0.1:port``, where no process answers; None if there is no such."""
         return None
 
     # ---- fixtures

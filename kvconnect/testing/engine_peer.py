@@ -83,7 +83,7 @@ class PeerProcess:
         self._ask("restart")
 
     def renew_registration(self) -> bool:
-        """Have the child's engine keep out whoever knows only the cards that it gave out before."""
+        """Have the child's engine keep out peers that know only the cards that it gave out before."""
         return bool(self._ask("renew"))
 
     def stop(self) -> None:

@@ -25,7 +25,7 @@ def master_binary() -> Path | None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at just now."""
+    """A port without a listener just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -69,7 +69,7 @@ class StoreMaster:
                 time.sleep(0.02)
 
     def hang(self) -> None:
-        """Have it answer nobody, and keep its connections."""
+        """Have it answer no client, and keep its connections."""
         self._process.send_signal(signal.SIGSTOP)
         # The signal is under way until the last of its threads has stopped: one of them could still answer.
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

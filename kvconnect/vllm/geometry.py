@@ -127,7 +127,7 @@ def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> 
     """Block ids with those of state groups cut to the one that holds the running state.
 
     vLLM appends a scratch block per speculated token to what holds the state; where it keeps states by
-    position, everything before the running one is null or somebody's prefix.
+    position, everything before the running one is null or of a prefix of others.
     """
     made: list[Sequence[int]] = []
     for group, ids in zip(kv_cache_config.kv_cache_groups, block_ids, strict=True):
@@ -310,7 +310,7 @@ def _spec(
         # One row of each head for each of a block's kernel blocks.
         return _rows_by_head(theirs, heads, content, tensor.dtype, value=0, rows=ratio)
     if not divisible or not _is_divided(theirs, tensor, ratio):
-        # Latent rows, caches that keep fewer rows than tokens, heads of which nobody says which they are:
+        # Latent rows, caches that keep fewer rows than tokens, heads whose numbers are not known:
         # nothing in them can be divided by head.
         rows = tokens * ratio
         return MLASpec(

@@ -23,5 +23,5 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(NAME, "kvconnect.vllm.connector", NAME)
     except ValueError as error:
-        # Somebody else took the name. A configuration with our module path still finds our class.
+        # Another plugin took the name. A configuration with our module path still finds our class.
         logger.warning("kvconnect is not found by the name %s alone: %s", NAME, error)

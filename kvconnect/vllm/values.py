@@ -84,7 +84,7 @@ def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
         return Quantised(scales, head, convertible=True)
     if name in _TRANSPOSED_ROWS and tensor.device.type == "cpu":
         plain = getattr(layer, "isa", None) == _PLAIN_INSTRUCTIONS
-        # To be converted its page is one row with all heads, in which nobody says where K ends.
+        # To be converted its page is one row with all heads, in which the place where K ends is not known.
         return Quantised(scales, head, convertible=plain and scales[0] == scales[1])
     return None
 

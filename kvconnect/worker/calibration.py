@@ -1,6 +1,6 @@
 """The short calibration when peers meet: what the engine takes for a copy and for a byte on this link.
 
-P writes a few batches from its scratch memory to the peer's, which nobody reads. Until they are done the
+P writes a few batches from its scratch memory to the peer's, which is never read. Until they are done the
 peer's fetches wait; that is no longer than a connection takes to be made.
 """
 

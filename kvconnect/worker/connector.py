@@ -306,9 +306,9 @@ class WorkerConnector:
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no lease any more, and wait until everything that is held was fetched, or is given up.
 
-        What is not fetched within ``drain_s`` is given up, and whoever counts on it is told. Not for a hook:
-        it waits, for ``drain_s`` and a little more if ``timeout_s`` says nothing else. Results are to be
-        taken meanwhile. False: not everything ended in that time.
+        What is not fetched within ``drain_s`` is given up, and the peers that count on it get a message. Not
+        for a hook: it waits, for ``drain_s`` and a little more if ``timeout_s`` says nothing else. Results
+        are to be taken meanwhile. False: not everything ended in that time.
         """
         if self._mover is None:
             return True

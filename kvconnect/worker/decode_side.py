@@ -274,7 +274,7 @@ class DecodeSide:
             self.rank_fetches.hasten(self.loads.values(), links, now + writes_end_s, proven=True)
 
     def _renew_registration(self) -> None:
-        """Keep out whoever may still write, and tell all peers where our memory is to be found now."""
+        """Keep out peers that may still write, and send all others the address of our memory now."""
         try:
             if not self._engine.renew_registration():
                 return

@@ -111,7 +111,7 @@ class FetchService:
             self._answer_failure(inbound, pending, refusal)
             return
         if (held := self._book.leases.get(fetch.handle)) is not None:
-            # What we stood still for too long to end in time serves nobody any more.
+            # What we stood still for too long to end in time serves no load any more.
             self._book.end_if_due(held, now)
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
@@ -233,7 +233,7 @@ class FetchService:
         """
         fetch, key = pending.fetch, pending.key
         spared: Sequence[Grant] = ()
-        # Whoever wants nothing needs no path.
+        # A fetch of nothing needs no path.
         link = way.direct if fetch.groups else TableAlignment({}) if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
         if packer is not None:
@@ -316,7 +316,7 @@ class FetchService:
             self.not_quiescent[sending.key] = until
         if isinstance(claims, Lease):
             if not sending.quiescent and sending.path == "direct":
-                # The library may still read these blocks: nobody else gets them before that is over.
+                # The library may still read these blocks: no other request gets them before that is over.
                 claims.busy_until = max(claims.busy_until, until)
             if not sending.error:
                 claims.served.add(sending.consumer)

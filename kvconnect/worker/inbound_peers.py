@@ -101,7 +101,7 @@ class InboundPeers:
         return self._peers.get(link)
 
     def hear(self, link: str, host: str) -> InboundPeer:
-        """Whoever says something. Who has not introduced itself is not remembered, and displaces nobody."""
+        """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
         inbound = self._peers.get(link)
         if inbound is None:
             return self._stranger(host)
@@ -119,7 +119,7 @@ class InboundPeers:
             self._peers[link] = inbound
 
     def tell(self, key: TransferKey, message: Message) -> None:
-        """Say something about a fetch to whoever asked for it, if it still listens."""
+        """Send a message about a fetch to the peer that asked for it, if its link is there."""
         inbound = self._peers.get(key[0])
         if inbound is not None and inbound.session.state is State.READY:
             inbound.session.send(message)
@@ -193,7 +193,7 @@ class InboundPeers:
         return way
 
     def _check_host(self, inbound: InboundPeer, peer: Introduction) -> None:
-        """Connect to nobody else for a peer: it would be given the KV that the peer asks for.
+        """Connect to no other host for a peer: it would be given the KV that the peer asks for.
 
         Raises:
             PeerError: its engine's card names a host that is neither its own nor listed.

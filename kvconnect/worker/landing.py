@@ -100,7 +100,7 @@ class LandingBay:
 
     @property
     def busy(self) -> bool:
-        """A kernel of ours is at work that nobody will wake us for."""
+        """A kernel of ours is at work, whose end wakes no thread."""
         return any(landing.unpacking for landing in self._landings.values())
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class LandingBay:
         staged = packer.stage(blocks, chunks, num_tokens)
         landing = Landing(transfer_id, packer, chunks, staged, len(chunks), len(chunks), holder)
         self._landings[transfer_id] = landing
-        # Half of what is free, so that whoever comes next need not wait for the first to end.
+        # Half of what is free, so that the next fetch need not wait for the first to end.
         first = min(len(chunks), (self._pool.free + 1) // 2, self._pool.room_for(holder))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
@@ -263,11 +263,11 @@ class LandingBay:
                 lost.quarantine.hasten(until, proven=proven)
 
     def has_unproven(self, now: float) -> bool:
-        """Slots are to be lent again now that somebody may still write."""
+        """Slots are to be lent again that a peer may still write."""
         return any(lost.slots and lost.quarantine.ends_unproven(now) for lost in self._lost.values())
 
     def settle_all(self) -> None:
-        """Nobody can write any more to what was lost so far."""
+        """No peer can write any more to what was lost so far."""
         for transfer_id in list(self._lost):
             self.settle(transfer_id)
 

@@ -1,7 +1,7 @@
 """The requests that P holds for others: each under a lease that ends exactly once.
 
 Owned by the mover thread. A lease ends when everybody who would fetch was served or will not, or when
-nobody renewed it in time; never while something reads its blocks.
+it was not renewed in time; never while something reads its blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LeaseBook:
         return lease
 
     def renew(self, lease: Lease, engine_id: str, link: str, now: float) -> str:
-        """Somebody will still fetch what is held. Why that is no use, or nothing."""
+        """A peer will still fetch what is held. Why that is void, or nothing."""
         if lease.owner not in (None, engine_id):
             return "another engine has fetched this request"
         lease.renewers.add(link)
@@ -90,7 +90,7 @@ class LeaseBook:
         return self._look_at if self._look_at < math.inf else None
 
     def end_if_due(self, lease: Lease, now: float) -> None:
-        """End a lease that nobody reads and that was served to all, or that is over."""
+        """End a lease that no sending reads and that was served to all, or that is over."""
         if lease.state is not LeaseState.HELD:
             return
         due_at = max(lease.busy_until, now if lease.satisfied else lease.expires_at)
@@ -111,7 +111,7 @@ class LeaseBook:
             self._end(lease, reason)
 
     def revoke(self, reason: str) -> None:
-        """End all that nobody reads, whoever wants it. What is being read ends when that does."""
+        """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
         self._look_at = 0.0
         for lease in list(self.leases.values()):
             lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason

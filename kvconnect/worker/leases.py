@@ -110,7 +110,7 @@ class Lease(Claims):
 
     ``ready`` says whether its KV is complete on the device. It ends at ``expires_at``, which may be moved as
     far as ``last_until``. Until ``busy_until`` a library that could not prove that it stopped may still read
-    the blocks. ``renewers`` are the connections over which somebody renewed it. ``revoked`` says why it is
+    the blocks. ``renewers`` are the connections over which a peer renewed it. ``revoked`` says why it is
     given up before its time.
     """
 

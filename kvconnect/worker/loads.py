@@ -188,7 +188,7 @@ class LoadRecord:
         self.fail(ABORTED)
 
     def is_due(self, now: float) -> bool:
-        """Something is to be done about it that nobody tells us: more than to wait for its peer."""
+        """Something is to be done about it without a message: more than to wait for its peer."""
         if now >= self.deadline:
             return True
         return any(fetch.state not in _WAITING for fetch in self.fetches.values())

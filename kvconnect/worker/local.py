@@ -64,7 +64,7 @@ class Local:
     def warm_up(self) -> None:
         """Compile the kernels now, which takes seconds, rather than under the first request.
 
-        Moves nothing to any page: block 0 is nobody's. Where a slot is too small for a token there is
+        Moves nothing to any page: block 0 is no request's. Where a slot is too small for a token there is
         nothing to compile.
         """
         card = TableCard.of(self.table)

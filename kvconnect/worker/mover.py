@@ -36,7 +36,7 @@ _ACTIVE_POLLS = 200
 _FEW_POLLS = 6
 """As many as a kernel that unpacks a chunk takes, where nothing else has to be looked at."""
 _BRIEF_NAP_S = 1e-6
-"""What the system makes of it is some 50 us, in which whoever waits for the interpreter gets it."""
+"""What the system makes of it is some 50 us, in which a thread that waits for the interpreter gets it."""
 _SHORT_NAP_S = 50e-6
 _NAPS = 400
 _LONG_NAP_S = 1e-3
@@ -259,7 +259,7 @@ class Mover:
 
     @property
     def _receives(self) -> bool:
-        """Bytes may be under way to us, or be unpacked, and nobody will wake us for that."""
+        """Bytes may be under way to us, or be unpacked, the end of which wakes no thread."""
         if self.decode.waiting_for_device:
             return True
         return self._engine.capabilities.target_must_poll and self.decode.waiting_for_writes

@@ -195,7 +195,7 @@ class SlotOutbox:
         """See ``Outbox``."""
         if self._kernels or self._filled:
             return True
-        # Without a grant it waits for the device, of which nobody tells us, or for the peer, who will.
+        # Without a grant it waits for the device, whose end wakes no thread, or for the peer's message.
         return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
 
     def advance(self, stopping: bool) -> str:
@@ -208,7 +208,7 @@ class SlotOutbox:
             self._filled.clear()
             return ""
         error = ""
-        # A send slot is taken only together with a place to land: nobody waits while holding one.
+        # A send slot is taken only together with a place to land: no sending waits while holding one.
         while not error and self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
             error = self._pack_next()
         return error

@@ -52,7 +52,7 @@ class PathChoice:
             self._sender.begin(Sending(key, Claims(), ("", "", 0), way.name, deadline, now), way.probe)
 
     def take(self, sending: Sending) -> bool:
-        """Something that was sent is over. Whether it was a calibration, which nobody waits to be told of."""
+        """Something that was sent is over. Whether it was a calibration, which no peer waits for."""
         way = self._probed.pop(sending.key, None)
         if way is None:
             return False

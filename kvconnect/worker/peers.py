@@ -168,7 +168,7 @@ class Peers:
         return link
 
     def connect_rank(self, peer: Peer, rank: int, now: float) -> RankLink | None:
-        """Our connection to a rank, made if there is none; None if nobody said where it listens."""
+        """Our connection to a rank, made if there is none; None if its address is not known."""
         if rank in peer.links:
             return peer.links[rank]
         for address in peer.directory:
@@ -274,7 +274,7 @@ class Peers:
         return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]
 
     def release(self, peer: Peer, ranks: Sequence[int], handle: str, now: float) -> None:
-        """Tell some ranks that nobody will fetch what they hold under a handle."""
+        """Report to some ranks that no rank of ours will fetch what they hold under a handle."""
         for rank in ranks:
             peer.releases.setdefault(rank, []).append(handle)
         self.tell_let_go(peer, now)

@@ -85,7 +85,7 @@ class PrefillSide:
     # Orders of the scheduler
 
     def expect(self, order: Expect) -> None:
-        """A prefill is under way: whoever asks for it waits."""
+        """A prefill is under way: a fetch of it waits."""
         if self._draining:
             self._void(order.handle, self._draining)
             return
@@ -93,7 +93,7 @@ class PrefillSide:
             self._metrics.failures.labels("max_leases").inc()
 
     def withdraw(self, order: Withdraw) -> None:
-        """Nothing comes of a prefill: whoever waits for it is told when time next passes."""
+        """Nothing comes of a prefill: fetches that wait for it are answered when time next passes."""
         self._void(order.handle, order.reason)
         self._cut_short(self.streaming.pop(order.handle), order.reason, again=False)
 
@@ -173,7 +173,7 @@ class PrefillSide:
         return bool(self._draining) and not (self.leases or self.sender.sendings or self.pending.fetches)
 
     def _end_drain(self, now: float) -> None:
-        """The time to fetch is over: whoever still counts on something is told."""
+        """The time to fetch is over: peers that still count on something get a message."""
         for key in list(self.sender.sendings):
             self.fetches.cancel(key, self._draining)
         for early in list(self.pending.fetches):
@@ -248,7 +248,7 @@ class PrefillSide:
         self.book.let_go(lease, consumer, message.consumers, now)
 
     def _lease_ended(self, lease: Lease, reason: str) -> None:
-        """A lease is over: whoever still counts on it is told."""
+        """A lease is over: peers that still count on it get a message."""
         handle = lease.order.handle
         text = f"the request is no longer held: {reason}"
         self.pending.end(handle, text)

@@ -140,7 +140,7 @@ class RankFetches:
                 self._bay.settle(fetch.transfer_id)
                 self.leave(fetch, RankFetchEvent.SETTLE)
             elif is_first:
-                # A fetch has one answer: whoever repeats it cannot keep our blocks from us for ever.
+                # A fetch has one answer: a peer that repeats it cannot keep our blocks from us for ever.
                 fetch.quarantine.extend(now + self._config.quarantine_s)
             return
         if fetch.state is RankFetchState.UNPACKING:
@@ -272,7 +272,7 @@ class RankFetches:
                     fetch.quarantine.hasten(until, proven=proven)
 
     def has_unproven(self, loads: Iterable[LoadRecord], now: float) -> bool:
-        """Memory is to be used again now that somebody may still write."""
+        """Memory is to be used again that a peer may still write."""
         return self._can_renew and (
             self._bay.has_unproven(now)
             or any(
@@ -284,7 +284,7 @@ class RankFetches:
         )
 
     def renewed(self, loads: Iterable[LoadRecord]) -> None:
-        """Nobody can write any more to what was registered: what was lost is quiet, the rest is cut."""
+        """No peer can write any more to what was registered: what was lost is quiescent, the rest is cut."""
         self._bay.settle_all()
         for loading in loads:
             for fetch in loading.fetches.values():

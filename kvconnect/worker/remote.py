@@ -33,8 +33,8 @@ class RankLink:
 class Peer:
     """A remote engine: its ranks, and what waits for it.
 
-    ``let_go`` are handles that nobody will fetch; ``releases`` the same per rank, once the ranks are
-    known. ``lease_s`` is how long it holds what nobody renews, ``renewed_at`` when that was last done.
+    ``let_go`` are handles that no rank of ours will fetch; ``releases`` the same per rank, once the ranks are
+    known. ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done.
     ``was_met`` once it introduced itself and as
     long as it is of interest; ``is_warm`` where an operator wants it met in any case.
     """

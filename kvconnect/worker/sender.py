@@ -69,7 +69,7 @@ class Sender:
 
     @property
     def busy(self) -> bool:
-        """Something is under way that nobody will wake us for."""
+        """Something is under way whose end wakes no thread."""
         return any(
             sending.in_flight or sending.error or self._outboxes[key].goes_on
             for key, sending in self.sendings.items()

@@ -31,8 +31,8 @@ class SlotEvent(enum.Enum):
     LANDED = "the peer says that it wrote it"
     PACK = "our kernel begins to fill it"
     SUBMIT = "the engine is given it"
-    RETURN = "nobody touches it any more"
-    LOSE = "nobody knows who still touches it"
+    RETURN = "it is quiescent"
+    LOSE = "an engine or a peer may still touch it"
 
 
 SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {

@@ -20,7 +20,7 @@ from kvconnect.worker.leases import Claims
 logger = logging.getLogger(__name__)
 
 _DEVICE_POLL_S = 2e-3
-"""How often a prefill that somebody waits for is looked after. More often would slow it down."""
+"""How often a prefill that a fetch waits for is looked after. More often would slow it down."""
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ class Supply(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """A chunk can be packed now, or as soon as the device is done, of which nobody will tell us."""
+        """A chunk can be packed now, or as soon as the device is done, which wakes no thread."""
         ...
 
     @property

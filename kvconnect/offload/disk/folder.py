@@ -89,7 +89,7 @@ class DiskFolder:
 
     Raises:
         FolderHeld: another process, or another tier of this one, uses it.
-        ConfigError: the path is of no folder, or somebody else's.
+        ConfigError: the path is of no folder, or another user's.
         OSError: it cannot be made, opened or locked.
     """
 

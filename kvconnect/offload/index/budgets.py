@@ -20,7 +20,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError, LocalError
 
 ROW_ALIGN_BYTES = 64
-# What a prompt is taken to be where nobody says how the groups shall share: long enough that the part which
+# What a prompt is taken to be where no setting has the shares of the groups: long enough that the part which
 # grows with its length counts, short enough that windows and states still do.
 USUAL_PROMPT_TOKENS = 16384
 _SETTING = "kv_connector_extra_config.offload"
@@ -43,7 +43,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     """Which rows there are, and whose they are.
 
     ``class_of`` is the index into ``classes`` by cache group. ``limits`` are the rows that a group can have
-    whatever other groups do; it may take more of its class while nobody else wants them. The limits of a
+    whatever other groups do; it may take more of its class while no other group wants them. The limits of a
     class add up to its rows.
     """
 
