@@ -328,8 +328,13 @@ def _check_combination(config: TransferConfig) -> None:
 
 
 def _check_bounds(settings: msgspec.Struct, where: str) -> None:
-    """What a setting's name says of its values: ``_s`` are seconds to wait, ``max_`` is a bound."""
+    """What a setting's name says of its values: ``_s`` are seconds to wait, ``max_`` is a bound.
+
+    Limits that follow from a setting are as good as it is, and no key that an error could name.
+    """
     for name in settings.__struct_fields__:
+        if name in Limits.__struct_fields__:
+            continue
         value = getattr(settings, name)
         if name.endswith("_s") and not value > 0:
             raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")

@@ -75,6 +75,8 @@ def test_the_value_is_frozen():
         ),
         ({"kv_connector_extra_config": {"port": "5600"}}, r"port is '5600': Expected `int`"),
         ({"kv_connector_extra_config": {"port": 70000}}, r"port is 70000, accepted: 0"),
+        ({"kv_connector_extra_config": {"peer_timeout_s": 0}}, r"\.peer_timeout_s is 0.0, it must be more"),
+        ({"kv_connector_extra_config": {"transfer_timeout_s": -1}}, r"\.transfer_timeout_s is -1.0, it must"),
         ({"kv_connector_extra_config": {"lease_s": 0}}, r"lease_s is 0.0, it must be more than 0"),
         ({"kv_connector_extra_config": {"max_inflight_bytes": 0}}, r"max_inflight_bytes is 0, .* at least 1"),
         ({"kv_connector_extra_config": {"max_loads": 1}}, r"has no key 'max_loads'"),
