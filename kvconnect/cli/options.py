@@ -7,4 +7,3 @@ from typing import Annotated
 import typer
 
 JsonObject = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]

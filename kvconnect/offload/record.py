@@ -44,11 +44,6 @@ class Header(NamedTuple):
     length_bytes: int
     is_ours: bool
 
-    @property
-    def record_bytes(self) -> int:
-        """The whole record, header and row."""
-        return HEADER_BYTES + self.length_bytes
-
 
 class RecordFormat:
     """Makes and checks records of one namespace.

@@ -28,9 +28,6 @@ class IoThreads:
         for thread in self._threads:
             thread.start()
 
-    def __len__(self) -> int:
-        return len(self._threads)
-
     def submit(self, work: Callable[[], None]) -> None:
         """Have this done by one of the threads; by the caller, where they were told to end."""
         with self._lock:
