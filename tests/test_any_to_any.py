@@ -20,6 +20,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.registry import available_engines
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
 
 HEADS, HEAD_SIZE, LATENT, TOKENS, NUM_BLOCKS = 6, 16, 40, 300, 64
@@ -54,10 +55,8 @@ class World:
                 self.config(),
                 KVCacheConfig(NUM_BLOCKS, (group,)),
                 {0: self.block},
-                model="m",
+                CacheMeaning("m", HEADS, self.size),
                 rank=rank,
-                world_size=self.size,
-                num_heads=HEADS,
                 registry=CollectorRegistry(),
             )
             tensors = {name: CacheTensor(cache[name], self.layout) for name in GQA}

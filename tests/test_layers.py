@@ -106,12 +106,6 @@ LARGER = {
     "peer/zmq_channel.py ZmqChannel.__init__": "parameters",
     "peer/zmq_channel.py ZmqChannel": "attributes",
     "runner_kit/block_table.py BlockTables": "attributes",
-    "worker/connector.py WorkerConnector.__init__": "parameters",
-    "worker/connector.py WorkerConnector": "attributes",
-    "worker/decode_side.py DecodeSide.__init__": "parameters",
-    "worker/mover.py Mover.__init__": "parameters",
-    "worker/mover.py Mover": "attributes",
-    "worker/prefill_side.py PrefillSide.__init__": "parameters",
 }
 
 

@@ -19,6 +19,7 @@ from benchmarks.transfer.process import Side, StepFailed
 from benchmarks.transfer.settings import WorkerAddress, WorkerSettings
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.orders import Hold, Load, Orders, Results
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
 
 _POLL_S = 0.0005
@@ -56,8 +57,7 @@ class WorkerSide(Side):
             config,
             self._cache.config(),
             {0: settings.shape.layout.block_tokens},
-            model="python -m benchmarks transfer",
-            num_heads=settings.shape.heads,
+            CacheMeaning("python -m benchmarks transfer", settings.shape.heads, 1),
             registry=CollectorRegistry(),
         )
         self._connector = connector

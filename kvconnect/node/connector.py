@@ -19,6 +19,7 @@ from kvconnect.node.transfers import align_tokens
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.prompts import digest_prompt
 from kvconnect.scheduler.stack import LongestRequest, RequestView, SchedulerHooks, StackTraits, WorkerHooks
@@ -90,8 +91,9 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                 config,
                 cache.config,
                 cache.kernel_block_sizes,
-                model=fingerprint(options, model, convert_dtype=config.extra.convert_dtype),
-                weights=weights,
+                CacheMeaning(
+                    fingerprint(options, model, convert_dtype=config.extra.convert_dtype), None, 1, weights
+                ),
             )
             transfer.register_kv_caches(cache.tensors)
             scheduler.transfer = SchedulerConnector.configured(

@@ -16,6 +16,7 @@ from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tiers import lower_tier_names
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm.geometry import VllmCache, held_back, scheduler_config, worker_cache
@@ -114,17 +115,19 @@ def make_worker_half(
             config,
             cache.config,
             cache.kernel_block_sizes,
-            model=fingerprint(
-                vllm_config,
-                kv_cache_config,
-                bound_to=world_size if cache.rank_bound else None,
-                convert_dtype=config.extra.convert_dtype,
+            CacheMeaning(
+                model=fingerprint(
+                    vllm_config,
+                    kv_cache_config,
+                    bound_to=world_size if cache.rank_bound else None,
+                    convert_dtype=config.extra.convert_dtype,
+                ),
+                num_heads=counts.finest,
+                world_size=world_size,
+                weights=weights,
+                held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
             ),
-            weights=weights,
             rank=rank,
-            world_size=world_size,
-            num_heads=counts.finest,
-            held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
         )
         transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     offload = None

@@ -1,14 +1,13 @@
 """The worker half of the connector: what lives beside the tensors, as a serving stack calls it.
 
-Made once per worker, before its caches. Hooks never wait for a transfer: orders go to the mover's
-thread, results are taken from it.
+Made once per worker, before its caches. Hooks never wait for a transfer: orders go to the transfer thread,
+results are taken from what it reports.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -23,24 +22,20 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
-from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
-from kvconnect.pack.arena import Arena
-from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
-from kvconnect.pack.packer_torch import use_one_thread
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
-from kvconnect.worker.calibration import pack_bytes_per_s
-from kvconnect.worker.local import Local, make_arenas
-from kvconnect.worker.mover import Mover
-from kvconnect.worker.slots import SlotPool
+from kvconnect.worker.local import open_local
+from kvconnect.worker.reports import Reports
+from kvconnect.worker.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +49,8 @@ class WorkerConnector:
         config: the parsed ``kv_transfer_config``.
         cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index.
-        model: the serving stack's fingerprint of model and cache dtype; peers must agree.
-        weights: its name of the weights that it runs with; likewise.
+        meaning: what peers must agree on.
         rank: tensor-parallel rank of this worker.
-        world_size: number of tensor-parallel ranks.
-        num_heads: KV heads of the whole model, or None where every rank keeps the same bytes.
-        held_back: tokens at the end of a prompt that the scheduler half leaves to D; peers must agree.
         registry: where the metrics are exported.
         engine: an engine to use in place of the configured one.
 
@@ -74,13 +65,9 @@ class WorkerConnector:
         config: TransferConfig,
         cache_config: KVCacheConfig,
         kernel_block_sizes: Mapping[int, int],
+        meaning: CacheMeaning,
         *,
-        model: str,
-        weights: str = "",
         rank: int = 0,
-        world_size: int = 1,
-        num_heads: int | None = None,
-        held_back: int = 0,
         registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
@@ -88,8 +75,7 @@ class WorkerConnector:
         self._config = config
         self._cache_config = cache_config
         self._rank = rank
-        self._meaning = CacheMeaning(model, num_heads, world_size, weights, held_back)
-        self._incarnation = uuid.uuid4().hex
+        self._meaning = meaning
         # Everything built from here on, the region table first, is in kernel blocks.
         self.kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
@@ -116,13 +102,11 @@ class WorkerConnector:
             max_connections=4 * extra.max_peers,
             count=lambda reason: self._metrics.failures.labels(reason).inc(),
         )
-        self._table: RegionTable | None = None
         self._metrics = Metrics(registry)
-        self._mover: Mover | None = None
+        self._reports = Reports(rank)
+        self._transfers: TransferThread | None = None
         self._computed: Callable[[], bool] | None = None
-        self._wake_owner: Callable[[], None] = lambda: None
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_closed = False
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
             config.kv_role,
@@ -146,9 +130,9 @@ class WorkerConnector:
         Raises:
             LocalError: nothing was.
         """
-        if self._table is None:
+        if self._transfers is None:
             raise LocalError("register_kv_caches was not called")
-        return self._table
+        return self._transfers.local.table
 
     def address(self) -> RankAddress:
         """Where this worker listens for peers."""
@@ -174,85 +158,39 @@ class WorkerConnector:
             EngineError: the engine refuses the memory.
             LocalError: it was done before.
         """
-        if self._table is not None:
+        if self._transfers is not None:
             raise LocalError("register_kv_caches was called twice")
         table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
-        self._on_cuda = any(cache.tensor.is_cuda for cache in tensors.values())
         # The tensors must outlive the registration, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
-        device = next(iter(tensors.values())).tensor.device
-        max_bytes = self._engine.capabilities.max_bytes
-        arenas = make_arenas(self._config, device, max_bytes, reserved_bytes, self._metrics)
-        # What is registered, peers can write to; where all goes through slots they need nothing else.
-        storages = () if self._config.extra.path == "packed" else table.storages
-        spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
-        spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
-        self._engine.register(spans)
-        self._table = table
-        logger.info(
-            "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
-            len(table.regions),
-            len(table.storages),
-            sum(storage.length_bytes for storage in table.storages),
-            sum(span.length_bytes for span in spans),
-        )
-        self._mover = self._make_mover(table, device, arenas)
-        self._thread = threading.Thread(
-            target=self._move, args=(self._mover,), name="kvconnect-mover", daemon=True
-        )
-        self._thread.start()
-
-    def _make_mover(self, table: RegionTable, device: torch.device, arenas: Mapping[str, Arena]) -> Mover:
-        def pool(kind: str) -> SlotPool:
-            arena = arenas.get(kind)
-            # Another process that uses this address after us must not grant the same numbers.
-            first = random.SystemRandom().randrange(1, 1 << 61)
-            return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
-
-        # Slots are addresses: their memory lives as long as this.
-        self._arenas = tuple(arenas.values())
-        pack_rate = pack_bytes_per_s(self._arenas[0]) if self._arenas else None
-        self._stream = torch.cuda.Stream(device) if self._on_cuda else None  # type: ignore[no-untyped-call]
-        self._slot_bytes = min(
-            (min(arena.slot_bytes, self._engine.capabilities.max_bytes) for arena in arenas.values()),
-            default=0,
-        )
-        local = Local(table, device, pool("landing"), pool("send"), self._stream, pack_rate)
-        if self._on_cuda:
-            local.warm_up()
-        return Mover(
-            self._config.extra,
-            self._engine,
-            self._channel,
+        introduction = Introduction(
+            engine_id=self._config.engine_id,
+            incarnation=uuid.uuid4().hex,
             rank=self._rank,
             meaning=self._meaning,
-            introduce=self._introduce,
-            local=local,
-            metrics=self._metrics,
-            wake_owner=self._wake_owner,
+            engine=self.engine_name,
+            engine_card=b"",
+            table=TableCard.of(table),
         )
-
-    def _move(self, mover: Mover) -> None:
-        """The transfer thread."""
-        with ExitStack() as used:
-            # By the thread that used them, so that nothing is closed under a running call.
-            used.callback(self._release)
-            if self._stream is not None:
-                torch.cuda.set_device(self._stream.device)
-                torch.cuda.set_stream(self._stream)
-            else:
-                use_one_thread()
-            mover.run(self._stopping)
+        device = next(iter(tensors.values())).tensor.device
+        local = open_local(
+            self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
+        )
+        self._transfers = TransferThread(
+            self._config.extra, self._channel, local, self._reports, self._metrics
+        )
+        self._transfers.start(self._release)
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: what is held or being loaded is void.
 
         Before ``start`` of the first orders whose KV is of the new ones.
         """
-        self._meaning = msgspec.structs.replace(self._meaning, weights=weights)
         self._metrics.failures.labels("weights_replaced").inc()
-        if self._mover is not None:
-            self._mover.replace_weights()
+        if self._transfers is None:
+            self._meaning = msgspec.structs.replace(self._meaning, weights=weights)
+        else:
+            self._transfers.replace_weights(weights)
 
     def mark(self) -> None:
         """Take note of what the device was given so far: what the next orders call computed is part of it.
@@ -266,13 +204,13 @@ class WorkerConnector:
         computed, self._computed = self._computed, None
         if not orders:
             return
-        if self._mover is None:
+        if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        self._mover.order(orders, self._device_done(), computed)
+        self._transfers.order(orders, self._device_done(), computed)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
-        return self._mover.take_results() if self._mover is not None else Results()
+        return self._reports.take()
 
     def changes(self) -> Changes | None:
         """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
@@ -280,15 +218,13 @@ class WorkerConnector:
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from another thread, whenever results are waiting."""
-        self._wake_owner = wake
-        if self._mover is not None:
-            self._mover.wake_owner = wake
+        self._reports.wake = wake
 
     def state(self) -> dict[str, Any]:
         """Counts of what is held and under way, for people and tests. All zero when idle."""
-        if self._mover is None:
+        if self._transfers is None:
             return {"engine": self.engine_name}
-        prefill, decode = self._mover.prefill, self._mover.decode
+        prefill, decode = self._transfers.prefill, self._transfers.decode
         return {
             "engine": self.engine_name,
             "leases": len(prefill.leases),
@@ -310,10 +246,10 @@ class WorkerConnector:
         for a hook: it waits, for ``drain_s`` and a little more if ``timeout_s`` says nothing else. Results
         are to be taken meanwhile. False: not everything ended in that time.
         """
-        if self._mover is None:
+        if self._transfers is None:
             return True
         drained = threading.Event()
-        self._mover.drain(drained.set)
+        self._transfers.drain(drained.set)
         return drained.wait(self._config.extra.drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def close(self) -> None:
@@ -322,15 +258,12 @@ class WorkerConnector:
         Waits 5 s at most. A thread that takes longer, in a call of the engine, releases them whenever that
         returns: what is open until then is logged, and counted as ``close_timeout``.
         """
-        if self._stopping.is_set():
+        if self._is_closed:
             return
-        self._stopping.set()
-        if self._thread is None:
+        self._is_closed = True
+        if self._transfers is None:
             self._release()
-            return
-        self._channel.wake()
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        elif not self._transfers.stop(_CLOSE_TIMEOUT_S):
             self._metrics.failures.labels("close_timeout").inc()
             logger.error(
                 "the transfer thread did not stop within %s s. Open until it does: the registered memory of "
@@ -350,26 +283,11 @@ class WorkerConnector:
 
     def _device_done(self) -> Callable[[], bool]:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""
-        if not self._on_cuda:
+        if self._transfers is None or self._transfers.local.stream is None:
             return _always
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
-
-    def _introduce(self) -> Introduction:
-        return Introduction(
-            engine_id=self._config.engine_id,
-            incarnation=self._incarnation,
-            rank=self._rank,
-            meaning=self._meaning,
-            engine=self._engine.capabilities.name,
-            engine_card=self._engine.card(),
-            table=TableCard.of(self.table),
-            slot_bytes=self._slot_bytes,
-            scratch_address=self._arenas[0].scratch_address if self._arenas else 0,
-            scratch_bytes=self._arenas[0].scratch_bytes if self._arenas else 0,
-            digest_sample=1 if self._on_cuda else self._config.extra.digest_sample or CPU_DIGEST_SAMPLE,
-        )
 
 
 def _always() -> bool:

@@ -1,6 +1,6 @@
 """D's half of a worker: asks peers for KV, and says when it has landed.
 
-Owned by the mover thread. Every load is reported exactly once, and never while a peer may still write
+Owned by the transfer thread. Every load is reported exactly once, and never while a peer may still write
 to its blocks: what could not be proven quiet waits in quarantine.
 """
 
@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Engine
 from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await, Load
@@ -21,12 +20,10 @@ from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import (
     Accepted,
-    CacheMeaning,
     CreditGrant,
     CreditRequest,
     Declined,
     Fetch,
-    Introduction,
     Landed,
     Message,
     Renewed,
@@ -41,6 +38,7 @@ from kvconnect.worker.peers import Peers
 from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.remote import Peer, RankLink
 from kvconnect.worker.renewals import Renewals
+from kvconnect.worker.reports import Reports
 from kvconnect.worker.routes import Route, make_route
 from kvconnect.worker.tally import count_loaded
 
@@ -51,36 +49,27 @@ class DecodeSide:
     """Loads and the fetches under way.
 
     Args:
-        introduce: our introduction, made anew for every peer since the engine's card may change.
-        report_received: called once per request, with the reason if it failed.
-        report_settled: called once per handle whose fate was asked for.
         randomness: spreads the attempts to reach a peer that is gone.
     """
 
     def __init__(
         self,
         config: ExtraConfig,
-        engine: Engine,
-        channel: Channel,
-        rank: int,
-        meaning: CacheMeaning,
-        introduce: Callable[[], Introduction],
         local: Local,
-        report_received: Callable[[str, str], None],
-        report_settled: Callable[[str], None],
+        channel: Channel,
+        reports: Reports,
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
         self.loads: dict[str, LoadRecord] = {}
-        self.peers = Peers(config, channel, rank, meaning, introduce, metrics, randomness)
-        self.renewals = Renewals(config, self.peers, self.loads, metrics, report_settled)
+        self.peers = Peers(config, channel, local, metrics, randomness)
+        self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
         self.bay = LandingBay(local.landing, config.check_digest, metrics)
-        can_renew = engine.capabilities.can_renew
+        can_renew = local.engine.capabilities.can_renew
         self.rank_fetches = RankFetches(config, self.bay, self._say, metrics, can_renew=can_renew)
-        self._engine = engine
         self._config = config
         self._local = local
-        self._report_received = report_received
+        self._reports = reports
         self._metrics = metrics
         self._queue: deque[LoadRecord] = deque()
 
@@ -276,7 +265,7 @@ class DecodeSide:
     def _renew_registration(self) -> None:
         """Keep out peers that may still write, and send all others the address of our memory now."""
         try:
-            if not self._engine.renew_registration():
+            if not self._local.engine.renew_registration():
                 return
         except EngineError:
             self._metrics.failures.labels("registration").inc()
@@ -386,7 +375,7 @@ class DecodeSide:
             self._metrics.loads.set(len(self.loads))
         finally:
             # Who is told finds it counted. Whatever fails: a request that is forgotten unreported is lost.
-            self._report_received(order.request_id, loading.error)
+            self._reports.received(order.request_id, loading.error)
         level = logging.DEBUG if loading.aborted else logging.WARNING
         if loading.error:
             logger.log(level, "request %s was not loaded: %s", order.request_id, loading.error)

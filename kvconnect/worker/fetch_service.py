@@ -2,7 +2,7 @@
 
 A landing slot of D is of use only for a chunk that can be packed: what D lends for others is given back, and
 requested as credit once they can be. Where all can be packed when the fetch comes, no credit is requested.
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Engine
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import (
@@ -49,7 +48,6 @@ class FetchService:
     def __init__(
         self,
         config: ExtraConfig,
-        engine: Engine,
         local: Local,
         book: LeaseBook,
         streaming: StreamingPrefills,
@@ -57,7 +55,7 @@ class FetchService:
         metrics: Metrics,
     ) -> None:
         self.pending = PendingFetches(config)
-        self.sender = Sender(config, engine, local.send, metrics, self._arrived)
+        self.sender = Sender(config, local, metrics, self._arrived)
         self.not_quiescent: dict[TransferKey, float] = {}
         self._config = config
         self._book = book

@@ -1,6 +1,6 @@
 """Who fetches from us: P's connections, and by which paths each inbound's cache can be reached.
 
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Engine
 from kvconnect.engine.card_host import card_host
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
+from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message
 from kvconnect.peer.session import Session, Side, State
 from kvconnect.plan.align import TableAlignment, align_tables
@@ -65,29 +65,22 @@ class InboundPeers:
     """All connections to us, the most recently heard last.
 
     Args:
-        introduce: our introduction, made anew for every inbound since the engine's card may change.
-        local: what there is to pack from.
-        send: sends a frame over a connection; False if it cannot.
         give_up: ends what is being sent to a peer of the engine, before that is disconnected.
     """
 
     def __init__(
         self,
         config: ExtraConfig,
-        engine: Engine,
-        introduce: Callable[[], Introduction],
         local: Local,
-        send: Callable[[str, bytes], bool],
+        channel: Channel,
         give_up: Callable[[str], None],
         metrics: Metrics,
     ) -> None:
         self.directory: tuple[RankAddress, ...] = ()
         self._allowed = AllowList(config.allow_peers)
         self._config = config
-        self._engine = engine
-        self._introduce = introduce
         self._local = local
-        self._send = send
+        self._channel = channel
         self._give_up = give_up
         self._metrics = metrics
         self._peers: OrderedDict[str, InboundPeer] = OrderedDict()
@@ -128,14 +121,14 @@ class InboundPeers:
     def flush(self, link: str, inbound: InboundPeer) -> None:
         """Send what a session has to say."""
         for frame in inbound.session.outgoing():
-            if not self._send(link, frame):
+            if not self._channel.send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("an answer to %s could not be sent", link)
 
     def introduce_anew(self) -> None:
         """Our introduction has changed: messages are compared with the new one."""
         for inbound in self._peers.values():
-            inbound.session.ours = self._introduce()
+            inbound.session.ours = self._local.introduce()
 
     def forget(self, link: str) -> None:
         """A conversation is over, if there was one."""
@@ -153,7 +146,7 @@ class InboundPeers:
         return InboundPeer(
             Session(
                 Side.PREFILL,
-                self._introduce(),
+                self._local.introduce(),
                 directory=self.directory,
                 lease_s=self._config.lease_s,
                 max_message_bytes=self._config.max_message_bytes,
@@ -184,7 +177,7 @@ class InboundPeers:
             self._check_host(inbound, peer)
             self._disconnect_former(_owner(peer))
             try:
-                self._engine.connect(way.name, peer.engine_card)
+                self._local.engine.connect(way.name, peer.engine_card)
             except EngineError as error:
                 raise PeerError(f"the engine cannot reach the peer: {error}") from error
             self._connected[way.name] = None
@@ -244,7 +237,7 @@ class InboundPeers:
             peer.scratch_address,
             scratch_bytes,
             page_bytes,
-            self._engine.capabilities.max_copies,
+            self._local.engine.capabilities.max_copies,
         )
 
     def _disconnect_former(self, owner: str) -> None:
@@ -255,14 +248,14 @@ class InboundPeers:
         for name in [name for name in self._connected if name.rpartition("/")[0] == owner]:
             del self._connected[name]
             self._give_up(name)
-            self._engine.disconnect(name)
+            self._local.engine.disconnect(name)
 
     def _disconnect_idle(self, in_use: Container[str]) -> None:
         for name in [name for name in self._connected if name not in in_use]:
             if len(self._connected) <= self._config.max_peers:
                 return
             del self._connected[name]
-            self._engine.disconnect(name)
+            self._local.engine.disconnect(name)
 
 
 def _owner(peer: Introduction) -> str:

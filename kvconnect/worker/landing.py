@@ -2,7 +2,7 @@
 
 A peer that we fetch from over the packed path can write to the slots that it was granted, and to no page.
 What is in a slot becomes KV only if its length, its generation and its digest are what they should be.
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The requests that P holds for others: each under a lease that ends exactly once.
 
-Owned by the mover thread. A lease ends when everybody who would fetch was served or will not, or when
+Owned by the transfer thread. A lease ends when everybody who would fetch was served or will not, or when
 it was not renewed in time; never while something reads its blocks.
 """
 

@@ -1,44 +1,60 @@
-"""A worker's own memory, as the transfer thread sees it: the pages, and the slots beside them."""
+"""What a worker is to its peers: its introduction, its pages, the slots beside them, and its engine."""
 
 from __future__ import annotations
 
 import logging
+import random
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.config import TransferConfig
+from kvconnect.engine.base import Engine, Span
 from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
+from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
-from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
-from kvconnect.worker.calibration import probe_bytes
+from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
 from kvconnect.worker.slots import SlotPool
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Local:
-    """What can be moved, and between what.
+    """What can be moved, between what, and by which engine.
 
     ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
-    ``stream`` is where pages are packed and unpacked on a GPU. ``pack_bytes_per_s`` is how fast that goes;
-    None where it was not measured.
+    ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
+    fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
     """
 
+    introduction: Introduction
+    engine: Engine
     table: RegionTable
     device: torch.device
     landing: SlotPool
     send: SlotPool
     stream: torch.cuda.Stream | None = None
     pack_bytes_per_s: float | None = None
+    arenas: tuple[Arena, ...] = ()
+
+    def introduce(self) -> Introduction:
+        """Our introduction for one more peer: the engine's card may change."""
+        return msgspec.structs.replace(self.introduction, engine_card=self.engine.card())
+
+    def replace_weights(self, weights: str) -> None:
+        """Peers must have these weights from now on."""
+        ours = self.introduction
+        meaning = msgspec.structs.replace(ours.meaning, weights=weights)
+        self.introduction = msgspec.structs.replace(ours, meaning=meaning)
 
     def packer(self, source: Introduction, target: Introduction, side: str, convert: bool) -> Packer:
         """A packer of ours for one peer; ``side`` says which of the two we are.
@@ -67,7 +83,7 @@ class Local:
         Moves nothing to any page: block 0 is no request's. Where a slot is too small for a token there is
         nothing to compile.
         """
-        card = TableCard.of(self.table)
+        card = self.introduction.table
         for pool, side in ((self.send, "source"), (self.landing, "target")):
             for order in ORDERS if pool.slots else ():
                 packer = self._packer(align_wire(card, card, order), side)
@@ -90,16 +106,74 @@ def _blocks(table: RegionTable, block: int) -> list[GroupBlocks]:
     return [GroupBlocks(group.group, 0, (block,)) for group in table.groups]
 
 
-def make_arenas(
-    config: TransferConfig, device: torch.device, max_bytes: int, reserved_bytes: int, metrics: Metrics
-) -> dict[str, Arena]:
-    """The memory of our slots, by what they are for.
+def open_local(
+    config: TransferConfig,
+    engine: Engine,
+    introduction: Introduction,
+    table: RegionTable,
+    device: torch.device,
+    reserved_bytes: int,
+    metrics: Metrics,
+) -> Local:
+    """Make the slots, and register them and the pages with the engine in one call.
 
-    ``max_bytes`` is the largest batch of the engine, ``reserved_bytes`` what the serving stack still takes.
+    Args:
+        introduction: without slots and scratch memory.
+        reserved_bytes: what the serving stack still takes of the device.
 
     Raises:
         ConfigError: the device has no room for the fewest slots.
+        EngineError: the engine refuses the memory.
     """
+    max_bytes = engine.capabilities.max_bytes
+    arenas = _make_arenas(config, device, max_bytes, reserved_bytes, metrics)
+    # What is registered, peers can write to; where all goes through slots they need nothing else.
+    storages = () if config.extra.path == "packed" else table.storages
+    spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
+    spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
+    engine.register(spans)
+    logger.info(
+        "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
+        len(table.regions),
+        len(table.storages),
+        sum(storage.length_bytes for storage in table.storages),
+        sum(span.length_bytes for span in spans),
+    )
+    on_cuda, memory = device.type == "cuda", tuple(arenas.values())
+    if memory:
+        introduction = msgspec.structs.replace(
+            introduction,
+            slot_bytes=min(memory[0].slot_bytes, max_bytes),
+            scratch_address=memory[0].scratch_address,
+            scratch_bytes=memory[0].scratch_bytes,
+        )
+    sample = 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
+    local = Local(
+        msgspec.structs.replace(introduction, digest_sample=sample),
+        engine,
+        table,
+        device,
+        _slot_pool(arenas.get("landing")),
+        _slot_pool(arenas.get("send")),
+        torch.cuda.Stream(device) if on_cuda else None,  # type: ignore[no-untyped-call]
+        pack_bytes_per_s(memory[0]) if memory else None,
+        memory,
+    )
+    if on_cuda:
+        local.warm_up()
+    return local
+
+
+def _slot_pool(arena: Arena | None) -> SlotPool:
+    # Another process that uses this address after us must not grant the same numbers.
+    first = random.SystemRandom().randrange(1, 1 << 61)
+    return SlotPool(arena.addresses if arena else (), arena.slot_bytes if arena else 0, first)
+
+
+def _make_arenas(
+    config: TransferConfig, device: torch.device, max_bytes: int, reserved_bytes: int, metrics: Metrics
+) -> dict[str, Arena]:
+    """The memory of our slots, by what they are for. ``max_bytes`` is the largest batch of the engine."""
     extra = config.extra
     if not extra.has_slots:
         return {}

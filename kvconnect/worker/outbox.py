@@ -1,7 +1,7 @@
 """What a sending has to give to the engine: pages as they lie, or slots that it packs them into.
 
 Two outboxes with one face. The sender above knows batches and bounds, and not which of the two it feeds.
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations

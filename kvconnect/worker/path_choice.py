@@ -1,6 +1,6 @@
 """By which path P serves a fetch where both are open: the link is calibrated once, before its first fetch.
 
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whom we fetch from: the remote engines that D knows, its connections to their ranks, and what they owe.
 
-Knows no load. Owned by the mover thread.
+Knows no load. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import CacheMeaning, Introduction, Release
+from kvconnect.peer.messages import Release
 from kvconnect.peer.session import Event, Ready, Session, Side, State
 from kvconnect.worker.breaker import BreakerEvent, BreakerState
 from kvconnect.worker.loads import PeerKey
+from kvconnect.worker.local import Local
 from kvconnect.worker.remote import Peer, RankLink
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ class Peers:
     """Peers by the name that requests give them.
 
     Args:
-        introduce: our introduction, made anew for every peer since the engine's card may change.
         randomness: spreads the attempts to reach a peer that is gone.
     """
 
@@ -44,9 +44,7 @@ class Peers:
         self,
         config: ExtraConfig,
         channel: Channel,
-        rank: int,
-        meaning: CacheMeaning,
-        introduce: Callable[[], Introduction],
+        local: Local,
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
@@ -54,9 +52,7 @@ class Peers:
         self._allowed = AllowList(config.allow_peers)
         self._config = config
         self._channel = channel
-        self._rank = rank
-        self._meaning = meaning
-        self._introduce = introduce
+        self._local = local
         self._metrics = metrics
         self._randomness = randomness
         self._warm = [known for known in map(split_address, config.warm_peers) if known is not None]
@@ -153,7 +149,7 @@ class Peers:
             peer.breaker.move(BreakerEvent.TRY)
         session = Session(
             Side.DECODE,
-            self._introduce(),
+            self._local.introduce(),
             max_message_bytes=self._config.max_message_bytes,
             handshake_timeout_s=self._config.handshake_timeout_s,
             peer_timeout_s=self._config.peer_timeout_s,
@@ -218,8 +214,9 @@ class Peers:
 
     def _route(self, peer: Peer, peer_world_size: int) -> None:
         """Work out once which of the peer's ranks each of ours fetches from."""
-        ours, heads = self._meaning.world_size, self._meaning.num_heads
-        peer.partners = tuple(partner_ranks(self._rank, ours, peer_world_size, heads))
+        rank, meaning = self._local.introduction.rank, self._local.introduction.meaning
+        ours, heads = meaning.world_size, meaning.num_heads
+        peer.partners = tuple(partner_ranks(rank, ours, peer_world_size, heads))
         consumers = consumer_ranks(ours, peer_world_size, heads)
         peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumers)}
 
@@ -253,7 +250,7 @@ class Peers:
         """Tell all who know us that our introduction has changed."""
         for peer in self.peers.values():
             for link in peer.links.values():
-                link.session.greet_anew(self._introduce())
+                link.session.greet_anew(self._local.introduce())
                 self.flush(link)
 
     def failed(self, peer: Peer, reason: str, now: float) -> None:
@@ -268,7 +265,7 @@ class Peers:
 
     def unused_ranks(self, peer: Peer) -> list[int]:
         """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
-        if self._rank != 0:
+        if self._local.introduction.rank != 0:
             return []
         reachable = {address.rank for address in peer.directory}
         return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]

@@ -1,6 +1,6 @@
 """P's half of a worker: holds blocks under leases and sends them to those who ask.
 
-Owned by the mover thread. Every fetch is answered exactly once; a lease ends exactly once, and only
+Owned by the transfer thread. Every fetch is answered exactly once; a lease ends exactly once, and only
 when nothing reads its blocks any more.
 """
 
@@ -13,15 +13,14 @@ import random
 from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Completion, Engine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Expect, Hold, Preempted, Progress, Withdraw
+from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     Alive,
     Cancel,
     CreditGrant,
     Fetch,
-    Introduction,
     Release,
     Renew,
     Renewed,
@@ -34,6 +33,7 @@ from kvconnect.worker.lease_book import LeaseBook, answer_renewal
 from kvconnect.worker.leases import Lease, LeaseEvent
 from kvconnect.worker.local import Local
 from kvconnect.worker.pending_fetches import PendingFetch
+from kvconnect.worker.reports import Reports
 from kvconnect.worker.streaming_prefill import StreamingPrefill, StreamingPrefills
 
 logger = logging.getLogger(__name__)
@@ -43,21 +43,15 @@ class PrefillSide:
     """Leases, inbound peers and the writes under way.
 
     Args:
-        introduce: our introduction, made anew for every peer since the engine's card may change.
-        local: our pages, and the slots that they are packed into.
-        send: sends a frame over a connection.
-        report_sent: told once per request whose lease ended.
         randomness: what makes the epochs of this process others than those of the one before it.
     """
 
     def __init__(
         self,
         config: ExtraConfig,
-        engine: Engine,
-        introduce: Callable[[], Introduction],
         local: Local,
-        send: Callable[[str, bytes], bool],
-        report_sent: Callable[[str], None],
+        channel: Channel,
+        reports: Reports,
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
@@ -65,14 +59,12 @@ class PrefillSide:
         self.book = LeaseBook(config, epochs, self._lease_ended, metrics)
         self.streaming = StreamingPrefills(epochs)
         self.inbound_peers = InboundPeers(
-            config, engine, introduce, local, send, lambda peer: self.fetches.give_up(peer), metrics
+            config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
         )
-        self.fetches = FetchService(
-            config, engine, local, self.book, self.streaming, self.inbound_peers, metrics
-        )
+        self.fetches = FetchService(config, local, self.book, self.streaming, self.inbound_peers, metrics)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self._config = config
-        self._report_sent = report_sent
+        self._reports = reports
         self._metrics = metrics
         self._draining = ""
         self._drained_at = math.inf
@@ -111,12 +103,12 @@ class PrefillSide:
         """Begin a lease, unless everybody who would fetch has said already that they will not."""
         if self._draining:
             self._void(order.handle, self._draining)
-            self._report_sent(order.request_id)
+            self._reports.sent(order.request_id)
             return
         lease = self.book.hold(order, ready, now)
         if lease is None:
             # The other one goes on, and this one's blocks are free.
-            self._report_sent(order.request_id)
+            self._reports.sent(order.request_id)
             return
         said, prefill = self.pending.hold(order.handle), self.streaming.pop(order.handle)
         if prefill is not None:
@@ -218,10 +210,6 @@ class PrefillSide:
                 self._metrics.failures.labels("peer_refused").inc()
                 logger.warning("connection %s ended: %s", link, reason)
 
-    def completed(self, completion: Completion, now: float) -> None:
-        """Take the engine's answer to one of our batches."""
-        self.sender.completed(completion, now)
-
     def advance(self, now: float) -> None:
         """Let time pass: serve fetches, end leases, answer what is over."""
         if now >= self._drained_at:
@@ -252,7 +240,7 @@ class PrefillSide:
         handle = lease.order.handle
         text = f"the request is no longer held: {reason}"
         self.pending.end(handle, text)
-        self._report_sent(lease.order.request_id)
+        self._reports.sent(lease.order.request_id)
         if not lease.satisfied:
             self._tell_over(handle, text, lease.renewers)
 

@@ -1,6 +1,6 @@
 """The rank_fetches of D's loads: what each rank of a peer was asked for, and what became of it.
 
-Owned by the mover thread. A fetch is over only when nothing of it can touch memory any more; what could
+Owned by the transfer thread. A fetch is over only when nothing of it can touch memory any more; what could
 not be proven quiet waits in quarantine.
 """
 

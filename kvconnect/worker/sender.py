@@ -1,7 +1,7 @@
 """P's writes under way: feeds the engine from all sendings, within its bounds and ours.
 
 Knows no lease and no session; the prefill side begins a sending, and answers for it once it is over.
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.base import Batch, Completion, Engine
+from kvconnect.engine.base import Batch, Completion
 from kvconnect.errors import PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.pack.packer import Packer
@@ -19,8 +19,9 @@ from kvconnect.peer.messages import Grant
 from kvconnect.plan.transfer import Plan
 from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.leases import SendEvent, Sending, TransferKey
+from kvconnect.worker.local import Local
 from kvconnect.worker.outbox import Arrived, Outbox, PageOutbox, SlotOutbox
-from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
+from kvconnect.worker.slots import Slot, SlotEvent
 from kvconnect.worker.supply import Supply
 
 logger = logging.getLogger(__name__)
@@ -30,22 +31,20 @@ class Sender:
     """All sendings of a worker.
 
     Args:
-        pool: send slots.
         arrived: told of every chunk that lies in its landing slot.
     """
 
     def __init__(
         self,
         config: ExtraConfig,
-        engine: Engine,
-        pool: SlotPool,
+        local: Local,
         metrics: Metrics,
         arrived: Callable[[TransferKey, Arrived], None],
     ) -> None:
         self.sendings: dict[TransferKey, Sending] = {}
         self._config = config
-        self._engine = engine
-        self._pool = pool
+        self._engine = local.engine
+        self._pool = local.send
         self._metrics = metrics
         self._arrived = arrived
         self._outboxes: dict[TransferKey, Outbox] = {}

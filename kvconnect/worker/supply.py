@@ -1,6 +1,6 @@
 """The chunks of a sending, as its outbox takes them: all there from the start, or as a prefill goes on.
 
-Owned by the mover thread.
+Owned by the transfer thread.
 """
 
 from __future__ import annotations

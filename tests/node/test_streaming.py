@@ -201,7 +201,7 @@ def test_what_is_computed_is_what_was_launched_before_the_mark():
     worker, made, ordered = client.engine.worker.transfer, [], []
     try:
         worker._device_done = lambda: made.append(len(made)) or made[-1]
-        worker._mover.order = lambda orders, ready, computed: ordered.append((ready, computed))
+        worker._transfers.order = lambda orders, ready, computed: ordered.append((ready, computed))
         some = Orders(failures=("x",))
         worker.mark()
         worker.start(some)

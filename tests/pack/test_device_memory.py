@@ -24,6 +24,7 @@ from kvconnect.pack.arena import (
     fitted_slots,
     spare_bytes,
 )
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker import local
 from kvconnect.worker.connector import WorkerConnector
 
@@ -97,7 +98,7 @@ def made(role, engine):
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), spec),)),
         {0: 16},
-        model="m",
+        CacheMeaning("m", None, 1),
         registry=CollectorRegistry(),
         engine=engine,
     )
@@ -117,7 +118,10 @@ def test_slots_shrink_and_peers_are_told_their_size(monkeypatch, caplog, spare, 
         worker.register_kv_caches(tensors, reserved_bytes=77)
     try:
         assert reserved == [77]
-        size, number = worker._introduce().slot_bytes, len(worker._mover.decode.bay._pool.slots)
+        size, number = (
+            worker._transfers.local.introduction.slot_bytes,
+            len(worker._transfers.decode.bay._pool.slots),
+        )
         assert (size // MIB, number) == expected
         assert engine.given_bytes <= max(spare, taken(16 * MIB, 4, 2))
         changes = worker.changes()

@@ -95,7 +95,7 @@ class Checks:
                         self.nobody_writes(worker, ended)
 
     def stepped(self, worker: SimWorker) -> None:
-        """A worker's mover did a step."""
+        """A worker's transfer thread did a step."""
         self.no_exception(worker)
         self.slots_add_up(worker)
         self.within_bounds(worker)
@@ -304,7 +304,7 @@ class Checks:
 
     def within_bounds(self, worker: SimWorker) -> None:
         """4: queues and bytes under way stay within what is configured."""
-        config, prefill, decode = worker.config, worker.mover.prefill, worker.mover.decode
+        config, prefill, decode = worker.config, worker.transfers.prefill, worker.transfers.decode
         asked = sum([loading.admitted for loading in decode.loads.values()])
         in_flight = sum([sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values()])
         fetches, expected = len(prefill.pending.fetches), len(prefill.pending.expected)

@@ -112,7 +112,7 @@ class SimPacker:
         return ticket
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SimLocal(Local):
     """A worker's memory, with packers that take their time."""
 

@@ -145,7 +145,7 @@ class SimEngine(MemoryEngine):
                 self.may_move[batch.batch_id] = (batch, math.inf)
 
     def go_on(self) -> None:
-        """It runs again, and its library's threads before its mover."""
+        """It runs again, and its library's threads before its transfer thread."""
         stuck, self._stuck = self._stuck, []
         for batch, target in stuck:
             if batch.batch_id in self.may_move:

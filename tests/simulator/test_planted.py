@@ -15,13 +15,14 @@ from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.leases import Claims, Lease, LeaseEvent
 from kvconnect.worker.loads import RankFetch, RankFetchState
-from kvconnect.worker.mover import Mover
 from kvconnect.worker.pending_fetches import PendingFetches
 from kvconnect.worker.prefill_side import PrefillSide
 from kvconnect.worker.rank_fetches import RankFetches
+from kvconnect.worker.reports import Reports
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
 from kvconnect.worker.streaming_prefill import StreamingPrefill
+from kvconnect.worker.transfer_thread import TransferThread
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -130,31 +131,31 @@ def reads_forged_handles(patch):
 
 def loses_a_report(patch):
     """One load in three is forgotten."""
-    report, count = Mover._report_received, itertools.count()
+    report, count = Reports.received, itertools.count()
 
     def lose(self, request_id, error):
         if next(count) % 3:
             report(self, request_id, error)
 
-    patch.setattr(Mover, "_report_received", lose)
+    patch.setattr(Reports, "received", lose)
 
 
 def reports_twice(patch):
     """A load that failed is reported once more."""
-    report = Mover._report_received
+    report = Reports.received
 
     def repeat(self, request_id, error):
         report(self, request_id, error)
         if error:
             report(self, request_id, error)
 
-    patch.setattr(Mover, "_report_received", repeat)
+    patch.setattr(Reports, "received", repeat)
 
 
 def sends_before_it_is_computed(patch):
     """P does not wait for the device."""
-    order = Mover.order
-    patch.setattr(Mover, "order", lambda self, orders, ready: order(self, orders, lambda: True))
+    order = TransferThread.order
+    patch.setattr(TransferThread, "order", lambda self, orders, ready: order(self, orders, lambda: True))
 
 
 def trusts_lost_blocks(patch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from kvconnect.worker.mover import Mover
+from kvconnect.worker.reports import Reports
 from tests.simulator.__main__ import app
 
 
@@ -30,7 +30,7 @@ def test_several_processes_run_the_same_seeds():
 
 
 def test_a_broken_invariant_is_shown_with_its_seed_and_how_to_replay_it(monkeypatch):
-    monkeypatch.setattr(Mover, "_report_received", lambda self, request_id, error: None)
+    monkeypatch.setattr(Reports, "received", lambda self, request_id, error: None)
     ran = sim("--seeds", "20", "--jobs", "1")
     assert ran.exit_code == 1
     assert "replay: python -m tests.simulator --first-seed " in ran.output

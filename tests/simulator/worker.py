@@ -1,4 +1,4 @@
-"""One rank of a simulated node: a real mover with its memory, its engine and its channel.
+"""One rank of a simulated node: a real transfer thread with its memory, its engine and its channel.
 
 It steps when something arrives, when something it waits for is over, and when it asked to.
 """
@@ -21,8 +21,9 @@ from kvconnect.orders import Orders, Results
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
-from kvconnect.worker.mover import Mover
+from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool
+from kvconnect.worker.transfer_thread import TransferThread
 from tests.simulator.channel import SimChannel
 from tests.simulator.device import SimLocal, Stream
 from tests.simulator.engine import SimEngine
@@ -69,7 +70,7 @@ class SimWorker:
         port: int,
         wake_node: Callable[[], None],
     ) -> None:
-        self.world, self.checks, self.config = world, checks, config
+        self.world, self.checks, self.plan, self.config = world, checks, plan, config
         self.engine_id, self.incarnation, self.rank = engine_id, incarnation, rank
         self.who = f"{plan.host}.{incarnation}.{rank}"
         self.is_dead = False
@@ -113,17 +114,20 @@ class SimWorker:
         make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
         self.channel = network.channel(plan.host, self.wake, port, make)
         self.metrics = Metrics(_REGISTRY)
-        self.meaning = CacheMeaning("simulated", plan.model.num_heads, plan.world_size)
-        self.mover = self._make_mover(wake_node)
+        self.reports = Reports(rank)
+        self.reports.wake = wake_node
+        self.transfers = self._make_transfers()
         checks.begin(self)
 
     def _liar(self) -> Liar:
         transfers = tuple(f"transfer:t{number}" for number in range(6))
         return Liar(random.Random(f"{self.world.seed} {self.who} lies"), transfers)
 
-    def _make_mover(self, wake_node: Callable[[], None]) -> Mover:
+    def _make_transfers(self) -> TransferThread:
         rate = _LINK_BYTES_PER_S if self.slot_bytes else None
         local = SimLocal(
+            self._introduction(),
+            self.engine,
             self.memory.table,
             torch.device("cpu"),
             self.landing,
@@ -132,27 +136,23 @@ class SimWorker:
             packing=self.packing,
             takes=lambda address: self.checks.slot_is_granted(self, address),
         )
-        return Mover(
+        return TransferThread(
             self.config,
-            self.engine,
             self.channel,
-            rank=self.rank,
-            meaning=self.meaning,
-            introduce=self._introduce,
-            local=local,
-            metrics=self.metrics,
-            wake_owner=wake_node,
-            randomness=random.Random(self.world.random.getrandbits(64)),
+            local,
+            self.reports,
+            self.metrics,
+            random.Random(self.world.random.getrandbits(64)),
         )
 
-    def _introduce(self) -> Introduction:
+    def _introduction(self) -> Introduction:
         return Introduction(
             engine_id=self.engine_id,
             incarnation=f"{self.incarnation}.{self.rank}",
             rank=self.rank,
-            meaning=self.meaning,
+            meaning=CacheMeaning("simulated", self.plan.model.num_heads, self.plan.world_size),
             engine="memory",
-            engine_card=self.engine.card(),
+            engine_card=b"",
             table=TableCard.of(self.memory.table),
             slot_bytes=self.slot_bytes,
             scratch_address=self.memory.scratch_address,
@@ -185,13 +185,13 @@ class SimWorker:
         return touched - {0}
 
     def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
-        """Give the mover one step's orders, and remember what it must report."""
+        """Give the transfer thread one step's orders, and remember what it must report."""
         if not self.is_dead:
             self.checks.ordered(self, orders)
-            self.mover.order(orders, ready)
+            self.transfers.order(orders, ready)
 
     def take_results(self) -> list[Results]:
-        """What the mover reported since the last call."""
+        """What the transfer thread reported since the last call."""
         results, self._results = self._results, []
         return results
 
@@ -201,14 +201,14 @@ class SimWorker:
 
     def device_moved(self) -> None:
         """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
-        if self._is_polling or len(self.mover.prefill.streaming):
+        if self._is_polling or len(self.transfers.prefill.streaming):
             self.wake()
 
     def step(self) -> None:
-        """One step of the mover."""
-        sleep_s = self.mover.step(self.world.now)
+        """One step of the transfer thread."""
+        sleep_s = self.transfers.step(self.world.now)
         self._is_polling = sleep_s < _LEAST_SLEEP_S
-        results = self.mover.take_results()
+        results = self.reports.take()
         if results:
             self.world.note(self.who, "reports", results.sent, results.received, tuple(results.failed))
             self.checks.reported(self, results)
@@ -226,7 +226,7 @@ class SimWorker:
         def over() -> None:
             self.is_drained = True
 
-        self.mover.drain(over)
+        self.transfers.drain(over)
 
     def stop(self) -> None:
         """The process is stopped where it is."""

@@ -1,6 +1,6 @@
 """A prefill and a decode worker on one virtual clock: no threads, no sockets, nothing waits.
 
-Everything under test is real but the wire: movers, sessions, ledgers, plans, packers and the memory
+Everything under test is real but the wire: transfer threads, sessions, ledgers, plans, packers and the memory
 engine. The two sides have different block counts and ids, so that mixing them up shows.
 """
 
@@ -32,8 +32,9 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.plan.align import TableCard
 from kvconnect.worker.local import Local
-from kvconnect.worker.mover import Mover
+from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool, SlotState
+from kvconnect.worker.transfer_thread import TransferThread
 from tests.peer.memory_network import MemoryNetwork
 
 LAYERS = 3
@@ -100,7 +101,7 @@ class PlainCache:
 
 
 class FakeWorker:
-    """A mover with its cache, engine and channel, stepped by hand.
+    """A transfer thread with its cache, engine and channel, stepped by hand.
 
     ``cache`` is anything with a region table as ``table``; left out, a ``PlainCache`` of ``num_blocks``.
     """
@@ -137,21 +138,25 @@ class FakeWorker:
         self.send = SlotPool(addresses[1], self.slot_bytes, first + 50_000)
         self.channel = network.channel()
         self.metrics = Metrics(CollectorRegistry())
-        self.meaning = CacheMeaning(model, num_heads, world_size)
-        self.mover = Mover(
-            config,
-            self.engine,
-            self.channel,
-            rank=rank,
-            meaning=self.meaning,
-            introduce=self.introduce,
-            local=Local(self.table, torch.device("cpu"), self.landing, self.send),
-            metrics=self.metrics,
+        introduction = Introduction(
+            engine_id,
+            f"{engine_id} rank {rank} started once",
+            rank,
+            CacheMeaning(model, num_heads, world_size),
+            "memory",
+            b"",
+            TableCard.of(self.table),
+            self.slot_bytes,
         )
+        self.local = Local(
+            introduction, self.engine, self.table, torch.device("cpu"), self.landing, self.send
+        )
+        self.reports = Reports(rank)
+        self.transfers = TransferThread(config, self.channel, self.local, self.reports, self.metrics)
         self.results: list[Results] = []
         self.ordered: Counter[str] = Counter()
-        self._order = self.mover.order
-        self.mover.order = self.order  # type: ignore[method-assign]
+        self._order = self.transfers.order
+        self.transfers.order = self.order  # type: ignore[method-assign]
 
     def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
         """Give orders, and remember what is to be reported."""
@@ -166,21 +171,9 @@ class FakeWorker:
     def heads(self):
         return self.cache.heads
 
-    def introduce(self) -> Introduction:
-        return Introduction(
-            self.engine_id,
-            f"{self.engine_id} rank {self.rank} started once",
-            self.rank,
-            self.meaning,
-            "memory",
-            self.engine.card(),
-            TableCard.of(self.table),
-            self.slot_bytes,
-        )
-
     def step(self, now: float) -> None:
-        self.mover.step(now)
-        if results := self.mover.take_results():
+        self.transfers.step(now)
+        if results := self.reports.take():
             self.results.append(results)
 
     @property
@@ -203,7 +196,7 @@ class FakeWorker:
 
     def check_slots(self) -> None:
         """Every slot is where exactly one record says that it is, and nothing was reported twice."""
-        bay, sender = self.mover.decode.bay, self.mover.prefill.sender
+        bay, sender = self.transfers.decode.bay, self.transfers.prefill.sender
         landings = bay._landings.values()
         lent = {id(slot) for landing in landings for slot in landing.lent.values()}
         unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
@@ -226,7 +219,7 @@ class FakeWorker:
     def assert_idle(self) -> None:
         """Nothing is remembered."""
         self.check_slots()
-        prefill, decode = self.mover.prefill, self.mover.decode
+        prefill, decode = self.transfers.prefill, self.transfers.decode
         assert not prefill.leases
         assert not prefill.sender.sendings
         assert not prefill.sender._outboxes
@@ -256,7 +249,7 @@ class FakeWorker:
 def without_renewal(pair):
     """The same pair with an engine that cannot keep late writes out: only time proves that they are over."""
     for worker in pair.workers:
-        worker.mover.decode.rank_fetches._can_renew = False
+        worker.transfers.decode.rank_fetches._can_renew = False
     return pair
 
 
@@ -351,7 +344,7 @@ class Pair:
             (GroupBlocks(0, 0, block_ids),),
             self.config.lease_s,
         )
-        (worker or self.prefill).mover.order(Orders(holds=(order,)), ready)
+        (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
 
     def load(self, request: str, block_ids: tuple[int, ...], handle: str | None = None, **changes) -> None:
         fields = {
@@ -363,7 +356,7 @@ class Pair:
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
-        self.decode.mover.order(Orders(loads=(Load(**{**fields, **changes}),)), lambda: True)
+        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), lambda: True)
 
     def start(
         self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS
@@ -373,7 +366,7 @@ class Pair:
         self.load(request, target)
 
     def abort(self, request: str) -> None:
-        self.decode.mover.order(Orders(aborted=(request,)), lambda: True)
+        self.decode.transfers.order(Orders(aborted=(request,)), lambda: True)
 
     def cut(self, worker: FakeWorker | None = None) -> None:
         """Lose whatever P, or another worker, and D say to each other from now on."""

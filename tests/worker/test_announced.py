@@ -18,16 +18,16 @@ HANDLE = "handle-a"
 
 
 def expect(pair, handle=HANDLE):
-    pair.prefill.mover.order(Orders(expected=(Expect(handle),)), lambda: True)
+    pair.prefill.transfers.order(Orders(expected=(Expect(handle),)), lambda: True)
 
 
 def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
-    pair.prefill.mover.order(Orders(withdrawn=(Withdraw(handle, reason),)), lambda: True)
+    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw(handle, reason),)), lambda: True)
 
 
 def let_go(pair, handle=HANDLE, engine_id="P"):
     order = LetGo("a", handle, engine_id, "h", pair.prefill.channel.port)
-    pair.decode.mover.order(Orders(let_go=(order,)), lambda: True)
+    pair.decode.transfers.order(Orders(let_go=(order,)), lambda: True)
 
 
 def of_start(epoch, name):
@@ -104,7 +104,7 @@ def test_the_wait_for_a_prefill_ends_with_the_time_of_the_load(pair):
     pair.run(ExtraConfig().load_timeout_s + 1, step_s=0.5)
     assert pair.decode.received == ["a"]
     assert pair.decode.failed
-    assert not pair.prefill.mover.prefill.pending.fetches
+    assert not pair.prefill.transfers.prefill.pending.fetches
     withdraw(pair)
     pair.run(ExtraConfig().early_fetch_s + 1)
     pair.assert_idle()
@@ -115,13 +115,13 @@ def test_waiting_for_a_prefill_does_not_keep_the_prefill_node_awake(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.settle()
-    assert not pair.prefill.mover.prefill.fetches.busy
-    assert pair.prefill.mover.step(pair.clock.now) > 1
+    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert pair.prefill.transfers.step(pair.clock.now) > 1
     done = []
     pair.hold("a", P_IDS, ready=lambda: bool(done))
     pair.settle()
-    assert pair.prefill.mover.prefill.fetches.busy, "nobody wakes it when the device is done"
-    assert not pair.prefill.mover.prefill.pending.expected
+    assert pair.prefill.transfers.prefill.fetches.busy, "nobody wakes it when the device is done"
+    assert not pair.prefill.transfers.prefill.pending.expected
     done.append(True)
     pair.settle()
     assert pair.decode.received == ["a"]
@@ -167,7 +167,7 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     pair.load("a", D_IDS)
     pair.run(1)
     orders = Orders(withdrawn=(Withdraw(HANDLE, "aborted"),), expected=(Expect(HANDLE),))
-    pair.prefill.mover.order(orders, lambda: True)
+    pair.prefill.transfers.order(orders, lambda: True)
     pair.run(8)
     assert not pair.decode.received, "it is expected anew"
     pair.hold("a", P_IDS)
@@ -196,7 +196,7 @@ def test_letting_go_before_anything_is_known_is_remembered_for_a_while(pair):
     assert pair.prefill.sent == ["a"]
     let_go(pair, "made up")
     pair.run(1)
-    assert pair.prefill.mover.prefill.pending.let_go
+    assert pair.prefill.transfers.prefill.pending.let_go
     pair.run(ExtraConfig().early_fetch_s)
     pair.assert_idle()
 
@@ -216,7 +216,7 @@ def test_aborting_a_load_that_waits_for_a_prefill_frees_the_prefill_when_it_ends
 
 def test_a_second_engine_cannot_let_go_of_what_the_first_let_go_of():
     pair = Pair()
-    waiting = pair.prefill.mover.prefill.pending
+    waiting = pair.prefill.transfers.prefill.pending
     waiting.refuse(HANDLE, ("D", "1", 0), 2, 0.0)
     waiting.refuse(HANDLE, ("X", "1", 0), 1, 0.0)
     said = waiting.hold(HANDLE)
@@ -272,7 +272,7 @@ def test_what_waits_is_bounded():
         pair.load(f"r{n}", (n + 1,), handle=f"h{n}")
         let_go(pair, f"other{n}")
     pair.run(0.1)
-    waiting = pair.prefill.mover.prefill.pending
+    waiting = pair.prefill.transfers.prefill.pending
     assert (len(waiting.expected), len(waiting.fetches), len(waiting.let_go)) == (2, 2, 2)
     assert pair.prefill.count("failures", reason="max_leases") == 2
     assert sum("fetches wait already" in why for why in pair.decode.failed.values()) == 2
@@ -286,7 +286,7 @@ def test_what_waits_is_bounded():
 
 def test_what_the_scheduler_half_met_is_counted_once():
     pair = Pair()
-    pair.prefill.mover.order(Orders(failures=("transfer_id", "transfer_id")), lambda: True)
+    pair.prefill.transfers.order(Orders(failures=("transfer_id", "transfer_id")), lambda: True)
     pair.run()
     assert pair.prefill.count("failures", reason="transfer_id") == 2
 

@@ -10,7 +10,7 @@ from tests.worker.pair import D_IDS, P_IDS, Pair
 def draining(**config):
     pair = Pair(ExtraConfig(path="packed", **config))
     ended = []
-    return pair, ended, lambda: pair.prefill.mover.drain(lambda: ended.append(pair.clock.now))
+    return pair, ended, lambda: pair.prefill.transfers.drain(lambda: ended.append(pair.clock.now))
 
 
 def test_with_nothing_held_it_is_over_at_once():

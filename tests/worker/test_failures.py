@@ -90,7 +90,7 @@ def test_a_load_that_failed_before_its_client_left_is_a_failure(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
-    pair.decode.mover.decode.loads["a"].fail("what landed is not what was asked for")
+    pair.decode.transfers.decode.loads["a"].fail("what landed is not what was asked for")
     pair.abort("a")
     pair.run(0.1)
     pair.prefill.engine.release()
@@ -121,13 +121,13 @@ def test_aborting_a_load_of_a_peer_out_of_reach_keeps_what_it_may_write(pair):
 def test_the_prefill_side_stops_by_itself_when_the_time_it_was_given_is_over(pair):
     pair.prefill.engine.delay_next(1000)
     pair.start()
-    pair.prefill.mover.prefill.sender._config = ExtraConfig(transfer_timeout_s=500, quarantine_s=500)
+    pair.prefill.transfers.prefill.sender._config = ExtraConfig(transfer_timeout_s=500, quarantine_s=500)
     pair.run(1)
     pair.cut()
     pair.run(58)
-    assert pair.prefill.mover.prefill.sender.sendings
+    assert pair.prefill.transfers.prefill.sender.sendings
     pair.run(2)
-    assert not pair.prefill.mover.prefill.sender.sendings
+    assert not pair.prefill.transfers.prefill.sender.sendings
 
 
 def test_aborting_before_the_peer_was_met(pair):
@@ -334,7 +334,7 @@ def test_the_answers_to_a_fetch_that_was_aborted_are_no_fault_of_the_peer(caplog
     pair.settle()
     pair.abort("a")
     pair.settle()
-    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     pair.prefill.channel.send(link, encode(late[0]))
     pair.settle()
     assert len(pair.network.heard(Written)) == 3

@@ -30,8 +30,8 @@ def test_only_the_peer_that_was_asked_can_answer(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.1)
-    (rank_fetch,) = pair.decode.mover.decode.loads["a"].fetches.values()
-    (link,) = other.mover.prefill.inbound_peers._peers
+    (rank_fetch,) = pair.decode.transfers.decode.loads["a"].fetches.values()
+    (link,) = other.transfers.prefill.inbound_peers._peers
     other.channel.send(link, encode(Written(rank_fetch.transfer_id, True, True, 1, 1, 0.1, "")))
     pair.run()
     assert pair.decode.received == ["b"]
@@ -87,7 +87,7 @@ def test_blocks_that_we_do_not_have_ourselves_fail_the_load_at_once(path, groups
 def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
     pair.start()
     pair.run()
-    prefill = pair.prefill.mover.prefill
+    prefill = pair.prefill.transfers.prefill
     (link,) = prefill.inbound_peers._peers
     stranger = pair.decode.channel
     name = link.split(":", 2)[2]

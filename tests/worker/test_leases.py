@@ -98,11 +98,11 @@ def test_another_engine_cannot_renew_what_one_is_fetching():
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.2)
-    (lease,) = pair.prefill.mover.prefill.leases.values()
+    (lease,) = pair.prefill.transfers.prefill.leases.values()
     before = lease.expires_at
-    assert pair.prefill.mover.prefill.book.renew(lease, "X", "in:9", pair.clock.now + 1)
+    assert pair.prefill.transfers.prefill.book.renew(lease, "X", "in:9", pair.clock.now + 1)
     assert lease.expires_at == before
-    assert pair.prefill.mover.prefill.book.renew(lease, "D", "in:9", pair.clock.now + 1) == ""
+    assert pair.prefill.transfers.prefill.book.renew(lease, "D", "in:9", pair.clock.now + 1) == ""
     assert lease.expires_at > before
 
 
@@ -137,7 +137,7 @@ def test_epochs_are_others_for_every_lease_and_every_process():
             pair.hold(f"r{number}", (number + 1,), worker=worker)
     pair.settle()
     epochs = [
-        lease.epoch for worker in (pair.prefill, other) for lease in worker.mover.prefill.leases.values()
+        lease.epoch for worker in (pair.prefill, other) for lease in worker.transfers.prefill.leases.values()
     ]
     assert len(set(epochs)) == 6
     assert 0 not in epochs
@@ -147,7 +147,7 @@ def test_a_handle_that_stands_for_something_else_than_when_it_was_renewed_is_no_
     """A router may use a transfer id twice; the request that waits is not the one that is held now."""
     pair = queued(lease_s=10.0)
     pair.run(1.2)
-    pair.prefill.mover.prefill.book.leases["handle-b"].epoch += 1000
+    pair.prefill.transfers.prefill.book.leases["handle-b"].epoch += 1000
     pair.run(12)
     assert "something else" in pair.decode.failed["b"]
     assert pair.decode.count("failures", reason="epoch") == 1
@@ -177,6 +177,6 @@ def test_what_is_withdrawn_is_over_for_those_who_renew():
     pair = queued(load_timeout_s=60.0, transfer_timeout_s=60.0, quarantine_s=60.0)
     pair.load("early", (40,))
     pair.run(0.2)
-    pair.prefill.mover.order(Orders(withdrawn=(Withdraw("handle-early", "it was aborted"),)))
+    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw("handle-early", "it was aborted"),)))
     pair.run(1.5)
     assert "it was aborted" in pair.decode.failed["early"]

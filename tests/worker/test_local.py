@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval
+from kvconnect.engine.memory import MemoryEngine
 from kvconnect.pack.arena import Arena
+from kvconnect.peer.messages import CacheMeaning, Introduction
+from kvconnect.plan.align import TableCard
 from kvconnect.worker.local import Local
 from kvconnect.worker.slots import SlotPool
 from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
@@ -21,6 +24,8 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     before = {layer.name: side.storage(layer.name).clone() for layer in model.layers}
     arena = Arena(DEVICE, slot_bytes, 2)
     pools = [SlotPool(arena.addresses, slot_bytes, 1) for _ in range(2)]
-    Local(side.table, torch.device(DEVICE), *pools).warm_up()
+    card = TableCard.of(side.table)
+    introduction = Introduction("P", "1", 0, CacheMeaning("m", None, 1), "memory", b"", card)
+    Local(introduction, MemoryEngine(), side.table, torch.device(DEVICE), *pools).warm_up()
     assert all(torch.equal(side.storage(name), was) for name, was in before.items())
     assert [pool.taken for pool in pools] == [0, 0]

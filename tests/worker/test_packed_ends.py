@@ -61,7 +61,7 @@ def bring_to(pair, kernels, state):
         if state != "unpacking" and not (state == "written" and pair.network.heard(Written)):
             kernels.finish()
     expected = {"written": RankFetchState.UNPACKING}.get(state, RankFetchState.ASKED)
-    (rank_fetch,) = pair.decode.mover.decode.loads["a"].fetches.values()
+    (rank_fetch,) = pair.decode.transfers.decode.loads["a"].fetches.values()
     assert rank_fetch.state is expected
     assert bool(kernels.pending) == (state in ("unpacking", "written"))
 
@@ -79,7 +79,7 @@ def end(pair, how):
         case "death":
             pair.network.kill(pair.prefill.channel.port)
         case "refusal":
-            (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+            (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
             pair.prefill.channel.send(link, encode(Refused(2, "who are you?")))
 
 
@@ -173,7 +173,7 @@ def test_a_peer_that_forgot_us_is_not_asked_again_while_we_unpack_what_it_sent(p
 def test_what_has_to_be_sent_again_is_asked_for_once_the_old_kernel_has_run(pair, kernels, then):
     """The peer lost the blocks that it sent from; what it sent already is still being unpacked."""
     bring_to(pair, kernels, "unpacking")
-    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     again = Written(1, False, True, 0, 0, 0.0, "the prefill was preempted", again=True)
     pair.prefill.channel.send(link, encode(again))
     pair.settle(2)
@@ -261,13 +261,13 @@ def test_kernels_that_run_keep_both_sides_awake(pair):
             pair.start(side, SOURCE, TARGET)
             pair.settle()
             assert kernels.pending
-            assert worker.mover.step(pair.clock.now) < 0.01, "nobody wakes it when the kernel is done"
+            assert worker.transfers.step(pair.clock.now) < 0.01, "nobody wakes it when the kernel is done"
             for _ in range(20):
                 kernels.finish()
                 pair.settle(1)
             assert side in pair.decode.received
-    assert pair.prefill.mover.step(pair.clock.now) > 1
-    assert pair.decode.mover.step(pair.clock.now) > 1
+    assert pair.prefill.transfers.step(pair.clock.now) > 1
+    assert pair.decode.transfers.step(pair.clock.now) > 1
     pair.assert_idle()
 
 

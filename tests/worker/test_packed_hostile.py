@@ -139,7 +139,7 @@ def two_nodes():
     pair.load("b", (40, 41), engine_id="Q", port=other.channel.port)
     pair.settle()
     assert pair.decode.received == ["b"]
-    (link,) = other.mover.prefill.inbound_peers._peers
+    (link,) = other.transfers.prefill.inbound_peers._peers
     pair.prefill.engine.hold()
     pair.start()
     pair.settle()
@@ -191,7 +191,7 @@ def test_a_number_that_nobody_uses_is_no_harm(kind):
     pair = Pair(PACKED)
     pair.start()
     pair.settle()
-    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     if kind is CreditGrant:
         unknown = CreditGrant(99, (Grant(4096, 4096, 1),))
         pair.decode.channel.send(link.split(":", 2)[2], encode(unknown))
@@ -257,7 +257,7 @@ def test_a_chunk_that_lands_after_its_fetch_has_failed():
     pair.start()
     pair.run(0.2)
     assert "2 chunks did not land" in pair.decode.failed["a"]
-    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     for landed in late:
         pair.prefill.channel.send(link, encode(landed))
     pair.start("good", *GOOD)
@@ -293,7 +293,7 @@ def test_more_slots_than_chunks_are_not_kept():
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.start()
     pair.settle()
-    (outbox,) = pair.prefill.mover.prefill.sender._outboxes.values()
+    (outbox,) = pair.prefill.transfers.prefill.sender._outboxes.values()
     assert len(outbox._grants) <= 2
     pair.prefill.engine.release()
     pair.settle()
@@ -307,7 +307,7 @@ def test_more_slots_than_chunks_are_not_kept_for_a_fetch_that_waits():
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.load("a", D_IDS)
     pair.settle()
-    (early,) = pair.prefill.mover.prefill.pending.fetches
+    (early,) = pair.prefill.transfers.prefill.pending.fetches
     assert len(early.fetch.grants) <= 2
     pair.hold("a", P_IDS)
     pair.settle()
@@ -391,7 +391,7 @@ def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(stop):
     pair = Pair(PACKED)
     change(pair, Fetch, chunks=(Chunk(0, 3, (TokenSpan(0, 0, stop),)),) * MAX_CHUNKS)
     staged = []
-    way_to = pair.prefill.mover.prefill.inbound_peers.way_to
+    way_to = pair.prefill.transfers.prefill.inbound_peers.way_to
 
     def watched(inbound, in_use):
         way = way_to(inbound, in_use)
@@ -399,6 +399,6 @@ def test_a_fetch_of_very_many_chunks_is_refused_before_they_are_looked_at(stop):
         way.packer.chunker.place = lambda chunk: staged.append(chunk) or place(chunk)
         return way
 
-    pair.prefill.mover.prefill.inbound_peers.way_to = watched
+    pair.prefill.transfers.prefill.inbound_peers.way_to = watched
     fails_alone(pair, "chunks")
     assert len(staged) < 100

@@ -143,7 +143,7 @@ class Chaos:
         self.pair.network.taps.append(lose)
 
     def inbound_peers_are_forgotten(self) -> None:
-        prefill = self.any_prefill_node().mover.prefill
+        prefill = self.any_prefill_node().transfers.prefill
         in_use = {link for link, _ in prefill.sender.sendings}
         for link in [link for link in prefill.inbound_peers._peers if link not in in_use]:
             prefill.inbound_peers.forget(link)

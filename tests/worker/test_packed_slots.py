@@ -32,7 +32,7 @@ def test_twenty_requests_of_five_chunks_land_over_a_few_slots(num_slots):
         pair.start(f"r{number}", *blocks(number))
     for _ in range(400):
         pair.settle(1)
-        assert len(pair.decode.mover.decode.bay._hungry) <= 20
+        assert len(pair.decode.transfers.decode.bay._hungry) <= 20
         if len(pair.decode.received) == 20:
             break
     assert sorted(pair.decode.received) == sorted(f"r{number}" for number in range(20))
@@ -220,7 +220,7 @@ def test_slots_of_a_declined_fetch_go_to_those_that_wait():
     pair.settle()
     assert len(pair.network.heard(Declined)) == 3
     assert pair.decode.landing.taken == 0
-    assert not pair.decode.mover.decode.bay._hungry
+    assert not pair.decode.transfers.decode.bay._hungry
     pair.prefill.engine.release()
     pair.settle()
     assert len(pair.decode.received) == 3
@@ -260,7 +260,7 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots():
         pair.hold(f"e{number}", source)
         groups = (GroupBlocks(0, 0, target[:10]),)
         load = Load(f"e{number}", f"handle-e{number}", "P", "h", pair.prefill.channel.port, 40, groups)
-        other.mover.order(Orders(loads=(load,)), lambda: True)
+        other.transfers.order(Orders(loads=(load,)), lambda: True)
     pair.run(1)
     assert pair.prefill.send.taken == 3
     pair.start("a", *blocks(0))
@@ -274,7 +274,7 @@ def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
     pair = crowded(4)
     for number in range(3):
         pair.start(f"r{number}", *blocks(number))
-    sender = pair.prefill.mover.prefill.fetches.sender
+    sender = pair.prefill.transfers.prefill.fetches.sender
     while not sender._outboxes:
         pair.prefill.step(pair.clock())
         pair.decode.step(pair.clock())
@@ -284,7 +284,7 @@ def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
         raise RuntimeError("an illegal memory access")
 
     sender._outboxes[broken].advance = advance
-    pair.run(pair.decode.mover.decode._config.load_timeout_s + 45, step_s=0.5)
+    pair.run(pair.decode.transfers.decode._config.load_timeout_s + 45, step_s=0.5)
     assert len(pair.decode.received) == 3
     ((_, reason),) = pair.decode.failed.items()
     assert reason == "its chunks cannot be packed: an illegal memory access"

@@ -37,7 +37,7 @@ def test_a_peer_that_was_never_met_costs_nothing():
 
 
 def breaker_of(pair):
-    (peer,) = pair.decode.mover.decode.peers.peers.values()
+    (peer,) = pair.decode.transfers.decode.peers.peers.values()
     return peer.breaker
 
 
@@ -184,7 +184,7 @@ def test_a_late_answer_that_the_port_is_closed_ends_the_quarantine():
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
-    decode = pair.decode.mover.decode
+    decode = pair.decode.transfers.decode
     (name,) = decode.peers._owners
     decode.link_lost(LinkLost(name, PeerLoss.LINK_LOST), pair.clock.now)
     pair.network.kill(pair.prefill.channel.port)
@@ -212,7 +212,7 @@ def test_warm_peers_are_met_before_anybody_asks_and_used_under_their_name():
 def test_a_warm_peer_may_be_named_by_an_address_with_colons():
     pair = Pair(ExtraConfig(path="packed", warm_peers=("[::1]:1",)))
     pair.run(0.2)
-    assert ("", "::1", 1) in pair.decode.mover.decode.peers.peers
+    assert ("", "::1", 1) in pair.decode.transfers.decode.peers.peers
 
 
 def test_a_warm_peer_that_came_back_under_another_name_is_met_again():
@@ -239,7 +239,7 @@ def test_a_load_that_comes_to_nothing_when_its_turn_comes_is_reported_in_the_sam
     pair = Pair()
     # The connection breaks between the order and its turn: nothing is left that would wake anybody.
     reasons = iter(["", "the peer is out of reach"])
-    monkeypatch.setattr(pair.decode.mover.decode.peers, "refusal", lambda key, now: next(reasons))
+    monkeypatch.setattr(pair.decode.transfers.decode.peers, "refusal", lambda key, now: next(reasons))
     pair.load("a", D_IDS)
     pair.decode.step(pair.clock.now)
     assert pair.decode.failed == {"a": "the peer is out of reach"}

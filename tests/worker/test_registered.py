@@ -15,6 +15,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.pack.arena import Arena
+from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
 
 SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
@@ -33,7 +34,7 @@ def start(engine, role, **extra):
         config,
         KVCacheConfig(8, (KVCacheGroup(("a",), SPEC),)),
         {0: 16},
-        model="m",
+        CacheMeaning("m", None, 1),
         registry=CollectorRegistry(),
         engine=engine,
     )

@@ -135,7 +135,7 @@ def test_a_fetch_that_is_read_late_is_not_served_after_its_time(late_s):
     pair.load("a", D_IDS)
     pair.run(late_s)
     pair.network.taps.clear()
-    (link,) = pair.prefill.mover.prefill.inbound_peers._peers
+    (link,) = pair.prefill.transfers.prefill.inbound_peers._peers
     pair.decode.channel.send(link.split(":", 2)[2], encode(kept[0]))
     pair.run(0.2)
     assert pair.landed() == (late_s == 0.0)
@@ -149,7 +149,7 @@ def test_what_waited_to_be_sent_is_not_sent_under_the_new_card():
     for number in range(4):
         pair.start(f"r{number}", (number + 1,), (number + 21,))
     pair.run(1)
-    assert len(pair.prefill.mover.prefill.sender.sendings) == 4
+    assert len(pair.prefill.transfers.prefill.sender.sendings) == 4
     pair.cut()
     pair.run(12)
     assert len(pair.decode.failed) == 4

@@ -152,7 +152,7 @@ def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
     pair.start()
     pair.start("b", (11, 12), (31, 32))
     pair.run(0.2)
-    broken = pair.decode.mover.decode.loads["a"]
+    broken = pair.decode.transfers.decode.loads["a"]
     broken.state = LoadState.OVER
     pair.prefill.engine.release()
     pair.run(1)
@@ -171,7 +171,7 @@ def test_an_illegal_move_of_a_lease_keeps_no_other_from_ending():
     pair.hold("a", (1,))
     pair.hold("b", (2,))
     pair.run(1)
-    pair.prefill.mover.prefill.leases["handle-a"].move = lambda event: (_ for _ in ()).throw(
+    pair.prefill.transfers.prefill.leases["handle-a"].move = lambda event: (_ for _ in ()).throw(
         IllegalTransition("x")
     )
     pair.run(31, step_s=1)

@@ -46,7 +46,7 @@ def idle(pair):
     pair.settle(2)
     pair.assert_idle()
     for worker in pair.workers:
-        assert not len(worker.mover.prefill.streaming)
+        assert not len(worker.transfers.prefill.streaming)
 
 
 def test_chunks_land_as_they_are_computed(pair):
@@ -90,7 +90,7 @@ def test_nothing_is_done_for_a_prefill_that_nobody_asks_for(pair):
     prefill = Prefill(pair, SOURCE, TOKENS)
     prefill.to(20, ready=lambda: pytest.fail("nobody waits for it"))
     pair.settle()
-    assert pair.prefill.mover.step(pair.clock.now) > 1
+    assert pair.prefill.transfers.step(pair.clock.now) > 1
     prefill.withdraw()
     idle(pair)
 
@@ -101,7 +101,7 @@ def test_all_that_is_written_counts_only_once_the_request_is_held(pair):
     pair.run(20)
     assert chunks_landed(pair) == [0, 1, 2, 3, 4]
     assert not pair.network.heard(Written)
-    assert pair.prefill.mover.step(pair.clock.now) > 1, "there is nothing to poll for"
+    assert pair.prefill.transfers.step(pair.clock.now) > 1, "there is nothing to poll for"
     prefill.hold(ready=lambda: False)
     pair.settle()
     assert pair.decode.received == ["a"], "the device was known to be done before"
@@ -115,20 +115,20 @@ def test_what_the_device_has_not_computed_is_not_packed(pair):
     prefill.order(lambda: len(done) > 1, progress=(prefill.news(30),))
     pair.settle()
     assert not chunks_landed(pair)
-    assert not pair.prefill.mover.prefill.fetches.busy
-    assert pair.prefill.mover.step(pair.clock.now) < 0.01, "nobody wakes it when the device is done"
+    assert not pair.prefill.transfers.prefill.fetches.busy
+    assert pair.prefill.transfers.step(pair.clock.now) < 0.01, "nobody wakes it when the device is done"
     prefill.compute(20)
     done.append("first")
     pair.settle()
     assert chunks_landed(pair) == [0, 1]
-    assert not pair.prefill.mover.prefill.fetches.busy
+    assert not pair.prefill.transfers.prefill.fetches.busy
     prefill.compute(30)
     done.append("second")
     pair.settle()
     assert chunks_landed(pair) == [0, 1, 2]
     prefill.hold(ready=lambda: len(done) > 2)
     pair.settle()
-    assert pair.prefill.mover.prefill.fetches.busy, "the rest goes on as soon as the device is done"
+    assert pair.prefill.transfers.prefill.fetches.busy, "the rest goes on as soon as the device is done"
     assert not pair.decode.received
     done.append("third")
     pair.settle()
@@ -156,7 +156,7 @@ def test_the_time_of_the_load_bounds_it(pair):
     pair.run(PACKED.load_timeout_s + 1, step_s=0.5)
     assert "a" in pair.decode.failed
     assert pair.clock.now < 1000 + PACKED.load_timeout_s + 2
-    assert not pair.prefill.mover.prefill.sender.sendings
+    assert not pair.prefill.transfers.prefill.sender.sendings
     prefill.hold()
     pair.settle()
     assert pair.prefill.sent == ["a"], "nobody fetches it any more"
@@ -181,7 +181,7 @@ def test_an_abort_ends_what_is_sent_and_frees_the_prefill_at_its_end(pair):
     pair.abort("a")
     pair.settle()
     assert pair.decode.received == ["a"]
-    assert not pair.prefill.mover.prefill.sender.sendings
+    assert not pair.prefill.transfers.prefill.sender.sendings
     prefill.to(32)
     pair.settle()
     prefill.hold()
@@ -456,9 +456,9 @@ def test_hostile_chunks_of_a_prefill_fail_alone(pair):
         pair.load(f"r{number}", TARGET, handle=prefill.handle)
         pair.run(0.1)
         assert f"r{number}" in pair.decode.failed
-        assert not pair.prefill.mover.prefill.sender.sendings
+        assert not pair.prefill.transfers.prefill.sender.sendings
         # Whoever fails lets go of the handle, and of this one it is not to be taken.
-        pair.prefill.mover.prefill.pending.let_go.clear()
+        pair.prefill.transfers.prefill.pending.let_go.clear()
     pair.network.taps = []
     prefill.withdraw()
     pair.run(6)

@@ -119,7 +119,7 @@ def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupB
         assert worker.cache.differences(prefill.truth, blocks) == []
         for name, now in worker.cache.outside(blocks).items():
             assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    assert all(len(worker.mover.prefill.streaming) == 0 for worker in ranks.prefill)
+    assert all(len(worker.transfers.prefill.streaming) == 0 for worker in ranks.prefill)
 
 
 @settings(max_examples=80)

@@ -117,7 +117,7 @@ def test_letting_go_frees_the_lease_at_once(pair):
     pair.hold("a", P_IDS)
     pair.run()
     let_go = LetGo("a", "handle-a", "P", "h", pair.prefill.channel.port)
-    pair.decode.mover.order(Orders(let_go=(let_go,)), lambda: True)
+    pair.decode.transfers.order(Orders(let_go=(let_go,)), lambda: True)
     pair.run()
     assert pair.prefill.sent == ["a"]
     assert not pair.decode.received
@@ -128,13 +128,13 @@ def test_a_refused_order_is_reported_and_never_sent(pair):
     pair.load("a", D_IDS, "", refusal="kv_transfer_params.remote_port is 'x'")
     pair.run()
     assert pair.decode.failed == {"a": "kv_transfer_params.remote_port is 'x'"}
-    assert not pair.decode.mover.decode.peers
+    assert not pair.decode.transfers.decode.peers
 
 
 def test_a_peer_that_forgot_us_is_met_again(pair):
     pair.start()
     pair.run()
-    pair.prefill.mover.prefill.inbound_peers._peers.clear()
+    pair.prefill.transfers.prefill.inbound_peers._peers.clear()
     pair.start("b", (7, 8), (30, 31))
     pair.run(0.1)
     assert pair.decode.received == ["a", "b"]
@@ -149,7 +149,7 @@ def test_loads_beyond_the_bound_wait_their_turn():
     for n in range(5):
         pair.start(f"r{n}", (n + 1,), (n + 10,))
     pair.run(1)
-    assert len(pair.prefill.mover.prefill.sender.sendings) == 2
+    assert len(pair.prefill.transfers.prefill.sender.sendings) == 2
     pair.prefill.engine.release()
     pair.run(1)
     assert sorted(pair.decode.received) == [f"r{n}" for n in range(5)]
@@ -161,7 +161,7 @@ def test_bytes_in_flight_keep_their_bound():
     pair.prefill.engine.hold()
     pair.start()
     pair.run(1)
-    (sending,) = pair.prefill.mover.prefill.sender.sendings.values()
+    (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
     assert sum(sending.in_flight.values()) == 2 * PAGE_BYTES
     pair.prefill.engine.release()
     pair.run(1)
@@ -174,9 +174,9 @@ def test_a_load_that_ends_makes_room_for_the_next_at_once():
     pair.start("b", (2,), (11,))
     for _ in range(12):
         pair.prefill.step(pair.clock.now)
-        sleep_s = pair.decode.mover.step(pair.clock.now)
-        pair.decode.results.append(pair.decode.mover.take_results())
+        sleep_s = pair.decode.transfers.step(pair.clock.now)
+        pair.decode.results.append(pair.decode.reports.take())
         if pair.decode.received == ["a"]:
-            assert pair.decode.mover.decode.loads["b"].admitted
+            assert pair.decode.transfers.decode.loads["b"].admitted
             assert sleep_s < 5
     assert sorted(pair.decode.received) == ["a", "b"]

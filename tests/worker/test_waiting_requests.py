@@ -86,7 +86,7 @@ class Queue:
             self.half.update_results(results)
         self._seen = len(worker.results)
         if orders := self.half.build_orders():
-            worker.mover.order(orders, lambda: True)
+            worker.transfers.order(orders, lambda: True)
 
     @property
     def renewals(self) -> list[Renew]:
@@ -159,7 +159,7 @@ def test_a_request_that_is_not_loaded_lets_go(ends):
     count = len(queue.renewals)
     queue.run(10)
     assert len(queue.renewals) == count
-    assert not queue.pair.decode.mover.decode.renewals.awaited
+    assert not queue.pair.decode.transfers.decode.renewals.awaited
     queue.pair.assert_idle()
 
 
@@ -217,8 +217,10 @@ def test_a_connection_that_breaks_meanwhile_is_made_again():
     request = queue.arrive("a", 5)
     queue.run(3)
     key = ("P", "127.0.0.1", queue.pair.prefill.channel.port)
-    (link,) = queue.pair.decode.mover.decode.peers.peers[key].links.values()
-    queue.pair.decode.mover.decode.link_lost(LinkLost(link.name, PeerLoss.LINK_LOST), queue.pair.clock.now)
+    (link,) = queue.pair.decode.transfers.decode.peers.peers[key].links.values()
+    queue.pair.decode.transfers.decode.link_lost(
+        LinkLost(link.name, PeerLoss.LINK_LOST), queue.pair.clock.now
+    )
     queue.run(20)
     queue.admit(request, 7)
     queue.run(1)
@@ -245,16 +247,16 @@ def test_waiting_requests_make_no_more_connections_than_peers_are_remembered():
         params = queue.params("a", 4000 + number)
         queue.half.new_request(Request(f"r{number}", BLOCK_TOKENS, params))
     queue.run(3)
-    assert len(queue.pair.decode.mover.decode.peers) <= 2
+    assert len(queue.pair.decode.transfers.decode.peers) <= 2
 
 
 def asked_for(queue: Queue, expected: bool = True) -> Pair:
     """D has asked P about a transfer that is announced, and P is computing it, or has not heard of it."""
     pair = queue.pair
     if expected:
-        pair.prefill.mover.order(Orders(expected=(Expect("transfer:t"),)), lambda: True)
+        pair.prefill.transfers.order(Orders(expected=(Expect("transfer:t"),)), lambda: True)
     order = Await("transfer:t", "", "127.0.0.1", pair.prefill.channel.port, reports=True)
-    pair.decode.mover.order(Orders(awaited=(order,)), lambda: True)
+    pair.decode.transfers.order(Orders(awaited=(order,)), lambda: True)
     pair.run(0.2)
     return pair
 
@@ -287,7 +289,7 @@ def test_what_is_held_already_is_settled_when_it_is_asked_for():
 
 def test_p_says_at_once_that_nothing_comes_of_a_prefill():
     pair = asked_for(Queue())
-    pair.prefill.mover.order(Orders(withdrawn=(Withdraw("transfer:t", "it was aborted"),)), lambda: True)
+    pair.prefill.transfers.order(Orders(withdrawn=(Withdraw("transfer:t", "it was aborted"),)), lambda: True)
     pair.run(0.1)
     assert settled(pair) == ["transfer:t"]
     pair.load("t", (7,), "transfer:t", engine_id="", host="127.0.0.1")
@@ -327,7 +329,7 @@ def test_a_prefill_that_never_ends_is_waited_for_as_long_as_a_lease_may_last():
 
 def test_only_the_first_rank_reports():
     queue = Queue()
-    queue.pair.decode.mover._rank = 1
+    queue.pair.decode.reports._rank = 1
     queue.pair.hold("t", (5,), "transfer:t")
     assert settled(asked_for(queue)) == []
 

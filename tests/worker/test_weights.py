@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
@@ -23,9 +22,10 @@ def pair(request):
 
 
 def rename(worker, weights, *, replace=True):
-    worker.meaning = msgspec.structs.replace(worker.meaning, weights=weights)
     if replace:
-        worker.mover.replace_weights()
+        worker.transfers.replace_weights(weights)
+    else:
+        worker.local.replace_weights(weights)
 
 
 def refused(pair, request):
@@ -92,7 +92,7 @@ def test_a_load_under_way_fails_when_our_own_weights_are_replaced(pair):
     pair.prefill.engine.hold()
     pair.start()
     pair.run(0.2)
-    assert pair.decode.mover.decode.loads
+    assert pair.decode.transfers.decode.loads
     rename(pair.decode, "second")
     pair.run(0.2)
     pair.prefill.engine.release()
@@ -120,7 +120,7 @@ def test_what_is_being_sent_to_a_peer_with_the_weights_of_before_arrives(pair):
 
 
 def test_a_fetch_that_waits_for_its_prefill_is_refused_once_that_has_other_weights(pair):
-    pair.prefill.mover.order(Orders(expected=(Expect("handle-a"),)))
+    pair.prefill.transfers.order(Orders(expected=(Expect("handle-a"),)))
     pair.load("a", D_IDS)
     pair.run(0.5)
     rename(pair.prefill, "second")

@@ -1,0 +1,47 @@
+"""What a worker reports to its serving stack, from the transfer thread to the thread that takes it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvconnect.orders import Results
+
+
+class Reports:
+    """Requests and handles that are over, until they are taken. ``wake`` is called for each of them."""
+
+    def __init__(self, rank: int) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._rank = rank
+        self._ended: deque[tuple[str, str, str]] = deque()
+
+    def sent(self, request_id: str) -> None:
+        """No peer reads the blocks of a held request any more."""
+        self._add("sent", request_id)
+
+    def received(self, request_id: str, error: str) -> None:
+        """No peer writes to the blocks of a loaded request any more; ``error`` says why it failed."""
+        self._add("received", request_id, error)
+
+    def settled(self, handle: str) -> None:
+        """The peer holds what is awaited, or never will: rank 0 reports it for all ranks."""
+        if self._rank == 0:
+            self._add("settled", handle)
+
+    def take(self) -> Results:
+        """What was reported since the last call."""
+        if not self._ended:
+            return Results()
+        # No lock: the other thread appends meanwhile.
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        return Results(
+            sent=tuple(name for what, name, _ in ended if what == "sent"),
+            received=tuple(name for what, name, _ in ended if what == "received"),
+            failed={name: error for _, name, error in ended if error},
+            settled=tuple(name for what, name, _ in ended if what == "settled"),
+        )
+
+    def _add(self, what: str, name: str, error: str = "") -> None:
+        self._ended.append((what, name, error))
+        self.wake()
