@@ -41,34 +41,18 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[Count, ...]
 
 
-class Expect(msgspec.Struct, frozen=True):
-    """The prefill behind this handle is under way: fetches of it wait for as long as their peers do.
-
-    Followed by a ``Hold`` or a ``Withdraw`` of the same handle, always; a long one by its ``Progress``
-    before that. Reports nothing.
-    """
-
-    handle: str
-
-
 class Progress(msgspec.Struct, frozen=True):
     """How far the prefill behind an expected handle is: ``computed_tokens`` of ``num_tokens``.
 
-    These tokens were given to the device before this order was given, and only grow. ``groups`` are the
-    blocks that are new since the last order of this handle, of every group that keeps tokens; the last of
-    them may hold tokens that are not computed yet. Reports nothing.
+    These tokens were given to the device before this order was, and only grow. ``groups`` are the blocks that
+    are new since the last order of this handle, of every group that keeps tokens; the last of them may hold
+    tokens that are not computed yet.
     """
 
     handle: str
     num_tokens: int
     computed_tokens: int
     groups: tuple[GroupBlocks, ...] = ()
-
-
-class Preempted(msgspec.Struct, frozen=True):
-    """The prefill behind an expected handle lost its blocks, and begins anew. Reports nothing."""
-
-    handle: str
 
 
 class Withdraw(msgspec.Struct, frozen=True):
@@ -233,11 +217,12 @@ class OffloadReport(msgspec.Struct, frozen=True):
 class Orders(msgspec.Struct, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
-    ``aborted`` are requests that ended while their load was under way: it is cancelled, and still
-    reported, once their blocks are quiet. ``failures`` are reasons to count: the scheduler half has
-    no metrics of its own. Of one handle they are meant to be read in this order: what is withdrawn, what
-    is expected, who was preempted, the progress, what is held; and what is loaded or let go before what is
-    awaited.
+    ``expected`` are handles whose prefill is under way, so that fetches of it wait: a ``Hold`` or a
+    ``Withdraw`` of the same handle always follows, of a long one ``Progress`` before that. ``preempted`` are
+    those of them that lost their blocks, and begin anew. ``aborted`` are requests that ended while their load
+    was under way: it is cancelled, and still reported, once their blocks are quiescent. ``failures`` are
+    reasons to count: the scheduler half has no metrics of its own. Orders of one handle are carried out in
+    this sequence: withdrawn, expected, preempted, progress, holds; and loads or let_go before awaited.
     """
 
     holds: tuple[Hold, ...] = ()
@@ -245,10 +230,10 @@ class Orders(msgspec.Struct, frozen=True):
     let_go: tuple[LetGo, ...] = ()
     aborted: tuple[str, ...] = ()
     directory: tuple[RankAddress, ...] = ()
-    expected: tuple[Expect, ...] = ()
+    expected: tuple[str, ...] = ()
     withdrawn: tuple[Withdraw, ...] = ()
     failures: tuple[str, ...] = ()
-    preempted: tuple[Preempted, ...] = ()
+    preempted: tuple[str, ...] = ()
     progress: tuple[Progress, ...] = ()
     offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()

@@ -59,17 +59,10 @@ class SchedulerConnector:
         # A recurrent state cannot be rolled back by the token that D computes itself.
         has_states = any(group.is_state for group in groups)
         stack = dataclasses.replace(stack, held_back=max(stack.held_back, int(has_states)))
-        directory = sorted(directory, key=lambda address: address.rank)
         handles = handles or Handles()
-        self._draft = OrdersDraft(directory)
-        self._prefill: PrefillRequests | None = None
-        if config.is_producer:
-            self._prefill = PrefillRequests(
-                config, groups, directory, stack, handles, new_handle, self._draft
-            )
-        self._decode: DecodeRequests | None = None
-        if config.is_consumer:
-            self._decode = DecodeRequests(config.extra, cache_config, stack, handles, trust, self._draft)
+        self._draft = draft = OrdersDraft(sorted(directory, key=lambda address: address.rank))
+        self._prefill = PrefillRequests(config, groups, stack, handles, new_handle, draft)
+        self._decode = DecodeRequests(config, cache_config, stack, handles, trust, draft)
 
     @classmethod
     def configured(
@@ -101,72 +94,56 @@ class SchedulerConnector:
         )
 
     def drain(self) -> None:
-        if self._prefill is not None:
-            self._prefill.drain()
+        self._prefill.drain()
 
     def new_request(self, request: RequestView) -> None:
-        if not transfer_params(request):
-            return
-        if self._decode is not None:
+        if transfer_params(request):
             self._decode.share(request)
-        if self._prefill is not None:
             self._prefill.arrive(request)
 
     def prefill_tokens(self, request: RequestView) -> int:
-        return request.num_tokens if self._prefill is None else self._prefill.prefill_tokens(request)
+        return self._prefill.prefill_tokens(request)
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._decode is None:
-            return 0, False
         count = self._decode.matched_tokens(request, num_computed_tokens)
         return count, bool(count)
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        if self._prefill is not None:
-            self._prefill.admitted(request)
-        if self._decode is not None:
-            self._decode.admitted(request, block_ids, num_external_tokens)
+        self._prefill.admitted(request)
+        self._decode.admitted(request, block_ids, num_external_tokens)
 
     @property
     def due(self) -> Mapping[str, int]:
-        return {} if self._prefill is None else self._prefill.streams.due
+        return self._prefill.due
 
     def launched(self, step: Step) -> None:
-        if self._prefill is not None:
-            for request_id, num_tokens, new_block_ids in step.computed:
-                self._prefill.streams.progress(request_id, num_tokens, new_block_ids)
+        for request_id, num_tokens, new_block_ids in step.computed:
+            self._prefill.progress(request_id, num_tokens, new_block_ids)
 
     def preempted(self, request_id: str) -> None:
-        if self._prefill is not None:
-            self._prefill.streams.preempted(request_id)
+        self._prefill.preempted(request_id)
 
     def reset(self) -> None:
-        if self._prefill is not None:
-            self._prefill.reset()
+        self._prefill.reset()
 
     def build_orders(self) -> Orders:
-        if self._decode is not None:
-            self._decode.ordered()
-        return self._draft.take(*(self._prefill.streams.take() if self._prefill is not None else ((), ())))
+        self._decode.ordered()
+        self._prefill.ordered()
+        return self._draft.take()
 
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_loading = self._decode is not None and self._decode.finished(request)
-        if self._prefill is None:
-            return False, None
+        is_loading = self._decode.finished(request)
         return self._prefill.finished(request, block_ids, delivered=delivered and not is_loading)
 
     def update_results(self, results: Results) -> None:
-        if self._prefill is not None:
-            for request_id in results.sent:
-                self._prefill.sent(request_id)
-        if self._decode is not None:
-            self._decode.update_results(results)
+        for request_id in results.sent:
+            self._prefill.sent(request_id)
+        self._decode.update_results(results)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
-        sides = (self._prefill, self._decode)
-        return {name: count for side in sides if side is not None for name, count in side.state().items()}
+        return {**self._prefill.state(), **self._decode.state()}

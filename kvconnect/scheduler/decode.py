@@ -1,58 +1,93 @@
 """The requests whose KV D fetches from a prefill node, from their arrival to their end.
 
-Pure bookkeeping, empty when idle.
+A handle is good for one fetch. A serving stack makes several requests of one where several answers are
+wanted, and a router may send one twice: one of them loads, the others wait and then use the local prefix
+cache. Pure bookkeeping, empty when idle: a handle is forgotten with the last request that names it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import ExtraConfig
+from kvconnect.config import TransferConfig
 from kvconnect.orders import Await, LetGo, Load, Results
 from kvconnect.scheduler.blocks import blocks_of
 from kvconnect.scheduler.draft import OrdersDraft
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.params import RemotePrefill, read_remote_prefill, transfer_params
-from kvconnect.scheduler.shares import Share, Shares, Turn
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits
 from kvconnect.scheduler.trust import PeerTrust
 
 
+@dataclass(eq=False)
+class _Share:
+    """A handle and the requests of this node that name it. What cannot be used has none, and is not shared.
+
+    ``undecided`` requests may still fetch: with each the tokens that it had when it was offered the load.
+    ``decided`` ones got their blocks. ``is_spent`` once a fetch was ordered, or P let go. ``loader`` is the
+    request whose load is under way, ``is_cancelled`` whether that is ordered to end, and ``failure`` why it
+    failed otherwise. ``is_asked``: a request has to wait until P holds the KV, or never will; then it
+    ``is_settled``.
+    """
+
+    remote: RemotePrefill
+    undecided: dict[str, int | None] = field(default_factory=dict)
+    decided: set[str] = field(default_factory=set)
+    loader: str = ""
+    is_spent: bool = False
+    is_cancelled: bool = False
+    failure: str = ""
+    is_asked: bool = False
+    is_settled: bool = False
+
+
 class DecodeRequests:
-    """What D fetches, and what it tells P that it will not."""
+    """What D fetches, and what it lets go of. A node that only prefills for others fetches nothing."""
 
     def __init__(
         self,
-        extra: ExtraConfig,
+        config: TransferConfig,
         cache_config: KVCacheConfig,
         stack: StackTraits,
         handles: Handles,
         trust: PeerTrust | None,
         draft: OrdersDraft,
     ) -> None:
-        self._groups = cache_config.groups
+        self._is_consumer, self._groups = config.is_consumer, cache_config.groups
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
-        self._shares = Shares()
-        self._early = EarlyLoads(self._groups, cache_config.num_blocks, stack.longest, extra.max_loads)
+        self._early = EarlyLoads(cache_config, stack.longest, config.extra.max_loads)
+        self._shares: dict[str, _Share] = {}
+        self._by_handle: dict[str, _Share] = {}
+        self._loading: dict[str, _Share] = {}
 
-    def share(self, request: RequestView) -> Share | None:
+    def share(self, request: RequestView) -> _Share | None:
         """The handle that a request names, with all that name it; None if it is not fetched.
 
         Called when it arrives, so that requests of one handle know of each other before the first is
         admitted.
         """
         params = transfer_params(request)
-        if not params:
+        if not params or not self._is_consumer:
             return None
-        share = self._shares.of(request.request_id)
+        share = self._shares.get(request.request_id)
         if share is not None or not params.get("do_remote_prefill"):
             return share
         prompt = self._stack.prompt_digest(request, max(1, self._wanted_tokens(request)))
         remote = read_remote_prefill(params, self._handles, prompt)
         if remote is None:
             return None
-        share = self._shares.join(request.request_id, self._checked(remote))
-        if not share.spent and not share.remote.refusal:
+        remote = self._checked(remote)
+        share = self._by_handle.get(remote.handle)
+        if share is None:
+            # What was made for another prompt is spent for this one, and its handle is left to that.
+            share = _Share(remote, is_spent=remote.is_of_other_prompt)
+            if remote.handle:
+                self._by_handle[remote.handle] = share
+        share.undecided[request.request_id] = None
+        self._shares[request.request_id] = share
+        if not share.is_spent and not remote.refusal:
             self._await(share.remote)
         return share
 
@@ -63,15 +98,16 @@ class DecodeRequests:
         there is no room for more of that kind.
         """
         share = self.share(request)
-        if share is None:
-            return 0
         count = self._wanted_tokens(request) - num_computed_tokens
-        turn = self._shares.turn(request.request_id, share)
-        if count <= 0 or turn is Turn.COMPUTE:
+        if share is None or request.request_id not in share.undecided or count <= 0:
             return 0
-        if turn is Turn.WAIT or not (share.spent or self._may_load(share.remote, request.num_tokens)):
+        # After a failure every sibling orders a load, which can only be refused: whether it is computed then
+        # is for the serving stack's policy to say.
+        if share.is_spent and not (share.loader or share.failure):
+            return 0
+        if share.loader or not (share.is_spent or self._may_load(share, request.num_tokens)):
             return None
-        share.starts[request.request_id] = num_computed_tokens
+        share.undecided[request.request_id] = num_computed_tokens
         return count
 
     def admitted(self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int) -> None:
@@ -81,28 +117,28 @@ class DecodeRequests:
         0 whenever nothing is to be fetched.
         """
         request_id, share = request.request_id, self.share(request)
-        if share is None or request_id in share.decided:
+        if share is None or request_id not in share.undecided:
             return
-        remote = share.remote
+        first = share.undecided.pop(request_id)
+        share.decided.add(request_id)
         if num_external_tokens <= 0:
-            if self._shares.compute(request_id, share):
-                self._release(request_id, remote)
+            self._let_go_if_unwanted(request_id, share)
             return
-        wanted = self._wanted_tokens(request)
-        first = share.starts.get(request_id, wanted - num_external_tokens)
-        refusal = (
-            remote.refusal
-            or self._prompt_refusal(request, remote)
-            or self._part_refusal(num_external_tokens, wanted - first)
-        )
-        handle = remote.handle
-        if not self._shares.fetch(request_id, share):
+        remote, wanted = share.remote, self._wanted_tokens(request)
+        if first is None:
+            first = wanted - num_external_tokens
+        handle, refusal = remote.handle, self._refusal(remote, wanted, num_external_tokens, wanted - first)
+        self._loading[request_id] = share
+        if share.is_spent:
+            # Two were offered the load before either got its blocks, or the one that fetched has failed.
             # Without the handle: a worker lets go of what it could not load, and this is another's.
             handle = ""
             refusal = share.failure or "another request of this node has fetched under its handle"
+        else:
+            if remote.is_announced and not share.is_settled:
+                self._early.begin(request_id, request.num_tokens)
+            share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
-        if remote.is_announced and handle:
-            self._early.begin(request_id, handle, request.num_tokens)
         self._draft.loads.append(
             Load(
                 request_id=request_id,
@@ -118,11 +154,15 @@ class DecodeRequests:
 
     def finished(self, request: RequestView) -> bool:
         """A request ended. Whether its load is under way: then it is ordered to end."""
-        request_id = request.request_id
-        if self.share(request) is not None and (unwanted := self._shares.leave(request_id)):
+        request_id, share = request.request_id, self.share(request)
+        if share is not None:
+            del self._shares[request_id]
+            share.undecided.pop(request_id, None)
+            share.decided.discard(request_id)
+            self._forget_if_over(share)
             # Rejected or aborted before it got blocks: P need not wait for it.
-            self._release(request_id, unwanted.remote)
-        is_loading = self._shares.is_loading(request_id)
+            self._let_go_if_unwanted(request_id, share)
+        is_loading = request_id in self._loading
         if is_loading:
             self._draft.aborted.append(request_id)
         return is_loading
@@ -130,29 +170,42 @@ class DecodeRequests:
     def ordered(self) -> None:
         """The draft is about to be taken: the loads that it aborts say nothing of their handles any more."""
         for request_id in self._draft.aborted:
-            self._shares.cancel(request_id)
+            share = self._loading.get(request_id)
+            if share is not None and share.loader == request_id:
+                share.is_cancelled = True
 
     def update_results(self, results: Results) -> None:
         """What the workers reported."""
         for request_id in results.received:
-            self._shares.loaded(request_id, results.failed.get(request_id, ""))
             self._early.end(request_id)
-        self._early.settled(results.settled)
+            share = self._loading.pop(request_id, None)
+            if share is None or share.loader != request_id:
+                continue
+            share.loader = ""
+            if not share.is_cancelled and (failure := results.failed.get(request_id)):
+                share.failure = f"the request that fetched for this one failed: {failure}"
+            self._forget_if_over(share)
+        for handle in results.settled:
+            share = self._by_handle.get(handle)
+            if share is not None and share.is_asked:
+                share.is_settled = True
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
+        asked = sum(share.is_asked for share in self._by_handle.values())
         return {
-            "loading": self._shares.num_loading,
+            "loading": len(self._loading),
             "sharing": len(self._shares),
-            "early": len(self._early),
+            "early": len(self._early) + asked,
         }
 
-    def _may_load(self, remote: RemotePrefill, num_tokens: int) -> bool:
+    def _may_load(self, share: _Share, num_tokens: int) -> bool:
         """Whether a load may have blocks now; otherwise P is asked for when it may."""
-        if not remote.is_announced or self._early.may_begin(remote.handle, num_tokens):
+        if not share.remote.is_announced or share.is_settled or self._early.may_begin(num_tokens):
             return True
-        if self._early.wait(remote.handle):
-            self._await(remote, reports=True)
+        if not share.is_asked:
+            share.is_asked = True
+            self._await(share.remote, reports=True)
         return False
 
     def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
@@ -160,12 +213,21 @@ class DecodeRequests:
         order = Await(remote.handle, remote.engine_id, remote.host, remote.port, reports)
         self._draft.awaited[remote.handle] = order
 
-    def _release(self, request_id: str, remote: RemotePrefill) -> None:
-        self._draft.awaited.pop(remote.handle, None)
-        self._early.forget(remote.handle)
-        self._draft.let_go.append(
-            LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port)
-        )
+    def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
+        """A request does without. If none fetches any more, P is let go."""
+        if share.is_spent or share.undecided:
+            return
+        share.is_spent, share.is_asked = True, False
+        remote = share.remote
+        if not remote.refusal:
+            self._draft.awaited.pop(remote.handle, None)
+            self._draft.let_go.append(
+                LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port)
+            )
+
+    def _forget_if_over(self, share: _Share) -> None:
+        if not (share.undecided or share.decided or share.loader):
+            self._by_handle.pop(share.remote.handle, None)
 
     def _wanted_tokens(self, request: RequestView) -> int:
         return request.num_tokens - self._stack.held_back
@@ -183,18 +245,17 @@ class DecodeRequests:
                 return RemotePrefill(refusal=refusal)
         return remote
 
-    def _prompt_refusal(self, request: RequestView, remote: RemotePrefill) -> str:
-        """The KV of another prompt is worse than none. Where its length was not given, P compares."""
-        expected = max(1, self._wanted_tokens(request))
-        if remote.num_tokens not in (0, expected):
+    def _refusal(self, remote: RemotePrefill, wanted: int, taken: int, offered: int) -> str:
+        """Why a load is not fetched, or nothing. The KV of another prompt is worse than none."""
+        if remote.refusal:
+            return remote.refusal
+        # Where its length was not given, P compares.
+        if remote.num_tokens not in (0, max(1, wanted)):
             return (
-                f"kv_transfer_params.remote_num_tokens is {remote.num_tokens}, this prompt needs {expected}: "
-                "they are not of this prompt, or the two nodes run different models"
+                f"kv_transfer_params.remote_num_tokens is {remote.num_tokens}, this prompt needs "
+                f"{max(1, wanted)}: they are not of this prompt, or the two nodes run different models"
             )
-        return ""
-
-    def _part_refusal(self, taken: int, offered: int) -> str:
-        """A peer holds windows and states as they are after the last token of all that it holds."""
+        # A peer holds windows and states as they are after the last token of all that it holds.
         is_whole = all(group.retention.sees_all for group in self._groups)
         if taken == offered or (taken < offered and is_whole):
             return ""

@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from kvconnect.orders import (
-    Await,
-    Expect,
-    Hold,
-    LetGo,
-    Load,
-    Orders,
-    Preempted,
-    Progress,
-    RankAddress,
-    Withdraw,
-)
+from kvconnect.orders import Await, Hold, LetGo, Load, Orders, Progress, RankAddress, Withdraw
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class OrdersDraft:
     """Orders in the making, named as in ``Orders``; ``awaited`` by handle, since each replaces the last."""
 
-    def __init__(self, directory: Sequence[RankAddress]) -> None:
-        self._directory = tuple(directory)
-        self._logged: set[str] = set()
-        self._begin()
+    directory: list[RankAddress]
+    holds: list[Hold] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    let_go: list[LetGo] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+    withdrawn: list[Withdraw] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    awaited: dict[str, Await] = field(default_factory=dict)
 
-    def _begin(self) -> None:
-        self.holds: list[Hold] = []
-        self.loads: list[Load] = []
-        self.let_go: list[LetGo] = []
-        self.awaited: dict[str, Await] = {}
-        self.aborted: list[str] = []
-        self.expected: list[Expect] = []
-        self.withdrawn: list[Withdraw] = []
-        self.failures: list[str] = []
+    def __post_init__(self) -> None:
+        self._parts = dict(vars(self))
+        self._logged: set[str] = set()
 
     def withdraw(self, handle: str, reason: str) -> None:
         """Nothing is held under this handle."""
-        # Ordered before what is expected: an id that is withdrawn may be used again in the same step.
-        self.expected = [expected for expected in self.expected if expected.handle != handle]
+        # Carried out before what is expected: an id that is withdrawn may be used again in the same step.
+        if handle in self.expected:
+            self.expected.remove(handle)
         self.withdrawn.append(Withdraw(handle, f"no KV comes under this handle: {reason}"))
 
     def warn(self, reason: str, text: str, *values: object) -> None:
@@ -54,21 +47,11 @@ class OrdersDraft:
                 text + " (further ones are only counted, as failures with reason %s)", *values, reason
             )
 
-    def take(self, preempted: Sequence[Preempted], progress: Sequence[Progress]) -> Orders:
-        """The orders since the last call; ``directory`` goes with the first."""
-        orders = Orders(
-            holds=tuple(self.holds),
-            loads=tuple(self.loads),
-            let_go=tuple(self.let_go),
-            aborted=tuple(self.aborted),
-            directory=self._directory,
-            expected=tuple(self.expected),
-            withdrawn=tuple(self.withdrawn),
-            failures=tuple(self.failures),
-            preempted=tuple(preempted),
-            progress=tuple(progress),
-            awaited=tuple(self.awaited.values()),
-        )
-        self._directory = ()
-        self._begin()
-        return orders
+    def take(self) -> Orders:
+        """The orders since the last call."""
+        taken: dict[str, Any] = {name: tuple(part) for name, part in self._parts.items() if part}
+        if self.awaited:
+            taken["awaited"] = tuple(self.awaited.values())
+        for part in self._parts.values():
+            part.clear()
+        return Orders(**taken)

@@ -20,62 +20,37 @@ both ends; there a wait may last until a lease is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from kvconnect.cache.specs import KVCacheGroup
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.scheduler.stack import LongestRequest
 
 
 class EarlyLoads:
-    """How many loads are under way that P did not hold yet, and which handles P has settled since.
+    """The loads under way that P did not hold when they were ordered, and the room for more of them.
 
     Args:
-        num_blocks: of the pool that all groups share, with its null block.
+        cache: all groups share one pool, its blocks and the null block.
         longest: what the reserve is for; None where the stack does not say: nothing is reserved.
         max_loads: how many a worker fetches at one time.
     """
 
-    def __init__(
-        self, groups: Sequence[KVCacheGroup], num_blocks: int, longest: LongestRequest | None, max_loads: int
-    ) -> None:
-        self._groups = [group for group in groups if group.has_cache]
+    def __init__(self, cache: KVCacheConfig, longest: LongestRequest | None, max_loads: int) -> None:
+        self._groups = [group for group in cache.groups if group.has_cache]
         reserve = self._blocks(longest.num_tokens, longest.step_tokens) if longest is not None else 0
-        self._most_blocks = max(0, num_blocks - 1 - reserve)
+        self._most_blocks = max(0, cache.num_blocks - 1 - reserve)
         self._most_loads = max(0, max_loads - 1)
         self._blocks_of: dict[str, int] = {}
-        self._settled: set[str] = set()
-        self._waiting: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._blocks_of) + len(self._waiting)
+        return len(self._blocks_of)
 
-    def may_begin(self, handle: str, num_tokens: int) -> bool:
-        """Whether a request of so many tokens may get blocks: P has settled its handle, or there is room."""
-        if handle in self._settled:
-            return True
+    def may_begin(self, num_tokens: int) -> bool:
+        """Whether there is room for a request of so many tokens."""
         blocks = sum(self._blocks_of.values()) + self._blocks(num_tokens)
         return len(self._blocks_of) < self._most_loads and blocks <= self._most_blocks
 
-    def wait(self, handle: str) -> bool:
-        """A request has to wait for P. True: for the first time, and P is to be asked."""
-        is_first = handle not in self._waiting
-        self._waiting.add(handle)
-        return is_first
-
-    def settled(self, handles: Iterable[str]) -> None:
-        """P holds what these stand for, or never will."""
-        self._settled.update(self._waiting.intersection(handles))
-
-    def begin(self, request_id: str, handle: str, num_tokens: int) -> None:
-        """A load is ordered."""
-        if handle not in self._settled:
-            self._blocks_of[request_id] = self._blocks(num_tokens)
-        self.forget(handle)
-
-    def forget(self, handle: str) -> None:
-        """No request waits for this handle any more."""
-        self._waiting.discard(handle)
-        self._settled.discard(handle)
+    def begin(self, request_id: str, num_tokens: int) -> None:
+        """An early load is ordered."""
+        self._blocks_of[request_id] = self._blocks(num_tokens)
 
     def end(self, request_id: str) -> None:
         """A load is over."""

@@ -28,7 +28,9 @@ MOST_SKEW_S = 60.0
 _SIGNED, _UNSIGNED = "s2.", "u2."
 _CODE_BYTES = 32
 _TEXT = re.compile(r"[su]2\.[A-Za-z0-9_-]+")
-HOST_PATTERN = r"^[A-Za-z0-9._:-]+$"
+Host = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE, pattern=r"^[A-Za-z0-9._:-]+\Z")]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,9 +44,9 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     engine_id: str
     epoch: str
     name: str
-    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-    host: Annotated[str, msgspec.Meta(pattern=HOST_PATTERN)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    num_tokens: NumTokens
+    host: Host
+    port: Port
     expires_at: float
     prompt: Annotated[bytes, msgspec.Meta(max_length=PROMPT_BYTES)] = b""
 

@@ -1,17 +1,20 @@
 """The requests whose prompt P computes for a decode node, from their arrival until they were fetched.
 
-Pure bookkeeping, bounded by ``max_leases``, empty when idle.
+Long prompts that a router announced are sent while they are computed: of these the workers are given the
+blocks and the count of tokens as they grow. Pure bookkeeping, bounded by ``max_leases``, empty when idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
-from kvconnect.orders import Expect, Hold, RankAddress
+from kvconnect.errors import PeerError
+from kvconnect.orders import GroupBlocks, Hold, Progress
 from kvconnect.scheduler.blocks import blocks_of
 from kvconnect.scheduler.draft import OrdersDraft
 from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
@@ -24,23 +27,29 @@ from kvconnect.scheduler.params import (
 )
 from kvconnect.scheduler.prompts import PROMPT_BYTES
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits
-from kvconnect.scheduler.streams import Streams
 
 
 @dataclass(eq=False)
 class _Prefill:
     """One request that has not ended. ``handle`` is that of the transfer id that it owns.
 
-    ``has_blocks`` since it was admitted; ``is_stale`` once caches were reset after that.
+    ``has_blocks`` since it was admitted; ``is_stale`` once caches were reset after that. Of a prefill that is
+    streamed, in ``due``: ``known`` counts by group the positions that the workers know of, or will with
+    ``fresh``, the blocks of the next order.
     """
 
     handle: str = ""
+    num_tokens: int = 0
     has_blocks: bool = False
     is_stale: bool = False
+    known: dict[int, int] = field(default_factory=dict)
+    fresh: dict[int, list[int]] = field(default_factory=dict)
+    computed: int = 0
+    computed_sent: int = 0
 
 
 class PrefillRequests:
-    """What P holds and hands out.
+    """What P holds and hands out. A node that only decodes holds nothing.
 
     A transfer id is good for one request at a time: a second one that names it is computed, and holds
     nothing. Where a stack makes several requests of one, all have the same prompt, and the router is given
@@ -55,26 +64,29 @@ class PrefillRequests:
         self,
         config: TransferConfig,
         groups: Sequence[KVCacheGroup],
-        directory: Sequence[RankAddress],
         stack: StackTraits,
         handles: Handles,
         new_handle: Callable[[], str],
         draft: OrdersDraft,
     ) -> None:
-        self._config, self._groups, self._directory = config, groups, directory
+        self._config, self._groups, self._draft = config, groups, draft
         self._stack, self._handles, self._new_handle = stack, handles, new_handle
-        self._draft = draft
+        self._directory = tuple(draft.directory)
         self._epoch = new_handle()
-        # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
-        self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
-        extra = config.extra
-        self.streams = Streams(groups, extra.stream_min_tokens if extra.has_slots else 0)
+        if config.is_producer:
+            # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
+            self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
         self._owners: dict[str, str] = {}
-        self._held: dict[str, tuple[str, str]] = {}
-        """Leases by request: its parent, and the handle of its transfer id."""
+        self._held: dict[str, str] = {}
+        """Leases: by request the handle of its transfer id."""
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
+        # States are not streamed: they travel last.
+        tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
+        self._streamed_groups = tokens if config.extra.has_slots and config.extra.stream_min_tokens else {}
+        self.due: dict[str, int] = {}
+        """Requests that are streamed, all of them at any number of tokens."""
 
     def drain(self) -> None:
         """Hold nothing any more. From any thread."""
@@ -82,24 +94,23 @@ class PrefillRequests:
 
     def prefill_tokens(self, request: RequestView) -> int:
         """How many tokens of its prompt P computes: all but those that it has to leave to D."""
-        if _wants_decode(request):
+        if self._is_for_others(request):
             return max(1, request.num_tokens - self._stack.held_back)
         return request.num_tokens
 
     def arrive(self, request: RequestView) -> None:
         """Take note of a router's transfer id: a peer may fetch under it before the KV is there."""
         params = transfer_params(request)
-        if not _wants_decode(request) or params.get(TRANSFER_KEY) is None:
+        if not self._is_for_others(request) or params.get(TRANSFER_KEY) is None:
             return
-        num_tokens = self.prefill_tokens(request)
-        transfer = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
-        if transfer is None:
+        num_tokens, request_id = self.prefill_tokens(request), request.request_id
+        try:
+            handle = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
+        except PeerError as error:
+            self._draft.warn("transfer_id", "%s; its KV is not held", error)
             return
-        handle, request_id = transfer.handle, request.request_id
-        parent_of, owner = self._stack.parent_of, self._owners.get(transfer.handle, request_id)
-        if transfer.refusal:
-            self._draft.warn("transfer_id", "%s; its KV is not held", transfer.refusal)
-        elif owner != request_id:
+        parent_of, owner = self._stack.parent_of, self._owners.get(handle, request_id)
+        if owner != request_id:
             if parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
@@ -110,16 +121,55 @@ class PrefillRequests:
             self._draft.withdraw(handle, self._refuse_full())
         else:
             self._owners[handle] = request_id
-            self._requests.setdefault(request_id, _Prefill()).handle = handle
-            self._draft.expected.append(Expect(handle))
-            self.streams.begin(request_id, handle, num_tokens)
+            self._requests[request_id] = _Prefill(handle, num_tokens)
+            self._draft.expected.append(handle)
+            if self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+                self.due[request_id] = 0
 
     def admitted(self, request: RequestView) -> None:
         """Blocks were given to a request, and it begins anew with them."""
-        if _wants_decode(request):
+        if self._is_for_others(request):
             prefill = self._requests.setdefault(request.request_id, _Prefill())
             prefill.has_blocks, prefill.is_stale = True, False
-            self.streams.preempted(request.request_id)
+            self.preempted(request.request_id)
+
+    def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
+        """A prefill has so many tokens now, and by group these blocks more than before."""
+        if request_id not in self.due:
+            return
+        prefill = self._requests[request_id]
+        for group, tokens in self._streamed_groups.items():
+            ids, known = new_block_ids[group] if new_block_ids else (), prefill.known.get(group, 0)
+            # What is beyond the prompt is never sent.
+            wanted = ids[: max(0, div_ceil(prefill.num_tokens, tokens) - known)]
+            if wanted:
+                prefill.fresh.setdefault(group, []).extend(wanted)
+                prefill.known[group] = known + len(wanted)
+        prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
+
+    def preempted(self, request_id: str) -> None:
+        """A prefill lost its blocks."""
+        prefill = self._requests.get(request_id)
+        # Where the workers know nothing of it, and there is nothing to send yet, it is new all the same.
+        if prefill is None or not (prefill.computed or prefill.known):
+            return
+        if prefill.handle not in self._draft.preempted:
+            self._draft.preempted.append(prefill.handle)
+        prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
+
+    def ordered(self) -> None:
+        """The draft is about to be taken: what went on is ordered, after what was preempted."""
+        for prefill in map(self._requests.__getitem__, self.due):
+            if not prefill.fresh and prefill.computed == prefill.computed_sent:
+                continue
+            groups = tuple(
+                GroupBlocks(group, prefill.known[group] - len(ids), tuple(ids))
+                for group, ids in sorted(prefill.fresh.items())
+            )
+            self._draft.progress.append(
+                Progress(prefill.handle, prefill.num_tokens, prefill.computed, groups)
+            )
+            prefill.fresh, prefill.computed_sent = {}, prefill.computed
 
     def reset(self) -> None:
         """Requests that have blocks now are not handed over, unless they lose these and begin anew."""
@@ -131,11 +181,13 @@ class PrefillRequests:
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks are held, and the parameters for D."""
-        if not _wants_decode(request):
+        if not self._is_for_others(request):
             return False, None
         request_id = request.request_id
-        self.streams.end(request_id)
         prefill = self._requests.pop(request_id, None) or _Prefill()
+        if self.due.pop(request_id, None) is not None:
+            # What the workers do not know of it yet is void.
+            self._draft.preempted[:] = [each for each in self._draft.preempted if each != prefill.handle]
         parent = self._stack.parent_of(request_id)
         params, reason = None, "the prefill was aborted, or failed"
         if prefill.is_stale:
@@ -146,7 +198,7 @@ class PrefillRequests:
             else:
                 params, reason = self._hold(request, block_ids, prefill.handle)
                 if params is not None:
-                    self._held[request_id] = (parent, prefill.handle)
+                    self._held[request_id] = prefill.handle
                     self._answers[parent] = dict(params)
                     return True, params
         if prefill.handle:
@@ -157,18 +209,20 @@ class PrefillRequests:
     def sent(self, request_id: str) -> None:
         """A lease is over."""
         if request_id in self._held:
-            parent, handle = self._held.pop(request_id)
-            self._owners.pop(handle, None)
-            self._answers.pop(parent, None)
+            self._owners.pop(self._held.pop(request_id), None)
+            self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
         return {
             "held": len(self._held),
             "promised": len(self._owners),
-            "streaming": len(self.streams),
+            "streaming": len(self.due),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
         }
+
+    def _is_for_others(self, request: RequestView) -> bool:
+        return self._config.is_producer and bool(transfer_params(request).get("do_remote_decode"))
 
     def _refuse_full(self) -> str:
         reason = f"max_leases is {self._config.extra.max_leases}, and that many requests wait to be fetched"
@@ -180,22 +234,20 @@ class PrefillRequests:
     ) -> tuple[dict[str, Any] | None, str]:
         """Hold a request: the parameters for D, or None and why it is not held."""
         # The last sampled token has no KV yet.
-        num_tokens = request.num_tokens - 1
+        num_tokens, extra = request.num_tokens - 1, self._config.extra
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return None, "the prompt left none"
         if self._draining:
             return None, "the prefill node is stopping"
-        if len(self._held) >= self._config.extra.max_leases:
+        if len(self._held) >= extra.max_leases:
             return None, self._refuse_full()
         transfer_id = transfer_params(request).get(TRANSFER_KEY)
         if transfer_id is not None and not handle:
             return None, "its transfer id was refused"
         prompt = self._stack.prompt_digest(request, num_tokens) or b""
-        name = transfer_name(handle) if handle else self._new_handle()
-        token = self._sign(name, num_tokens, prompt)
+        token = self._sign(transfer_name(handle) if handle else self._new_handle(), num_tokens, prompt)
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
-        lease_s = self._config.extra.lease_s
-        self._draft.holds.append(Hold(request.request_id, handle or token, num_tokens, groups, lease_s))
+        self._draft.holds.append(Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s))
         # What the router passes on to D: the shape that routers know, and our handle.
         params = {
             "do_remote_prefill": True,
@@ -227,7 +279,3 @@ class PrefillRequests:
                 prompt=prompt,
             )
         )
-
-
-def _wants_decode(request: RequestView) -> bool:
-    return bool(transfer_params(request).get("do_remote_decode"))

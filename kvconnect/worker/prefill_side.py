@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Expect, Hold, Preempted, Progress, Withdraw
+from kvconnect.orders import Hold, Progress, Withdraw
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     Alive,
@@ -76,12 +76,12 @@ class PrefillSide:
 
     # Orders of the scheduler
 
-    def expect(self, order: Expect) -> None:
+    def expect(self, handle: str) -> None:
         """A prefill is under way: a fetch of it waits."""
         if self._draining:
-            self._void(order.handle, self._draining)
+            self._void(handle, self._draining)
             return
-        if not self.pending.expect(order.handle):
+        if not self.pending.expect(handle):
             self._metrics.failures.labels("max_leases").inc()
 
     def withdraw(self, order: Withdraw) -> None:
@@ -95,9 +95,9 @@ class PrefillSide:
             broken = self.streaming.progress(order, is_computed)
             self._cut_short(broken, "the prefill's blocks are not known", again=True)
 
-    def preempted(self, order: Preempted) -> None:
+    def preempted(self, handle: str) -> None:
         """A prefill lost its blocks: nothing that was sent of it counts."""
-        self._cut_short(self.streaming.preempted(order), "the prefill was preempted", again=True)
+        self._cut_short(self.streaming.preempted(handle), "the prefill was preempted", again=True)
 
     def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> None:
         """Begin a lease, unless everybody who would fetch has said already that they will not."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
-from kvconnect.orders import GroupBlocks, Hold, Preempted, Progress
+from kvconnect.orders import GroupBlocks, Hold, Progress
 from kvconnect.worker.leases import Claims
 
 logger = logging.getLogger(__name__)
@@ -139,9 +139,9 @@ class StreamingPrefills:
         prefill.clear(next(self._epochs))
         return prefill
 
-    def preempted(self, order: Preempted) -> StreamingPrefill | None:
+    def preempted(self, handle: str) -> StreamingPrefill | None:
         """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
-        prefill = self._prefills.get(order.handle)
+        prefill = self._prefills.get(handle)
         if prefill is not None:
             prefill.clear(next(self._epochs))
         return prefill

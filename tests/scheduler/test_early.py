@@ -127,9 +127,9 @@ def test_what_a_stack_does_not_say_is_not_reserved():
 
 
 def test_a_window_keeps_its_tokens_and_those_of_a_step():
-    groups = (FULL, WINDOW, STATE)
     # 250 blocks of full attention, (8 + 20 + 4) / 4 of the window, one state.
-    early = EarlyLoads(groups, 1 + 250 + 8 + 1 + 50, LongestRequest(1000, 20), max_loads=10)
+    cache = KVCacheConfig(1 + 250 + 8 + 1 + 50, (FULL, WINDOW, STATE))
+    early = EarlyLoads(cache, LongestRequest(1000, 20), max_loads=10)
     # 44 + 3 + 1 blocks are early enough, 47 + 3 + 1 are not.
-    assert early.may_begin("h", 176)
-    assert not early.may_begin("h", 188)
+    assert early.may_begin(176)
+    assert not early.may_begin(188)

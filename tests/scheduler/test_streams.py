@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
-from kvconnect.orders import Expect, GroupBlocks, Preempted, Progress
+from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.scheduler.params import TRANSFER_KEY
 from kvconnect.scheduler.stack import Computed, Step
 from tests.scheduler.test_connector import ATTENTION, STATE, Request, connector
@@ -44,7 +44,7 @@ def progress(*blocks, tokens=40, computed):
 def test_the_workers_are_told_what_is_new():
     prefill = prefill_of()
     request = arrived(prefill)
-    assert prefill.build_orders().expected == (Expect(HANDLE),)
+    assert prefill.build_orders().expected == (HANDLE,)
     go_on(prefill, "p", 20, ([7, 8],))
     orders = prefill.build_orders()
     assert orders.progress == (progress((0, 0, (7, 8)), computed=20),)
@@ -116,13 +116,13 @@ def test_a_preempted_prefill_is_told_and_begins_anew():
     prefill.preempted("p")
     prefill.preempted("p")
     orders = prefill.build_orders()
-    assert (orders.preempted, orders.progress) == ((Preempted(HANDLE),), ())
+    assert (orders.preempted, orders.progress) == ((HANDLE,), ())
     go_on(prefill, "p", 20, ([4, 5],))
     assert prefill.build_orders().progress == (progress((0, 0, (4, 5)), computed=20),)
     prefill.preempted("p")
     go_on(prefill, "p", 40, ([1, 2, 3],))
     orders = prefill.build_orders()
-    assert orders.preempted == (Preempted(HANDLE),)
+    assert orders.preempted == (HANDLE,)
     assert orders.progress == (progress((0, 0, (1, 2, 3)), computed=40),)
     request.num_tokens += 1
     finish(prefill, request)
@@ -165,8 +165,8 @@ def test_what_was_told_adds_up_to_what_a_request_has(seed):
 
     def read():
         orders = prefill.build_orders()
-        for order in orders.preempted:
-            known.pop(order.handle, None)
+        for handle in orders.preempted:
+            known.pop(handle, None)
         for order in orders.progress:
             record = known.setdefault(order.handle, ([], []))
             tokens[order.handle] = (order.num_tokens, order.computed_tokens)

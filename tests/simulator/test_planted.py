@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvconnect.peer.loss import Quarantine
+from kvconnect.scheduler.decode import DecodeRequests
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
@@ -219,12 +220,17 @@ def refuses_whoever_comes_early(patch):
 
 def begins_early_without_a_bound(patch):
     """D gives blocks to whatever is announced, and has none for what P holds."""
-    patch.setattr(EarlyLoads, "may_begin", lambda self, handle, num_tokens: True)
+    patch.setattr(EarlyLoads, "may_begin", lambda self, num_tokens: True)
 
 
 def never_hears_what_is_settled(patch):
     """D gives no blocks to what had to wait, whatever P says."""
-    patch.setattr(EarlyLoads, "settled", lambda self, handles: None)
+    update = DecodeRequests.update_results
+    patch.setattr(
+        DecodeRequests,
+        "update_results",
+        lambda self, results: update(self, msgspec.structs.replace(results, settled=())),
+    )
 
 
 def goes_on_as_ever(patch):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.orders import GroupBlocks, Preempted, Progress
+from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.scheduler.params import TRANSFER_KEY
 from kvconnect.vllm.steps import Steps
 from tests.scheduler.test_connector import Request
@@ -99,9 +99,9 @@ def test_a_preempted_request_begins_anew(prefill, resumed_as, at_once):
     assert told(output(running=[("p", 16, ([8],))], counts={"p": 16})) == [progress(16, (0, (7,)))]
     again = {resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}
     if at_once:
-        assert told(output(preempted=["p"], **again)) == [Preempted(HANDLE)]
+        assert told(output(preempted=["p"], **again)) == [HANDLE]
     else:
-        assert told(output(preempted=["p"])) == [Preempted(HANDLE)]
+        assert told(output(preempted=["p"])) == [HANDLE]
         assert told(output()) == []
         assert told(output(**again)) == []
     assert told(output(running=[("p", 20, None)], counts={"p": 1})) == [progress(20, (0, (4, 5)))]
@@ -112,9 +112,7 @@ def test_a_request_that_is_admitted_again_was_preempted_even_if_no_output_has_it
     told = Told(prefill)
     told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
     told(output())
-    assert told(output(**{resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}), ["p"]) == [
-        Preempted(HANDLE)
-    ]
+    assert told(output(**{resumed_as: [("p", 0, ([4, 5],))], "counts": {"p": 20}}), ["p"]) == [HANDLE]
     assert told(output()) == [progress(20, (0, (4, 5)))]
 
 
@@ -140,7 +138,7 @@ def test_an_output_that_cannot_be_read_ends_nothing_but_this(prefill, broken, ca
     told(output(new=[("p", 0, ([7],))], counts={"p": 16}))
     assert told(output()) == [progress(16, (0, (7,)))]
     with caplog.at_level(logging.WARNING):
-        assert told(broken) == [Preempted(HANDLE)]
+        assert told(broken) == [HANDLE]
         assert told(broken) == []
     assert caplog.text.count("prompts are sent once they are computed") == 1
     assert told(output(running=[("p", 16, ([8],))], counts={"p": 16})) == []
@@ -186,8 +184,8 @@ def test_what_is_told_was_launched_in_earlier_steps(seed):
             running[name] = True
             state[name] = [hit + count, blocks]
         for order in told(output(**step)):
-            if isinstance(order, Preempted):
-                known.pop(order.handle, None)
+            if isinstance(order, str):
+                known.pop(order, None)
                 continue
             record = known.setdefault(order.handle, [0, [], order.num_tokens])
             record[0] = order.computed_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.orders import Expect, GroupBlocks, Hold, Orders, Preempted, Progress, Withdraw
+from kvconnect.orders import GroupBlocks, Hold, Orders, Progress, Withdraw
 from tests.worker.pair import BLOCK_TOKENS, HEADS, LAYERS, Pair
 
 
@@ -18,7 +18,7 @@ class Prefill:
         self.pair, self.source, self.num_tokens, self.handle = pair, source, num_tokens, handle
         self.truth = torch.randn(LAYERS, len(source), BLOCK_TOKENS, HEADS, 8).to(torch.float16)
         self.computed = self.told = 0
-        self.order(expected=(Expect(handle),))
+        self.order(expected=(handle,))
 
     def order(self, ready=lambda: True, **orders) -> None:
         self.pair.prefill.order(Orders(**orders), ready)
@@ -52,7 +52,7 @@ class Prefill:
     def lose(self, source: tuple[int, ...]) -> None:
         """The request is preempted, and will be computed in other blocks."""
         self.noise()
-        self.order(preempted=(Preempted(self.handle),))
+        self.order(preempted=(self.handle,))
         self.source, self.computed, self.told = source, 0, 0
 
     def withdraw(self, reason: str = "the prefill was aborted") -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Expect, LetGo, Orders, Withdraw
+from kvconnect.orders import LetGo, Orders, Withdraw
 from kvconnect.peer.messages import OTHER_PROMPT
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.worker.pair import D_IDS, P_IDS, Pair
@@ -18,7 +18,7 @@ HANDLE = "handle-a"
 
 
 def expect(pair, handle=HANDLE):
-    pair.prefill.transfers.order(Orders(expected=(Expect(handle),)), lambda: True)
+    pair.prefill.transfers.order(Orders(expected=(handle,)), lambda: True)
 
 
 def withdraw(pair, handle=HANDLE, reason="the prefill was aborted"):
@@ -166,7 +166,7 @@ def test_one_step_may_withdraw_expect_and_hold_a_handle(pair):
     expect(pair)
     pair.load("a", D_IDS)
     pair.run(1)
-    orders = Orders(withdrawn=(Withdraw(HANDLE, "aborted"),), expected=(Expect(HANDLE),))
+    orders = Orders(withdrawn=(Withdraw(HANDLE, "aborted"),), expected=(HANDLE,))
     pair.prefill.transfers.order(orders, lambda: True)
     pair.run(8)
     assert not pair.decode.received, "it is expected anew"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Expect, Orders
+from kvconnect.orders import Orders
 from tests.worker.pair import D_IDS, P_IDS, Pair
 
 
@@ -46,7 +46,7 @@ def test_whoever_waits_is_told_when_the_time_is_over():
     pair.prefill.engine.hold()
     pair.start()
     pair.hold("b", (20,))
-    pair.prefill.order(Orders(expected=(Expect("handle-c"),)))
+    pair.prefill.order(Orders(expected=("handle-c",)))
     pair.load("c", (41,))
     pair.run(1)
     drain()

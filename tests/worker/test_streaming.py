@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import GroupBlocks, LetGo, Orders, Preempted
+from kvconnect.orders import GroupBlocks, LetGo, Orders
 from kvconnect.peer.messages import Fetch, Landed, Written
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.worker.rank_fetches import MOST_REPEATS
@@ -264,7 +264,7 @@ def test_what_was_lost_in_the_step_that_ends_the_prefill_does_not_count(pair):
     prefill.source, prefill.computed, prefill.told = OTHER, 0, 0
     prefill.compute(TOKENS)
     hold = (GroupBlocks(0, 0, OTHER),)
-    prefill.order(preempted=(Preempted(prefill.handle),), progress=(prefill.news(TOKENS),))
+    prefill.order(preempted=(prefill.handle,), progress=(prefill.news(TOKENS),))
     prefill.hold(groups=hold)
     pair.settle()
     assert prefill.landed(TARGET)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Expect, GroupBlocks, Hold, Orders, Preempted, Progress
+from kvconnect.orders import GroupBlocks, Hold, Orders, Progress
 from kvconnect.peer.messages import Landed
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
@@ -34,7 +34,7 @@ class SteppedPrefill:
         self.shape = ranks.prefill[0].cache.shape
         self.groups = {kind: ranks.prefill[0].cache.group_of(kind) for kind in ranks.model.kinds}
         self.begin_anew()
-        self.order(expected=(Expect("handle-a"),), directory=ranks.directory)
+        self.order(expected=("handle-a",), directory=ranks.directory)
 
     def begin_anew(self) -> None:
         self.blocks = self.ranks.blocks("P", self.num_tokens, drop=False)
@@ -100,7 +100,7 @@ class SteppedPrefill:
         """The request is preempted, and will be computed in other blocks."""
         for kind in self.groups:
             self.noise(kind, self.blocks[kind].block_ids)
-        self.order(preempted=(Preempted("handle-a"),))
+        self.order(preempted=("handle-a",))
         self.begin_anew()
 
     def hold(self) -> None:

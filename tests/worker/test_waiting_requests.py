@@ -10,7 +10,7 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.orders import Await, Expect, Orders, RankAddress, Results, Withdraw
+from kvconnect.orders import Await, Orders, RankAddress, Results, Withdraw
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Message, Release, Renew
@@ -254,7 +254,7 @@ def asked_for(queue: Queue, expected: bool = True) -> Pair:
     """D has asked P about a transfer that is announced, and P is computing it, or has not heard of it."""
     pair = queue.pair
     if expected:
-        pair.prefill.transfers.order(Orders(expected=(Expect("transfer:t"),)), lambda: True)
+        pair.prefill.transfers.order(Orders(expected=("transfer:t",)), lambda: True)
     order = Await("transfer:t", "", "127.0.0.1", pair.prefill.channel.port, reports=True)
     pair.decode.transfers.order(Orders(awaited=(order,)), lambda: True)
     pair.run(0.2)

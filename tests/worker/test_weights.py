@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.orders import Expect, Orders
+from kvconnect.orders import Orders
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from tests.worker.pair import D_IDS, P_IDS, Pair
 
@@ -120,7 +120,7 @@ def test_what_is_being_sent_to_a_peer_with_the_weights_of_before_arrives(pair):
 
 
 def test_a_fetch_that_waits_for_its_prefill_is_refused_once_that_has_other_weights(pair):
-    pair.prefill.transfers.order(Orders(expected=(Expect("handle-a"),)))
+    pair.prefill.transfers.order(Orders(expected=("handle-a",)))
     pair.load("a", D_IDS)
     pair.run(0.5)
     rename(pair.prefill, "second")
