@@ -7,40 +7,24 @@ under one and the same logical block id, because a block id belongs to one group
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvconnect.errors import LayoutError
 
-
-class Stretch(Protocol):
-    """What the proof reads of a region."""
-
-    @property
-    def layer(self) -> str: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_stride(self) -> int: ...
-    @property
-    def page_bytes(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+if TYPE_CHECKING:
+    from kvconnect.cache.region_table import Region
 
 
-def check_pages_apart(regions: Sequence[Stretch]) -> None:
+def check_pages_apart(regions: Sequence[Region]) -> None:
     """No two pages of one group share a byte.
 
     Raises:
         LayoutError: two do; the text names both layers.
     """
     for group in sorted({region.group for region in regions}):
-        cluster: list[Stretch] = []
+        cluster: list[Region] = []
         cluster_end = 0
         for region in sorted((r for r in regions if r.group == group), key=lambda r: r.address):
             if cluster and region.address < cluster_end:
@@ -52,7 +36,7 @@ def check_pages_apart(regions: Sequence[Stretch]) -> None:
         _check_cluster(cluster)
 
 
-def _check_cluster(cluster: Sequence[Stretch]) -> None:
+def _check_cluster(cluster: Sequence[Region]) -> None:
     """Regions whose stretches interleave, such as layers packed inside a block: compare every page."""
     if len(cluster) < 2:
         return
@@ -71,7 +55,7 @@ def _check_cluster(cluster: Sequence[Stretch]) -> None:
 
 
 def check_overlays(
-    regions: Sequence[Stretch], blocks_per_kv_block: Mapping[int, int]
+    regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]
 ) -> frozenset[tuple[int, int]]:
     """The pairs of groups whose pages share bytes; proves that they do so block by block.
 
@@ -93,7 +77,7 @@ def check_overlays(
     return frozenset(pairs)
 
 
-def _pages_meet(first: Stretch, second: Stretch, blocks_per_kv_block: Mapping[int, int]) -> bool:
+def _pages_meet(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> bool:
     """Whether logical pages of two groups share bytes. Raises if they do so under different ids."""
     a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
     if a[1] != b[1]:
@@ -115,7 +99,7 @@ def _pages_meet(first: Stretch, second: Stretch, blocks_per_kv_block: Mapping[in
     return True
 
 
-def _logical_pages(region: Stretch, ratio: int) -> tuple[int, int, int]:
+def _logical_pages(region: Region, ratio: int) -> tuple[int, int, int]:
     """Address, stride and size in bytes of the region's logical pages."""
     stride = region.block_stride * ratio
     return region.address, stride, region.block_stride * (ratio - 1) + region.page_bytes

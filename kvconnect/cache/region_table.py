@@ -11,6 +11,7 @@ Blocks here are *kernel* blocks. A logical block is ``blocks_per_kv_block`` of t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class PageAxes(msgspec.Struct, frozen=True, array_like=True):
     plane_stride: int
     head_stride: int
     token_stride: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the page."""
+        return self.planes * self.heads * self.tokens * self.row_bytes
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -291,31 +297,28 @@ class _TensorView:
                 f"layer {self.layer!r}: the head axis has {self.size['head']} heads, "
                 f"heads {interval.start}..{interval.stop - 1} were declared"
             )
-        made = [Place(0, 0, 0)]
-        for name in outer:
-            made = [
-                place.step(name, index, self.stride[name])
-                for place in made
-                for index in range(self.size[name])
-            ]
         axes = self._page_axes(inner)
-        return [
-            Region(
-                layer=self.layer,
-                group=group,
-                first_plane=place.plane,
-                heads=_region_heads(interval, place.head, axes.heads) if divisible else None,
-                dtype=self.dtype,
-                address=self.tensor.data_ptr() + place.offset,
-                num_blocks=num_blocks,
-                block_stride=self._block_stride(axes),
-                page_bytes=axes.planes * axes.heads * axes.tokens * axes.row_bytes,
-                axes=axes,
-                scales=scales,
-                key_bytes=self.key_bytes(spec),
+        made = []
+        for position in itertools.product(*(range(self.size[name]) for name in outer)):
+            at = dict(zip(outer, position, strict=True))
+            first_head = interval.start + at.get("head", 0)
+            made.append(
+                Region(
+                    layer=self.layer,
+                    group=group,
+                    first_plane=at.get("plane", 0),
+                    heads=HeadInterval(first_head, first_head + axes.heads) if divisible else None,
+                    dtype=self.dtype,
+                    address=self.tensor.data_ptr() + sum(at[name] * self.stride[name] for name in outer),
+                    num_blocks=num_blocks,
+                    block_stride=self._block_stride(axes.page_bytes),
+                    page_bytes=axes.page_bytes,
+                    axes=axes,
+                    scales=scales,
+                    key_bytes=self.key_bytes(spec),
+                )
             )
-            for place in made
-        ]
+        return made
 
     def _dense_suffix(self) -> tuple[list[str], list[str]]:
         """The axes that fill a page without gaps, innermost first, and those outside of it."""
@@ -340,29 +343,18 @@ class _TensorView:
         return inner, outer
 
     def _page_axes(self, inner: Sequence[str]) -> PageAxes:
-        def count(name: str) -> int:
-            return self.size[name] if name in inner else 1
+        names = ("plane", "head", "token")
+        planes, heads, tokens = (self.size[name] if name in inner else 1 for name in names)
+        strides = (self.stride[name] if name in inner else self.row_bytes for name in names)
+        return PageAxes(planes, heads, tokens, self.row_bytes, *strides)
 
-        def stride(name: str) -> int:
-            return self.stride[name] if name in inner else self.row_bytes
-
-        return PageAxes(
-            planes=count("plane"),
-            heads=count("head"),
-            tokens=count("token"),
-            row_bytes=self.row_bytes,
-            plane_stride=stride("plane"),
-            head_stride=stride("head"),
-            token_stride=stride("token"),
-        )
-
-    def _block_stride(self, axes: PageAxes) -> int:
-        page = axes.planes * axes.heads * axes.tokens * axes.row_bytes
+    def _block_stride(self, page_bytes: int) -> int:
         if self.size["block"] == 1:
-            return page
-        if self.stride["block"] < page:
+            return page_bytes
+        if self.stride["block"] < page_bytes:
             raise LayoutError(
-                f"layer {self.layer!r}: blocks are {self.stride['block']} bytes apart, but a page has {page}"
+                f"layer {self.layer!r}: blocks are {self.stride['block']} bytes apart, but a page has "
+                f"{page_bytes}"
             )
         return self.stride["block"]
 
@@ -376,27 +368,6 @@ class _TensorView:
                     f"layer {self.layer!r}: pages from {region.address:#x} to {region.end:#x} leave their "
                     f"storage, which is {low:#x} to {high:#x}"
                 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one of a tensor's regions starts: byte offset, plane and head."""
-
-    offset: int
-    plane: int
-    head: int
-
-    def step(self, axis: str, index: int, stride: int) -> Place:
-        """The place ``index`` steps further along a split axis."""
-        return Place(
-            self.offset + index * stride,
-            self.plane + (index if axis == "plane" else 0),
-            self.head + (index if axis == "head" else 0),
-        )
-
-
-def _region_heads(interval: HeadInterval, first: int, count: int) -> HeadInterval:
-    return HeadInterval(interval.start + first, interval.start + first + count)
 
 
 def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region]) -> None:

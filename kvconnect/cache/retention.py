@@ -30,31 +30,22 @@ class Retention(ABC):
     """What the layers of one cache group see. A frozen dataclass of positive whole numbers of tokens.
 
     ``seen`` is monotone: a token that is seen from a position is seen from every position between the two.
+
+    Attributes:
+        sees_all: no token is ever out of sight.
+        sees_previous: every token sees the one before it; False where that is not so, or not known.
+        by_position: blocks hold tokens by position. False: one block holds what is left of all tokens.
+        ahead: how many tokens after a position what is kept for it depends on.
     """
+
+    sees_all: bool = False
+    sees_previous: bool = False
+    by_position: bool = True
+    ahead: int = 0
 
     @abstractmethod
     def seen(self, position: int) -> tuple[range, ...]:
         """The tokens before ``position`` that the token there reads: ranges in order, not empty, apart."""
-
-    @property
-    def sees_all(self) -> bool:
-        """No token is ever out of sight."""
-        return False
-
-    @property
-    def sees_previous(self) -> bool:
-        """Every token sees the one before it; False where that is not so, or not known."""
-        return False
-
-    @property
-    def by_position(self) -> bool:
-        """Blocks hold tokens by position. False: one block holds what is left of all tokens."""
-        return True
-
-    @property
-    def ahead(self) -> int:
-        """How many tokens after a position what is kept for it depends on."""
-        return 0
 
     def widest(self, num_tokens: int) -> int:
         """A position up to ``num_tokens`` from which most tokens are seen."""
@@ -115,19 +106,10 @@ class Retention(ABC):
 class Full(Retention):
     """Every token sees all before it."""
 
+    sees_all = sees_previous = True
+
     def seen(self, position: int) -> tuple[range, ...]:
-        """See ``Retention``."""
         return _span(0, position)
-
-    @property
-    def sees_previous(self) -> bool:
-        """See ``Retention``."""
-        return True
-
-    @property
-    def sees_all(self) -> bool:
-        """See ``Retention``."""
-        return True
 
 
 FULL = Full()
@@ -139,14 +121,11 @@ class Window(Retention):
 
     tokens: int
 
-    def seen(self, position: int) -> tuple[range, ...]:
-        """See ``Retention``."""
-        return _span(position - self.tokens + 1, position)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sees_previous", self.tokens > 1)
 
-    @property
-    def sees_previous(self) -> bool:
-        """See ``Retention``."""
-        return self.tokens > 1
+    def seen(self, position: int) -> tuple[range, ...]:
+        return _span(position - self.tokens + 1, position)
 
 
 @dataclass(frozen=True)
@@ -156,11 +135,9 @@ class Chunked(Retention):
     tokens: int
 
     def seen(self, position: int) -> tuple[range, ...]:
-        """See ``Retention``."""
         return _span(position // self.tokens * self.tokens, position)
 
     def widest(self, num_tokens: int) -> int:
-        """See ``Retention``."""
         return max(min(num_tokens, self.tokens - 1), (num_tokens + 1) // self.tokens * self.tokens - 1)
 
 
@@ -168,19 +145,11 @@ class Chunked(Retention):
 class State(Retention):
     """A recurrent state: of all tokens the one before matters, with which the state was updated last."""
 
+    sees_previous = True
+    by_position = False
+
     def seen(self, position: int) -> tuple[range, ...]:
-        """See ``Retention``."""
         return _span(position - 1, position)
-
-    @property
-    def sees_previous(self) -> bool:
-        """See ``Retention``."""
-        return True
-
-    @property
-    def by_position(self) -> bool:
-        """See ``Retention``."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -188,34 +157,17 @@ class Draft(Retention):
     """A draft model's layers (Eagle): they see as ``of``, and are fed with the token after each position."""
 
     of: Retention
+    ahead = 1
+
+    def __post_init__(self) -> None:
+        for fact in ("sees_all", "sees_previous", "by_position"):
+            object.__setattr__(self, fact, getattr(self.of, fact))
 
     def seen(self, position: int) -> tuple[range, ...]:
-        """See ``Retention``."""
         return self.of.seen(position)
 
-    @property
-    def sees_previous(self) -> bool:
-        """See ``Retention``."""
-        return self.of.sees_previous
-
     def widest(self, num_tokens: int) -> int:
-        """See ``Retention``."""
         return self.of.widest(num_tokens)
-
-    @property
-    def sees_all(self) -> bool:
-        """See ``Retention``."""
-        return self.of.sees_all
-
-    @property
-    def by_position(self) -> bool:
-        """See ``Retention``."""
-        return self.of.by_position
-
-    @property
-    def ahead(self) -> int:
-        """See ``Retention``."""
-        return 1
 
 
 @functools.lru_cache(maxsize=256)

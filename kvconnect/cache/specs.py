@@ -26,24 +26,46 @@ def _positive(owner: str, **fields: int) -> None:
             raise LayoutError(f"{owner}.{name} is {value}, it must be at least 1")
 
 
-def _padded(owner: str, needed_bytes: int, padded_bytes: int | None) -> int:
-    if padded_bytes is None:
-        return needed_bytes
-    if padded_bytes < needed_bytes:
-        raise LayoutError(
-            f"{owner}.page_size_padded is {padded_bytes}, but a page holds {needed_bytes} bytes"
-        )
-    return padded_bytes
+class _PagedSpec:
+    """What all layers that keep a cache have. Their pages may be padded to ``page_size_padded`` bytes, and
+    a block may store another number of rows (``stored_block_size``) than its tokens."""
+
+    block_size: int
+    page_size_padded: int | None
+    stored_block_size: int | None
+
+    def _check(self, **counts: int) -> None:
+        owner = type(self).__name__
+        _positive(owner, block_size=self.block_size, stored_block_size=self.rows_per_block, **counts)
+        if self.page_size_bytes < self.content_bytes:
+            raise LayoutError(
+                f"{owner}.page_size_padded is {self.page_size_padded}, but a page holds {self.content_bytes} "
+                "bytes"
+            )
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a page that mean something."""
+        raise NotImplementedError
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return self.content_bytes if self.page_size_padded is None else self.page_size_padded
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that a block stores, for each head where rows have heads."""
+        return self.block_size if self.stored_block_size is None else self.stored_block_size
 
 
 @dataclass(frozen=True)
-class FullAttentionSpec:
+class FullAttentionSpec(_PagedSpec):
     """Keys and values of every token of the sequence.
 
     ``block_size`` counts tokens; ``num_kv_heads`` are the heads of this rank. ``head_size_v``
-    defaults to ``head_size``. ``page_size_padded`` is the page's size in bytes where it is larger
-    than what it holds. ``stored_block_size`` is the number of rows that a block keeps for each head where
-    that is not one per token: a backend may order a whole block's values in a way of its own.
+    defaults to ``head_size``. A backend may order a whole block's values in a way of its own, and then has
+    another ``stored_block_size``.
     """
 
     block_size: int
@@ -55,30 +77,12 @@ class FullAttentionSpec:
     stored_block_size: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(
-            type(self).__name__,
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            stored_block_size=self.rows_per_block,
-        )
-        _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that a block stores for each head."""
-        return self.block_size if self.stored_block_size is None else self.stored_block_size
+        self._check(num_kv_heads=self.num_kv_heads, head_size=self.head_size)
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page that mean something."""
         width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
         return self.rows_per_block * self.num_kv_heads * width * self.dtype.itemsize
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of a page, padding included."""
-        return _padded(type(self).__name__, self.content_bytes, self.page_size_padded)
 
     @property
     def retention(self) -> Retention:
@@ -98,7 +102,6 @@ class SlidingWindowSpec(FullAttentionSpec):
 
     @property
     def retention(self) -> Retention:
-        """Which tokens the layer sees."""
         return Window(self.sliding_window)
 
 
@@ -114,16 +117,15 @@ class ChunkedLocalSpec(FullAttentionSpec):
 
     @property
     def retention(self) -> Retention:
-        """Which tokens the layer sees."""
         return Chunked(self.chunk_tokens)
 
 
 @dataclass(frozen=True)
-class MLASpec:
+class MLASpec(_PagedSpec):
     """One latent row per stored token, shared by all heads.
 
-    ``stored_block_size`` is the number of rows that a block of ``block_size`` tokens really keeps.
-    Compressed and indexer caches keep fewer rows than tokens. ``retention`` says which tokens the layer sees.
+    Compressed and indexer caches keep fewer rows (``stored_block_size``) than a block has tokens.
+    ``retention`` says which tokens the layer sees.
     """
 
     block_size: int
@@ -134,29 +136,16 @@ class MLASpec:
     retention: Retention = FULL
 
     def __post_init__(self) -> None:
-        _positive("MLASpec", block_size=self.block_size, head_size=self.head_size)
-        _positive("MLASpec", stored_block_size=self.rows_per_block)
-        _padded("MLASpec", self.content_bytes, self.page_size_padded)
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that a block stores."""
-        return self.block_size if self.stored_block_size is None else self.stored_block_size
+        self._check(head_size=self.head_size)
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page that mean something."""
         return self.rows_per_block * self.head_size * self.dtype.itemsize
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of a page, padding included."""
-        return _padded("MLASpec", self.content_bytes, self.page_size_padded)
 
 
 @dataclass(frozen=True)
-class StateSpec:
-    """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page per request.
+class StateSpec(_PagedSpec):
+    """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page and row per request.
 
     ``shapes`` and ``dtypes`` list the states that lie one after the other in the page.
     ``block_size`` says how many tokens the request's block covers to the scheduler; the page does
@@ -167,32 +156,21 @@ class StateSpec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     page_size_padded: int | None = None
+    stored_block_size = 1
 
     def __post_init__(self) -> None:
-        _positive("StateSpec", block_size=self.block_size)
         if len(self.shapes) != len(self.dtypes) or not self.shapes:
             raise LayoutError(
                 f"StateSpec has {len(self.shapes)} shapes and {len(self.dtypes)} dtypes, "
                 "it needs the same number of both and at least one"
             )
-        _padded("StateSpec", self.content_bytes, self.page_size_padded)
-
-    @property
-    def rows_per_block(self) -> int:
-        """A state page is one row."""
-        return 1
+        self._check()
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page that mean something."""
         return sum(
             math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of a page, padding included."""
-        return _padded("StateSpec", self.content_bytes, self.page_size_padded)
 
     @property
     def retention(self) -> Retention:
@@ -207,7 +185,7 @@ class EncoderOnlySpec:
     block_size: int
 
 
-LayerSpec = FullAttentionSpec | SlidingWindowSpec | MLASpec | StateSpec
+LayerSpec = FullAttentionSpec | MLASpec | StateSpec
 
 
 @dataclass(frozen=True)
@@ -227,7 +205,7 @@ class UniformTypeSpec:
         return next(iter(self.specs.values())).block_size
 
 
-GroupSpec = FullAttentionSpec | SlidingWindowSpec | MLASpec | StateSpec | EncoderOnlySpec | UniformTypeSpec
+GroupSpec = LayerSpec | EncoderOnlySpec | UniformTypeSpec
 
 
 @dataclass(frozen=True)
