@@ -13,7 +13,7 @@ import functools
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,93 +35,14 @@ class Family:
     labels: tuple[str, ...] = ()
 
 
-TRANSFERS = Family(
-    "transfers",
-    "counter",
-    "Requests whose KV was sent or received, by outcome; where a client left that is cancelled, and aborted",
-    ("direction", "outcome"),
-)
-TRANSFER_BYTES = Family("transfer_bytes", "counter", "KV bytes moved", ("direction", "path"))
-TRANSFER_SECONDS = Family(
-    "transfer_seconds",
-    "counter",
-    "Seconds from the first post to the last completion, summed over requests",
-    ("direction",),
-)
-COPIES = Family("copies", "counter", "Copies given to the engine", ("direction", "path"))
-STREAMED = Family("streamed", "counter", "Requests that were sent while they were prefilled")
-STREAMED_BYTES = Family("streamed_bytes", "counter", "KV bytes sent before the end of their prefill")
-FAILURES = Family("failures", "counter", "What went wrong, by reason", ("reason",))
-LEASES_HELD = Family("leases_held", "gauge", "Requests that wait to be fetched")
-LOADS_IN_FLIGHT = Family("loads_in_flight", "gauge", "Requests that are being fetched, or wait for it")
-LOADS_WAITING = Family("loads_waiting", "gauge", "Requests whose fetch waits for its turn")
-QUARANTINED = Family("quarantined", "gauge", "Requests whose blocks may still be written")
-INFLIGHT_BYTES = Family("inflight_bytes", "gauge", "Bytes under way to peers")
-SLOTS_LANDING = Family("slots_landing", "gauge", "Landing slots that are lent, unpacked or in quarantine")
-SLOTS_SEND = Family("slots_send", "gauge", "Send slots that are packed, sent or in quarantine")
-LINK = {
-    "direct_copy_s": Family("link_direct_copy_seconds", "gauge", "A copy on the link calibrated last"),
-    "direct_bytes_per_s": Family("link_direct_bytes_per_second", "gauge", "Its bytes, page by page"),
-    "packed_chunk_s": Family("link_packed_chunk_seconds", "gauge", "A chunk on the link calibrated last"),
-    "packed_bytes_per_s": Family("link_packed_bytes_per_second", "gauge", "Its bytes, chunk by chunk"),
-}
-"""What a calibration measured, by its name in ``LinkCost.as_metrics``."""
-OFFLOAD_ROWS = Family(
-    "offload_rows",
-    "counter",
-    "Blocks stored in host memory and restored from it, kept in and fetched from lower tiers, and those that "
-    "a lower tier did not take (unkept) or did not have (missed)",
-    ("move", "tier"),
-)
-OFFLOAD_BYTES = Family("offload_bytes", "counter", "Their bytes", ("move", "tier"))
-OFFLOAD_JOBS = Family("offload_jobs", "counter", "Jobs of these that ended well", ("move", "tier"))
-OFFLOAD_SECONDS = Family(
-    "offload_seconds", "counter", "Seconds from order to end, summed over these jobs", ("move", "tier")
-)
-OFFLOAD_WAIT_SECONDS = Family(
-    "offload_wait_seconds",
-    "counter",
-    "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",
-    ("what",),
-)
-OFFLOAD_OPEN = {
-    "store": Family("offload_stores_open", "gauge", "Jobs that copy blocks to host memory"),
-    "restore": Family("offload_restores_open", "gauge", "Requests whose blocks are copied from host memory"),
-    "keep": Family("offload_keeps_open", "gauge", "Jobs that write blocks to lower tiers"),
-    "fetch": Family("offload_fetches_open", "gauge", "Jobs that read blocks from lower tiers"),
-    "seek": Family("offload_seeks_open", "gauge", "Questions to lower tiers that are not answered yet"),
-}
-"""Jobs under way, by their kind."""
-OFFLOAD_HELD_ROWS = Family(
-    "offload_held_rows", "gauge", "Rows of host memory that a tier did not let go of in time"
-)
-TRANSFER_FAMILIES = (
-    TRANSFERS,
-    TRANSFER_BYTES,
-    TRANSFER_SECONDS,
-    COPIES,
-    STREAMED,
-    STREAMED_BYTES,
-    FAILURES,
-    LEASES_HELD,
-    LOADS_IN_FLIGHT,
-    LOADS_WAITING,
-    QUARANTINED,
-    INFLIGHT_BYTES,
-    SLOTS_LANDING,
-    SLOTS_SEND,
-    *LINK.values(),
-)
-OFFLOAD_FAMILIES = (
-    OFFLOAD_ROWS,
-    OFFLOAD_BYTES,
-    OFFLOAD_JOBS,
-    OFFLOAD_SECONDS,
-    OFFLOAD_WAIT_SECONDS,
-    *OFFLOAD_OPEN.values(),
-    OFFLOAD_HELD_ROWS,
-)
-FAMILIES = (*TRANSFER_FAMILIES, *OFFLOAD_FAMILIES)
+def _counter(name: str, text: str, *labels: str) -> Any:
+    """A family in the body of a ``MetricSet``; an instance has its numbers there, or its one number."""
+    return Family(name, "counter", text, labels)
+
+
+def _gauge(name: str, text: str) -> Any:
+    return Family(name, "gauge", text)
+
 
 LOAD_SECONDS = "load_seconds"
 LOAD_SECONDS_TEXT = "Seconds from the order to load a request to its arrival"
@@ -164,12 +85,10 @@ class Number:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        """Grow."""
         self.value += amount
         self._owner.revision += 1
 
     def set(self, value: float) -> None:
-        """Become."""
         if value != self.value:
             self.value = value
             self._owner.revision += 1
@@ -219,17 +138,39 @@ class Observations:
 class MetricSet:
     """The numbers of one part of a worker, exported through ``registry`` until ``retire``.
 
-    ``revision`` grows with every change, after it.
+    The families are those in the body of the class, alone or by a key. ``revision`` grows with every change,
+    after it.
     """
 
-    def __init__(self, registry: CollectorRegistry, families: Sequence[Family]) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
         self.revision = 0
-        self.families = {family.name: Numbers(self, family) for family in families}
+        self.families = {family.name: Numbers(self, family) for family in self.declared()}
         self.load_seconds = Observations(self, LOAD_SECONDS_BUCKETS)
         self._seen_revision = 0
         self._seen: dict[str, dict[tuple[str, ...], float]] = {}
+        for name, declared in self._bodies():
+            if isinstance(declared, Family):
+                setattr(self, name, self._numbers(declared))
+            else:
+                setattr(self, name, {key: self._numbers(family) for key, family in declared.items()})
         _exporter_on(registry).add(self)
+
+    @classmethod
+    def declared(cls) -> list[Family]:
+        """The families of the class, in their order."""
+        bodies = [[it] if isinstance(it, Family) else it.values() for _, it in cls._bodies()]
+        return [family for body in bodies for family in body]
+
+    @classmethod
+    def _bodies(cls) -> Iterator[tuple[str, Family | dict[str, Family]]]:
+        for name, declared in vars(cls).items():
+            if not name.startswith("_") and isinstance(declared, (Family, dict)):
+                yield name, declared
+
+    def _numbers(self, family: Family) -> Numbers | Number:
+        numbers = self.families[family.name]
+        return numbers if family.labels else numbers.labels()
 
     def changes(self) -> Changes | None:
         """What changed since the last call, or None. For one reader, on any one thread."""
@@ -258,41 +199,78 @@ class MetricSet:
         _exporter_on(self.registry).retire(self)
 
 
-class Metrics(MetricSet):
-    """What the transfers of one worker move, and what goes wrong there."""
+_FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        super().__init__(registry, TRANSFER_FAMILIES)
-        self.transfers = self.families[TRANSFERS.name]
-        self.transfer_bytes = self.families[TRANSFER_BYTES.name]
-        self.transfer_seconds = self.families[TRANSFER_SECONDS.name]
-        self.copies = self.families[COPIES.name]
-        self.streamed = self.families[STREAMED.name].labels()
-        self.streamed_bytes = self.families[STREAMED_BYTES.name].labels()
-        self.failures = self.families[FAILURES.name]
-        self.leases = self.families[LEASES_HELD.name].labels()
-        self.loads = self.families[LOADS_IN_FLIGHT.name].labels()
-        self.loads_waiting = self.families[LOADS_WAITING.name].labels()
-        self.quarantined = self.families[QUARANTINED.name].labels()
-        self.inflight_bytes = self.families[INFLIGHT_BYTES.name].labels()
-        self.link = {what: self.families[family.name].labels() for what, family in LINK.items()}
-        self.slots_landing = self.families[SLOTS_LANDING.name].labels()
-        self.slots_send = self.families[SLOTS_SEND.name].labels()
+
+class Metrics(MetricSet):
+    """What the transfers of one worker move, and what goes wrong there.
+
+    ``link`` is what a calibration measured, by its name in ``LinkCost.as_metrics``.
+    """
+
+    transfers: Numbers = _counter(
+        "transfers",
+        "Requests whose KV was sent or received, by outcome; where a client left that is cancelled, and "
+        "aborted",
+        "direction",
+        "outcome",
+    )
+    transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "path")
+    transfer_seconds: Numbers = _counter(
+        "transfer_seconds",
+        "Seconds from the first post to the last completion, summed over requests",
+        "direction",
+    )
+    copies: Numbers = _counter("copies", "Copies given to the engine", "direction", "path")
+    streamed: Number = _counter("streamed", "Requests that were sent while they were prefilled")
+    streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
+    failures: Numbers = _FAILURES
+    leases: Number = _gauge("leases_held", "Requests that wait to be fetched")
+    loads: Number = _gauge("loads_in_flight", "Requests that are being fetched, or wait for it")
+    loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits for its turn")
+    quarantined: Number = _gauge("quarantined", "Requests whose blocks may still be written")
+    inflight_bytes: Number = _gauge("inflight_bytes", "Bytes under way to peers")
+    slots_landing: Number = _gauge("slots_landing", "Landing slots that are lent, unpacked or in quarantine")
+    slots_send: Number = _gauge("slots_send", "Send slots that are packed, sent or in quarantine")
+    link: ClassVar[dict[str, Number]] = {
+        "direct_copy_s": _gauge("link_direct_copy_seconds", "A copy on the link calibrated last"),
+        "direct_bytes_per_s": _gauge("link_direct_bytes_per_second", "Its bytes, page by page"),
+        "packed_chunk_s": _gauge("link_packed_chunk_seconds", "A chunk on the link calibrated last"),
+        "packed_bytes_per_s": _gauge("link_packed_bytes_per_second", "Its bytes, chunk by chunk"),
+    }
 
 
 class OffloadMetrics(MetricSet):
-    """What the tiers of one worker move, and what goes wrong there."""
+    """What the tiers of one worker move, and what goes wrong there. ``open`` are jobs under way, by kind."""
 
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        super().__init__(registry, (FAILURES, *OFFLOAD_FAMILIES))
-        self.failures = self.families[FAILURES.name]
-        self.rows = self.families[OFFLOAD_ROWS.name]
-        self.row_bytes = self.families[OFFLOAD_BYTES.name]
-        self.jobs = self.families[OFFLOAD_JOBS.name]
-        self.seconds = self.families[OFFLOAD_SECONDS.name]
-        self.wait_seconds = self.families[OFFLOAD_WAIT_SECONDS.name]
-        self.open = {kind: self.families[family.name].labels() for kind, family in OFFLOAD_OPEN.items()}
-        self.held_rows = self.families[OFFLOAD_HELD_ROWS.name].labels()
+    failures: Numbers = _FAILURES
+    rows: Numbers = _counter(
+        "offload_rows",
+        "Blocks stored in host memory and restored from it, kept in and fetched from lower tiers, and those "
+        "that a lower tier did not take (unkept) or did not have (missed)",
+        "move",
+        "tier",
+    )
+    row_bytes: Numbers = _counter("offload_bytes", "Their bytes", "move", "tier")
+    jobs: Numbers = _counter("offload_jobs", "Jobs of these that ended well", "move", "tier")
+    seconds: Numbers = _counter(
+        "offload_seconds", "Seconds from order to end, summed over these jobs", "move", "tier"
+    )
+    wait_seconds: Numbers = _counter(
+        "offload_wait_seconds",
+        "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",
+        "what",
+    )
+    open: ClassVar[dict[str, Number]] = {
+        "store": _gauge("offload_stores_open", "Jobs that copy blocks to host memory"),
+        "restore": _gauge("offload_restores_open", "Requests whose blocks are copied from host memory"),
+        "keep": _gauge("offload_keeps_open", "Jobs that write blocks to lower tiers"),
+        "fetch": _gauge("offload_fetches_open", "Jobs that read blocks from lower tiers"),
+        "seek": _gauge("offload_seeks_open", "Questions to lower tiers that are not answered yet"),
+    }
+    held_rows: Number = _gauge(
+        "offload_held_rows", "Rows of host memory that a tier did not let go of in time"
+    )
 
     def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
         """So many rows were moved; by a job that took so long, if that is told."""
@@ -302,6 +280,9 @@ class OffloadMetrics(MetricSet):
         if seconds is not None:
             self.jobs.labels(move, tier).inc()
             self.seconds.labels(move, tier).inc(seconds)
+
+
+FAMILIES = tuple(dict.fromkeys((*Metrics.declared(), *OffloadMetrics.declared())))
 
 
 class Exporter(Collector):
@@ -314,7 +295,6 @@ class Exporter(Collector):
         self._past_seconds = 0.0
 
     def add(self, metrics: MetricSet) -> None:
-        """Export a worker's numbers."""
         self._living.append(metrics)
 
     def retire(self, metrics: MetricSet) -> None:
@@ -329,7 +309,6 @@ class Exporter(Collector):
         self._past_seconds += metrics.load_seconds.total
 
     def collect(self) -> Iterator[Metric]:
-        """See ``Collector``."""
         living = list(self._living)
         for family in FAMILIES:
             total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))

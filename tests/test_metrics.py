@@ -11,20 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvconnect.demo.http import parse_metrics
 from kvconnect.metrics import (
-    FAILURES,
     FAMILIES,
     LOAD_SECONDS_BUCKETS,
     LOAD_SECONDS_TEXT,
-    OFFLOAD_FAMILIES,
-    TRANSFER_FAMILIES,
     Metrics,
     MetricSet,
     OffloadMetrics,
     merge_changes,
 )
 
-PARTS = {Metrics: TRANSFER_FAMILIES, OffloadMetrics: (FAILURES, *OFFLOAD_FAMILIES)}
-GAUGES = [family for family in TRANSFER_FAMILIES if family.kind == "gauge"]
+PARTS = (Metrics, OffloadMetrics)
+GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]
 words = st.sampled_from(["a", "b", "c"])
 amounts = st.integers(0, 2**40) | st.floats(0, 1e6)
 seconds = st.floats(0, 100) | st.sampled_from(LOAD_SECONDS_BUCKETS)
@@ -32,8 +29,8 @@ observed = st.tuples(st.none(), st.just(()), st.tuples(st.just("observe"), secon
 
 
 def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
-    counters = [family for family in PARTS[part] if family.kind == "counter"]
-    gauges = [family for family in PARTS[part] if family.kind == "gauge"]
+    counters = [family for family in part.declared() if family.kind == "counter"]
+    gauges = [family for family in part.declared() if family.kind == "gauge"]
     counted = st.sampled_from(counters).flatmap(
         lambda family: st.tuples(
             st.just(family), st.tuples(*(words for _ in family.labels)), st.tuples(st.just("inc"), amounts)
@@ -43,9 +40,7 @@ def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
     return st.lists(counted | gauged | observed, max_size=30)
 
 
-parts = st.sampled_from(list(PARTS)).flatmap(
-    lambda part: st.tuples(st.just(part), writes_to(part), st.booleans())
-)
+parts = st.sampled_from(PARTS).flatmap(lambda part: st.tuples(st.just(part), writes_to(part), st.booleans()))
 
 
 def write(metrics: MetricSet, one: tuple) -> None:

@@ -17,7 +17,6 @@ from kvconnect.metrics import (
     LOAD_SECONDS,
     LOAD_SECONDS_BUCKETS,
     LOAD_SECONDS_TEXT,
-    OFFLOAD_ROWS,
     PREFIX,
     Changes,
 )
@@ -90,7 +89,7 @@ class TransferStats(KVConnectorStats):
         if loads:
             line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
             line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
-        for labels, growth in counters.get(OFFLOAD_ROWS.name, {}).items():
+        for labels, growth in counters.get("offload_rows", {}).items():
             name = f"Blocks {labels.split(',')[0]}"
             line[name] = round(line.get(name, 0) + growth)
         for reason, growth in counters.get("failures", {}).items():
