@@ -100,10 +100,6 @@ LARGER = {
     "offload/scheduler/half.py OffloadScheduler.__init__": "parameters",
     "offload/worker/half.py OffloadWorker.__init__": "parameters",
     "offload/worker/half.py OffloadWorker": "attributes",
-    "peer/session.py Session.__init__": "parameters",
-    "peer/session.py Session": "attributes",
-    "peer/zmq_channel.py ZmqChannel.__init__": "parameters",
-    "peer/zmq_channel.py ZmqChannel": "attributes",
     "runner_kit/block_table.py BlockTables": "attributes",
 }
 

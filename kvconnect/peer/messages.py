@@ -6,6 +6,7 @@ what it does not understand, and raises nothing but ``PeerError``.
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Annotated
 
@@ -29,6 +30,14 @@ MAX_CHUNKS = 65_536
 MAX_HANDLES = 4096
 """Most handles that one message names."""
 Chunks = Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
+
+class Side(enum.Enum):
+    """Which half of the protocol a worker speaks on a connection: D asks, P has."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
 
 PROTOCOL_VERSION = 5
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
@@ -267,8 +276,7 @@ ToDecode = (
 Message = ToPrefill | ToDecode
 
 _encoder = msgspec.msgpack.Encoder()
-_to_prefill = msgspec.msgpack.Decoder(ToPrefill)
-_to_decode = msgspec.msgpack.Decoder(ToDecode)
+_decoders = {Side.DECODE: msgspec.msgpack.Decoder(ToDecode), Side.PREFILL: msgspec.msgpack.Decoder(ToPrefill)}
 
 
 def encode(message: Message) -> bytes:
@@ -276,33 +284,19 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_prefill(frame: bytes, max_bytes: int) -> ToPrefill:
-    """Read a frame that D sent.
+def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
+    """Read a frame that the other side sent to this one.
 
     Raises:
-        PeerError: it is too long, or no message that D sends.
+        PeerError: it is too long, or no message that the other side sends.
     """
-    message: ToPrefill = _decode(_to_prefill, frame, max_bytes)
-    return message
-
-
-def decode_to_decode(frame: bytes, max_bytes: int) -> ToDecode:
-    """Read a frame that P sent.
-
-    Raises:
-        PeerError: it is too long, or no message that P sends.
-    """
-    message: ToDecode = _decode(_to_decode, frame, max_bytes)
-    return message
-
-
-def _decode(decoder, frame: bytes, max_bytes: int):  # type: ignore[no-untyped-def]
     if len(frame) > max_bytes:
         raise PeerError(f"a message of {len(frame)} bytes, max_message_bytes is {max_bytes}")
     try:
-        return decoder.decode(frame)
+        message: ToPrefill | ToDecode = _decoders[side].decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerError(f"a message that cannot be read: {error}") from error
+    return message
 
 
 def disagreement(ours: Introduction, theirs: Introduction) -> str | None:

@@ -8,8 +8,10 @@ table: an illegal message names state and message, changes nothing, and is answe
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import RankAddress
 from kvconnect.peer.loss import PeerLoss
@@ -31,13 +33,11 @@ from kvconnect.peer.messages import (
     Release,
     Renew,
     Renewed,
+    Side,
     StillAlive,
-    ToDecode,
-    ToPrefill,
     Welcome,
     Written,
-    decode_to_decode,
-    decode_to_prefill,
+    decode,
     disagreement,
     encode,
 )
@@ -50,13 +50,6 @@ class State(enum.Enum):
     GREETED = "greeted"
     READY = "ready"
     ENDED = "ended"
-
-
-class Side(enum.Enum):
-    """Which half of the protocol a session speaks: D asks, P has."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
 
 
 _KEEPS_READY = {
@@ -116,38 +109,21 @@ class Session:
     Args:
         side: which half to speak.
         ours: our introduction.
-        directory: where our ranks listen, told to D in ``Welcome``.
-        lease_s: how long P holds what is not renewed, sent likewise.
-        max_message_bytes: longer frames are refused unread.
-        handshake_timeout_s: D's wait for ``Welcome``.
-        peer_timeout_s: D's wait for any frame while it is owed an answer, or has asked for a sign of life.
-        heartbeat_s: after so much silence D asks for a sign of life, also where it is owed nothing; 0 for
-            never.
+        limits: P's ``lease_s``; the largest frame that is read; and D's waits: for ``Welcome``, for any frame
+            while it is owed an answer or has asked for a sign of life, and before it asks for one.
+        directory: where our ranks listen, sent to D in ``Welcome``.
     """
 
     def __init__(
-        self,
-        side: Side,
-        ours: Introduction,
-        *,
-        directory: tuple[RankAddress, ...] = (),
-        lease_s: float = 0.0,
-        max_message_bytes: int,
-        handshake_timeout_s: float,
-        peer_timeout_s: float,
-        heartbeat_s: float = 0.0,
+        self, side: Side, ours: Introduction, limits: ExtraConfig, directory: tuple[RankAddress, ...] = ()
     ) -> None:
         self.side = side
         self.state = State.NEW
         self.peer: Introduction | None = None
-        self._unanswered_greetings = 0
         self.ours = ours
+        self._limits = limits
         self._directory = directory
-        self._lease_s = lease_s
-        self._heartbeat_s = heartbeat_s
-        self._max_message_bytes = max_message_bytes
-        self._handshake_timeout_s = handshake_timeout_s
-        self._peer_timeout_s = peer_timeout_s
+        self._unanswered_greetings = 0
         self._outgoing: list[bytes] = []
         self._greeted_at = 0.0
         self._owed_since: float | None = None
@@ -211,7 +187,7 @@ class Session:
         if self.state is State.ENDED:
             return []
         try:
-            message = self._decode(frame)
+            message = decode(self.side, frame, self._limits.max_message_bytes)
         except PeerError as error:
             return self._misused(str(error))
         after = TRANSITIONS.get((self.side, self.state, type(message)))
@@ -233,77 +209,62 @@ class Session:
                 return [Ended(f"the peer refused: {reason}", loss)]
             case Bad(reason=reason):
                 self.state = after
-                return (
-                    [Ended(f"the peer could not read our greeting: {reason}")]
-                    if (after is State.ENDED)
-                    else [Misused(f"the peer could not use a message of ours: {reason}")]
-                )
-            case Alive():
-                return [Received(message)]
+                if after is State.ENDED:
+                    return [Ended(f"the peer could not read our greeting: {reason}")]
+                return [Misused(f"the peer could not use a message of ours: {reason}")]
             case _:
                 self.state = after
                 return [Received(message)]
 
     def tick(self, now: float) -> list[Event]:
         """Let time pass: deadlines, and the questions that find out whether the peer lives."""
-        if self.state is State.GREETED and now - self._greeted_at >= self._handshake_timeout_s:
+        ask_at, end_at = self._times()
+        if now >= end_at:
+            was_greeted = self.state is State.GREETED
             self.state = State.ENDED
-            reason = f"the peer did not answer the greeting within {self._handshake_timeout_s} s"
+            if was_greeted:
+                reason = f"the peer did not answer the greeting within {self._limits.handshake_timeout_s} s"
+            else:
+                reason = f"the peer has been silent for {self._limits.peer_timeout_s} s"
             return [Ended(reason, PeerLoss.SILENT)]
-        if self.state is State.READY and self._owed_since is not None:
-            if now - self._owed_since >= self._peer_timeout_s:
-                self.state = State.ENDED
-                return [Ended(f"the peer has been silent for {self._peer_timeout_s} s", PeerLoss.SILENT)]
-            if now - max(self._owed_since, self._asked_at) >= self._peer_timeout_s / 4:
+        if now >= ask_at:
+            if self._owed_since is not None:
                 self._asked_at = now
-                self._push(Alive())
-        elif self.state is State.READY:
-            return self._listen(now)
-        return []
-
-    def _listen(self, now: float) -> list[Event]:
-        """D hears of a peer that it is owed nothing by whether it lives."""
-        if not self._heartbeat_s or self.side is not Side.DECODE:
-            return []
-        if self._questioned_at is None:
-            if now - self._heard_at >= self._heartbeat_s:
+            else:
                 self._questioned_at = now
-                self._push(Alive())
-        elif now - self._questioned_at >= self._peer_timeout_s:
-            self.state = State.ENDED
-            return [Ended(f"the peer has been silent for {self._peer_timeout_s} s", PeerLoss.SILENT)]
+            self._push(Alive())
         return []
 
     def next_tick(self) -> float | None:
         """The time by which ``tick`` has something to do, or None."""
-        if self.state is State.GREETED:
-            return self._greeted_at + self._handshake_timeout_s
-        if self.state is State.READY and self._owed_since is not None:
-            question = max(self._owed_since, self._asked_at) + self._peer_timeout_s / 4
-            return min(self._owed_since + self._peer_timeout_s, question)
-        if self.state is State.READY and self._heartbeat_s and self.side is Side.DECODE:
-            if self._questioned_at is None:
-                return self._heard_at + self._heartbeat_s
-            return self._questioned_at + self._peer_timeout_s
-        return None
+        first = min(self._times())
+        return None if first == math.inf else first
 
-    def _decode(self, frame: bytes) -> ToPrefill | ToDecode:
-        if self.side is Side.PREFILL:
-            return decode_to_prefill(frame, self._max_message_bytes)
-        return decode_to_decode(frame, self._max_message_bytes)
+    def _times(self) -> tuple[float, float]:
+        """When to ask the peer for a sign of life, and when it counts as silent. Only D waits for P."""
+        timeout_s = self._limits.peer_timeout_s
+        if self.state is State.GREETED:
+            return math.inf, self._greeted_at + self._limits.handshake_timeout_s
+        if self.state is not State.READY or self.side is not Side.DECODE:
+            return math.inf, math.inf
+        if self._owed_since is not None:
+            return max(self._owed_since, self._asked_at) + timeout_s / 4, self._owed_since + timeout_s
+        if self._questioned_at is not None:
+            return math.inf, self._questioned_at + timeout_s
+        return self._heard_at + self._limits.heartbeat_s, math.inf
 
     def _hello(self, hello: Hello, now: float) -> list[Event]:
-        refusal = _version_refusal(hello.version) or disagreement(self.ours, hello.introduction)
+        refusal = _refusal(self.ours, hello.version, hello.introduction)
         if refusal:
             self.refuse(refusal)
             return [Ended(f"refused a peer: {refusal}")]
         self.state = State.READY
         self.peer = hello.introduction
-        self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._lease_s, now))
+        self._push(Welcome(PROTOCOL_VERSION, self.ours, self._directory, self._limits.lease_s, now))
         return [Ready(hello.introduction, ())]
 
     def _welcome(self, welcome: Welcome, after: State) -> list[Event]:
-        refusal = _version_refusal(welcome.version) or disagreement(self.ours, welcome.introduction)
+        refusal = _refusal(self.ours, welcome.version, welcome.introduction)
         if refusal:
             self.state = State.ENDED
             return [Ended(refusal)]
@@ -328,7 +289,7 @@ class Session:
         self._outgoing.append(encode(message))
 
 
-def _version_refusal(version: int) -> str | None:
+def _refusal(ours: Introduction, version: int, theirs: Introduction) -> str | None:
     if version != PROTOCOL_VERSION:
         return f"protocol version is {version}, accepted: {PROTOCOL_VERSION}"
-    return None
+    return disagreement(ours, theirs)

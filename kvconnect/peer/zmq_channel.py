@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Arrival, Frame, LinkLost
@@ -33,6 +34,7 @@ _MOST_ARRIVALS = 256
 
 _MOST_SOCKETS = 16_384
 _HIGH_WATER_MARK = 10_000
+_CONNECTIONS_PER_PEER = 4
 _HEARTBEAT_MS = 2_000
 _RECONNECT_MS = 100
 """ZeroMQ connects anew by itself, no sooner; what comes then is of another conversation, and is not read."""
@@ -66,16 +68,13 @@ class ZmqChannel:
     """A ``Channel`` over TCP.
 
     Args:
-        host: the local address to listen on.
+        extra: where to listen, and the limits. A connection is lost after ``peer_timeout_s`` of silence on
+            the TCP level, and closed where it is not ready a second after ``handshake_timeout_s``: the
+            session's message says better what did not come.
         port: the port to listen on; 0 takes a free one.
-        max_message_bytes: ZeroMQ closes a connection that sends more.
-        peer_timeout_s: silence on the TCP level after which a connection counts as lost.
         keyring: our keys and our peers'; None for neither authentication nor encryption.
         allowed: what we connect to; empty for everything.
-        handshake_timeout_s: a connection that is not ready a second after that is closed; the second is for
-            the session, whose message says better what did not come.
-        max_connections: most connections of peers.
-        count: told the reason whenever a peer is turned away.
+        count: called with the reason whenever a peer is turned away.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -83,32 +82,29 @@ class ZmqChannel:
 
     def __init__(
         self,
-        host: str,
+        extra: ExtraConfig,
         port: int,
-        *,
-        max_message_bytes: int,
-        peer_timeout_s: float,
         keyring: Keyring | None,
-        allowed: AllowList | None = None,
-        handshake_timeout_s: float = 5.0,
-        max_connections: int = 1024,
+        allowed: AllowList,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._context = zmq.Context(io_threads=1)
         # A monitored connection takes three; ZeroMQ's default would end at some 340 of them.
         self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
-        self._max_message_bytes = max_message_bytes
-        self._peer_timeout_ms = int(peer_timeout_s * 1000)
-        self._handshake_timeout_ms = int(handshake_timeout_s * 1000) + 1000
+        self._limits = extra
         self._keyring = keyring
-        self._allowed = allowed or AllowList(())
+        self._allowed = allowed
         self._router = self._socket(zmq.ROUTER)
         # A frame for a peer that left is an error to us, not silence.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = ZapAuthenticator(
-            self._context, self._router, keyring, max_connections=max_connections, count=count
+            self._context,
+            self._router,
+            keyring,
+            max_connections=_CONNECTIONS_PER_PEER * extra.max_peers,
+            count=count,
         )
-        address = f"tcp://{_bracketed(host)}:{port if port else '*'}"
+        address = f"tcp://{_bracketed(extra.host)}:{port or '*'}"
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
@@ -116,7 +112,7 @@ class ZmqChannel:
             self._router.close()
             self._context.term()
             raise ConfigError(
-                f"kv_connector_extra_config.host and port: cannot listen on {host}:{port}: {error}"
+                f"kv_connector_extra_config.host and port: cannot listen on {extra.host}:{port}: {error}"
             ) from error
         self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._gate.opened(self._port)
@@ -134,7 +130,6 @@ class ZmqChannel:
 
     @property
     def port(self) -> int:
-        """The port that peers connect to."""
         return self._port
 
     def connect(self, link: str, host: str, port: int) -> None:
@@ -171,7 +166,6 @@ class ZmqChannel:
         self._poller.register(monitor, zmq.POLLIN)
 
     def send(self, link: str, data: bytes) -> bool:
-        """Send without waiting."""
         try:
             if link in self._links:
                 if self._links[link].probe is None:
@@ -186,7 +180,6 @@ class ZmqChannel:
         return True
 
     def drop(self, link: str) -> None:
-        """Close a connection that we opened."""
         self._stillborn.pop(link, None)
         dropped = self._links.pop(link, None)
         if dropped is None:
@@ -200,7 +193,6 @@ class ZmqChannel:
         dropped.dealer.close()
 
     def receive(self) -> list[Arrival]:
-        """Frames and lost connections, at most a few hundred at a time."""
         arrived: list[Arrival] = [
             LinkLost(link, PeerLoss.LINK_LOST, reason) for link, reason in self._stillborn.items()
         ]
@@ -213,8 +205,7 @@ class ZmqChannel:
             self._gate.serve()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
-                while os.read(self._wake_read, 4096):
-                    pass
+                os.read(self._wake_read, 1 << 16)
         # Answers to our own questions first, and with room of their own: no flood from outside delays them.
         for name, link in list(self._links.items()):
             if link.dealer in ready:
@@ -234,7 +225,6 @@ class ZmqChannel:
         return arrived
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a frame, a lost connection or ``wake``."""
         if self._stillborn:
             return
         if any(link.probe is not None for link in self._links.values()):
@@ -242,7 +232,6 @@ class ZmqChannel:
         self._poller.poll(max(0, int(timeout_s * 1000 + 0.999)))
 
     def wake(self) -> None:
-        """End a ``wait``, from any thread."""
         with self._wake_lock, contextlib.suppress(BlockingIOError):
             if not self._closed:
                 os.write(self._wake_write, b"w")
@@ -267,10 +256,11 @@ class ZmqChannel:
         made.setsockopt(zmq.LINGER, 200)
         made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        made.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        made.setsockopt(zmq.HANDSHAKE_IVL, self._handshake_timeout_ms)
+        limits = self._limits
+        made.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
+        made.setsockopt(zmq.HANDSHAKE_IVL, int(limits.handshake_timeout_s * 1000) + 1000)
         made.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(self._peer_timeout_ms, 2 * _HEARTBEAT_MS))
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(limits.peer_timeout_s * 1000), 2 * _HEARTBEAT_MS))
         made.setsockopt(zmq.IPV6, 1)
         return made
 
@@ -285,24 +275,20 @@ class ZmqChannel:
         return ""
 
     def _drain_dealer(self, name: str, link: _Link, arrived: list[Arrival]) -> None:
-        for _ in range(_MOST_ARRIVALS):
-            try:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MOST_ARRIVALS):
                 arrived.append(Frame(name, link.dealer.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return
 
     def _drain_router(self, arrived: list[Arrival]) -> None:
-        for _ in range(_MOST_ARRIVALS):
-            try:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MOST_ARRIVALS):
                 parts = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if len(parts) != 2:
-                # Not one of ours: it gets no answer, since the sender may not even speak in frames.
-                logger.warning("side channel: dropped a message of %d parts, expected 1", len(parts) - 1)
-                continue
-            host = str(parts[1].get("Peer-Address"))
-            arrived.append(Frame(f"in:{parts[0].bytes.hex()}", parts[1].bytes, host))
+                if len(parts) != 2:
+                    # Not one of ours: it gets no answer, since the sender may not even speak in frames.
+                    logger.warning("side channel: dropped a message of %d parts, expected 1", len(parts) - 1)
+                    continue
+                host = str(parts[1].get("Peer-Address"))
+                arrived.append(Frame(f"in:{parts[0].bytes.hex()}", parts[1].bytes, host))
 
     def _lost(self, name: str, link: _Link) -> LinkLost | None:
         """A connection that its monitor calls lost, once it is known whether the peer is gone."""

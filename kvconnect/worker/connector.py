@@ -92,15 +92,11 @@ class WorkerConnector:
             else extra.engine_options,
         )
         self._channel = ZmqChannel(
-            extra.host,
+            extra,
             extra.port + rank if extra.port else 0,
-            max_message_bytes=extra.max_message_bytes,
-            peer_timeout_s=extra.peer_timeout_s,
-            keyring=keyring,
-            allowed=allowed,
-            handshake_timeout_s=extra.handshake_timeout_s,
-            max_connections=4 * extra.max_peers,
-            count=lambda reason: self._metrics.failures.labels(reason).inc(),
+            keyring,
+            allowed,
+            lambda reason: self._metrics.failures.labels(reason).inc(),
         )
         self._metrics = Metrics(registry)
         self._reports = Reports(rank)

@@ -19,8 +19,8 @@ from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import Introduction, Message
-from kvconnect.peer.session import Session, Side, State
+from kvconnect.peer.messages import Introduction, Message, Side
+from kvconnect.peer.session import Session, State
 from kvconnect.plan.align import TableAlignment, align_tables
 from kvconnect.plan.cost import LinkCost
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
@@ -143,18 +143,7 @@ class InboundPeers:
             del self._peers[idle]
 
     def _stranger(self, host: str) -> InboundPeer:
-        return InboundPeer(
-            Session(
-                Side.PREFILL,
-                self._local.introduce(),
-                directory=self.directory,
-                lease_s=self._config.lease_s,
-                max_message_bytes=self._config.max_message_bytes,
-                handshake_timeout_s=self._config.handshake_timeout_s,
-                peer_timeout_s=self._config.peer_timeout_s,
-            ),
-            host,
-        )
+        return InboundPeer(Session(Side.PREFILL, self._local.introduce(), self._config, self.directory), host)
 
     def way_to(self, inbound: InboundPeer, in_use: set[str]) -> Way:
         """How a inbound is reached: worked out when it first fetches, since it may only ask for directions.

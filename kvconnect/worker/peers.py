@@ -19,8 +19,8 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import Release
-from kvconnect.peer.session import Event, Ready, Session, Side, State
+from kvconnect.peer.messages import Release, Side
+from kvconnect.peer.session import Event, Ready, Session, State
 from kvconnect.worker.breaker import BreakerEvent, BreakerState
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local
@@ -147,14 +147,7 @@ class Peers:
     def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
         if peer.breaker.state is BreakerState.OPEN:
             peer.breaker.move(BreakerEvent.TRY)
-        session = Session(
-            Side.DECODE,
-            self._local.introduce(),
-            max_message_bytes=self._config.max_message_bytes,
-            handshake_timeout_s=self._config.handshake_timeout_s,
-            peer_timeout_s=self._config.peer_timeout_s,
-            heartbeat_s=self._config.heartbeat_s,
-        )
+        session = Session(Side.DECODE, self._local.introduce(), self._config)
         link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", session)
         peer.links[rank] = link
         self._owners[link.name] = peer

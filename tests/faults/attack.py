@@ -125,17 +125,14 @@ def send_once(target: Target, made: Sequence[bytes]) -> Sent:
 
 def _send_keyed(target: Target, made: Sequence[bytes]) -> int:
     """The same over a connection with keys, which are the right ones or not."""
+    from kvconnect.config import ExtraConfig
+    from kvconnect.peer.allow_list import AllowList
     from kvconnect.peer.channel import LinkLost
     from kvconnect.peer.keyring import SharedKeys
     from kvconnect.peer.zmq_channel import ZmqChannel
 
-    channel = ZmqChannel(
-        "127.0.0.1",
-        0,
-        max_message_bytes=1 << 24,
-        peer_timeout_s=5.0,
-        keyring=SharedKeys(target.secret, "an attacker"),
-    )
+    extra = ExtraConfig(peer_timeout_s=5.0)
+    channel = ZmqChannel(extra, 0, SharedKeys(target.secret, "an attacker"), AllowList(()))
     try:
         channel.connect("victim", target.host, target.port)
         sent = sum(channel.send("victim", payload) for payload in made)

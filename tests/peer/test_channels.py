@@ -7,7 +7,9 @@ import time
 import pytest
 import zmq
 
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
+from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Frame, LinkLost
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.loss import PeerLoss
@@ -124,9 +126,9 @@ def test_closing_twice_is_allowed(make_channel):
     channel.close()
 
 
-def zmq_channel(**kwargs):
-    given = {"max_message_bytes": LIMIT, "peer_timeout_s": 5, "keyring": None, **kwargs}
-    return ZmqChannel("127.0.0.1", 0, **given)
+def zmq_channel(keyring=None, port=0, allowed=(), count=lambda reason: None, **limits):
+    extra = ExtraConfig(**{"max_message_bytes": LIMIT, "peer_timeout_s": 5, **limits})
+    return ZmqChannel(extra, port, keyring, AllowList(allowed), count)
 
 
 def test_wake_ends_a_wait():
@@ -164,7 +166,7 @@ def test_a_message_of_several_parts_is_dropped():
 def test_a_port_that_is_taken_is_a_config_error():
     first = zmq_channel()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{first.port}"):
-        ZmqChannel("127.0.0.1", first.port, max_message_bytes=LIMIT, peer_timeout_s=5, keyring=None)
+        zmq_channel(port=first.port)
     first.close()
 
 

@@ -16,13 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Frame, LinkLost
 from kvconnect.peer.keyring import SharedKeys, new_key_pair
 from kvconnect.peer.loss import PeerLoss
-from kvconnect.peer.zmq_channel import ZmqChannel
 from tests.peer.keys import introduce, make_folder, node_keys
-from tests.peer.test_channels import LIMIT, arrivals
+from tests.peer.test_channels import arrivals, zmq_channel
 
 OURS = SharedKeys("a secret that both of them have", "ours")
 THEIRS = SharedKeys("a secret that only one of them has", "theirs")
@@ -34,8 +32,7 @@ def channels():
 
     def make(keyring, **more):
         counted = []
-        given_ = {"max_message_bytes": LIMIT, "peer_timeout_s": 5, "handshake_timeout_s": 1, **more}
-        channel = ZmqChannel("127.0.0.1", 0, keyring=keyring, count=counted.append, **given_)
+        channel = zmq_channel(keyring, count=counted.append, **{"handshake_timeout_s": 1, **more})
         channel.counted = counted
         made.append(channel)
         return channel
@@ -133,7 +130,7 @@ def test_a_peer_whose_key_is_not_known_is_not_connected_to(channels, tmp_path):
 
 def test_a_peer_that_is_not_allowed_is_not_connected_to(channels):
     server = channels(OURS)
-    client = channels(OURS, allowed=AllowList([f"127.0.0.1:{server.port + 1}"]))
+    client = channels(OURS, allowed=[f"127.0.0.1:{server.port + 1}"])
     client.connect("p", "127.0.0.1", server.port)
     assert client.receive() == [
         LinkLost("p", PeerLoss.LINK_LOST, f"allow_peers does not have 127.0.0.1:{server.port}")
@@ -262,9 +259,7 @@ def test_no_frame_of_a_stranger_arrives_whatever_protocol_it_speaks(spoken, chan
 @settings(max_examples=15)
 @given(st.binary(max_size=300), st.sampled_from([b"", CURVE_3[:12], CURVE_3]))
 def test_no_bytes_of_a_stranger_arrive(data, before):
-    server = ZmqChannel(
-        "127.0.0.1", 0, max_message_bytes=LIMIT, peer_timeout_s=5, keyring=OURS, handshake_timeout_s=1
-    )
+    server = zmq_channel(OURS, handshake_timeout_s=1)
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.sendall(before + data)
         for _ in range(5):
@@ -299,7 +294,7 @@ def test_half_a_handshake_is_closed_when_its_time_is_over(channels):
 
 
 def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
-    server, first = channels(OURS, max_connections=20, handshake_timeout_s=30), channels(OURS)
+    server, first = channels(OURS, max_peers=5, handshake_timeout_s=30), channels(OURS)
     first.connect("p", "127.0.0.1", server.port)
     first.send("p", b"one")
     _, frames = run_both(server, first, lambda item: False, timeout_s=0.5)
@@ -334,7 +329,7 @@ def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
 
 
 def test_strangers_that_come_and_go_leave_nothing_behind(channels):
-    server = channels(OURS, max_connections=1000)
+    server = channels(OURS, max_peers=250)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(300):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:

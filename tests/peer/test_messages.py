@@ -117,12 +117,12 @@ messages = st.one_of(
 @given(messages)
 def test_every_message_survives_on_its_own_way_and_on_no_other(message):
     frame = m.encode(message)
-    for decode, kinds in ((m.decode_to_prefill, TO_PREFILL), (m.decode_to_decode, TO_DECODE)):
+    for side, kinds in ((m.Side.PREFILL, TO_PREFILL), (m.Side.DECODE, TO_DECODE)):
         if isinstance(message, kinds):
-            assert decode(frame, LIMIT) == message
+            assert m.decode(side, frame, LIMIT) == message
         else:
             with pytest.raises(PeerError):
-                decode(frame, LIMIT)
+                m.decode(side, frame, LIMIT)
 
 
 @given(messages, st.data())
@@ -131,9 +131,9 @@ def test_a_changed_frame_is_read_as_some_message_or_not_at_all(message, data):
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     shortened = frame[: data.draw(st.integers(0, len(frame)))]
     for damaged in (bytes(frame), bytes(shortened)):
-        for decode in (m.decode_to_prefill, m.decode_to_decode):
+        for side in m.Side:
             with contextlib.suppress(PeerError):
-                decode(damaged, LIMIT)
+                m.decode(side, damaged, LIMIT)
 
 
 def test_the_kinds_of_messages_are_those_that_are_tested():
@@ -201,7 +201,7 @@ def test_a_greeting_of_version_5_has_its_fields_in_this_order():
 
 def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
     short = ["D", "1", 0, ["model", 8, 2], "memory", b"card", [[], []]]
-    read = m.decode_to_prefill(msgspec.msgpack.encode(["hello", 1, short]), LIMIT)
+    read = m.decode(m.Side.PREFILL, msgspec.msgpack.encode(["hello", 1, short]), LIMIT)
     assert (read.version, read.introduction.slot_bytes) == (1, 0)
 
 
@@ -230,7 +230,7 @@ def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
 )
 def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
     with pytest.raises(PeerError):
-        m.decode_to_prefill(m.encode(message), LIMIT)
+        m.decode(m.Side.PREFILL, m.encode(message), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,10 @@ def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
 )
 def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
     with pytest.raises(PeerError):
-        m.decode_to_decode(m.encode(message), LIMIT)
+        m.decode(m.Side.DECODE, m.encode(message), LIMIT)
 
 
 def test_what_is_too_long_is_not_read():
     frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
     with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
-        m.decode_to_prefill(frame, 99)
+        m.decode(m.Side.PREFILL, frame, 99)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
@@ -38,15 +41,13 @@ def region(**changes):
     return Region(**{**fields, **changes})
 
 
-def session(side, **kwargs):
-    return Session(
-        side,
-        introduction(**kwargs),
-        directory=(RankAddress(0, "h", 1),),
-        max_message_bytes=1 << 16,
-        handshake_timeout_s=5,
-        peer_timeout_s=8,
-    )
+LIMITS = ExtraConfig(
+    lease_s=0.0, max_message_bytes=1 << 16, handshake_timeout_s=5, peer_timeout_s=8, heartbeat_s=math.inf
+)
+
+
+def session(side, limits=LIMITS, **kwargs):
+    return Session(side, introduction(**kwargs), limits, (RankAddress(0, "h", 1),))
 
 
 def talk(decode, prefill, now=0.0):
@@ -185,19 +186,18 @@ def test_a_refusal_stops_what_was_asked_unless_it_may_be_of_a_later_greeting(gre
     assert ended == Ended("the peer refused: too many peers", loss)
 
 
-def test_silence_is_noticed_where_nothing_is_owed_if_that_is_wanted():
-    for heartbeat_s in (0.0, 3.0):
-        decode, prefill = session(Side.DECODE, engine_id="D"), session(Side.PREFILL)
-        decode._heartbeat_s = heartbeat_s
-        decode.greet(0.0)
-        talk(decode, prefill)
-        assert decode.next_tick() == (3.0 if heartbeat_s else None)
-        assert decode.tick(2.9) == []
-        assert decode.outgoing() == []
-        assert decode.tick(3.0) == []
-        assert len(decode.outgoing()) == (1 if heartbeat_s else 0)
-        events = decode.tick(11.0)
-        assert [type(event) for event in events] == ([Ended] if heartbeat_s else [])
+def test_silence_is_noticed_where_nothing_is_owed():
+    limits = msgspec.structs.replace(LIMITS, heartbeat_s=3.0)
+    decode, prefill = session(Side.DECODE, limits, engine_id="D"), session(Side.PREFILL)
+    decode.greet(0.0)
+    talk(decode, prefill)
+    assert decode.next_tick() == 3.0
+    assert decode.tick(2.9) == []
+    assert decode.outgoing() == []
+    assert decode.tick(3.0) == []
+    assert len(decode.outgoing()) == 1
+    assert decode.next_tick() == 11.0
+    assert [type(event) for event in decode.tick(11.0)] == [Ended]
 
 
 def test_another_protocol_version_is_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.peer.messages import Message, decode_to_decode, decode_to_prefill
+from kvconnect.peer.messages import Message, Side, decode
 
 _LARGEST_BYTES = 1 << 30
 _TAG_BYTES = 10
@@ -19,4 +19,4 @@ def read_frame(data: bytes, *, to_decode: bool) -> Message:
     Raises:
         PeerError: it is none that this side of a conversation is sent.
     """
-    return (decode_to_decode if to_decode else decode_to_prefill)(data, _LARGEST_BYTES)
+    return decode(Side.DECODE if to_decode else Side.PREFILL, data, _LARGEST_BYTES)

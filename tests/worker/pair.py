@@ -26,8 +26,8 @@ from kvconnect.peer.messages import (
     CacheMeaning,
     Introduction,
     Message,
-    decode_to_decode,
-    decode_to_prefill,
+    Side,
+    decode,
     encode,
 )
 from kvconnect.plan.align import TableCard
@@ -69,9 +69,8 @@ class TappedNetwork(MemoryNetwork):
 
     def deliver(self, source: int, target: int, link: str, data: bytes) -> bool:
         try:
-            messages: Sequence[Message] = [
-                decode_to_prefill(data, _LIMIT) if link.startswith("in:") else decode_to_decode(data, _LIMIT)
-            ]
+            side = Side.PREFILL if link.startswith("in:") else Side.DECODE
+            messages: Sequence[Message] = [decode(side, data, _LIMIT)]
         except Exception:
             return super().deliver(source, target, link, data)
         self.said.extend(messages)
