@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.metrics import Metrics
-from kvconnect.orders import GroupBlocks
+from kvconnect.orders import Load
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.packer import Packer, PackTicket
 from kvconnect.peer.loss import Quarantine
@@ -36,44 +36,41 @@ class _Unpacking:
 
 @dataclass(eq=False)
 class Landing:
-    """What lands of one fetch.
+    """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
 
-    ``holder`` is the node that sends. ``lent`` are its slots by generation; ``arrived`` are the chunks that
-    a peer said it wrote, ``due`` how many of them it can send by now, as far as it said.
+    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer said it wrote, ``due`` how
+    many of them it can send by now, as far as it said. Once the fetch is over it is ``closed``; it stays as
+    long as its slots are unpacked, or in ``quarantine`` since the peer may still write to what it was lent.
     """
 
     transfer_id: int
+    holder: str
+    link: str
     packer: Packer
-    chunks: Sequence[Chunk]
     staged: Sequence[StagedChunk]
     waiting_grants: int
     due: int
-    holder: str = ""
     lent: dict[int, Slot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
     error: str = ""
     closed: bool = False
+    quarantine: Quarantine | None = None
 
     @property
-    def complete(self) -> bool:
-        """Every chunk is in its pages, and was what it should be."""
-        return self.committed == len(self.chunks) and not self.error
+    def missing(self) -> int:
+        """How many chunks are not in their pages, as they should be."""
+        return len(self.staged) - self.committed
 
     @property
     def idle(self) -> bool:
         """No kernel of ours works for it."""
         return not self.unpacking
 
-
-@dataclass(eq=False)
-class _Lost:
-    """Slots of a fetch that ended while the peer behind ``link`` might still write."""
-
-    slots: list[Slot]
-    quarantine: Quarantine
-    link: str
+    def grants(self) -> tuple[Grant, ...]:
+        """What the peer is told of the slots that it is lent."""
+        return tuple(_grant(slot) for slot in self.lent.values())
 
 
 class LandingBay:
@@ -90,8 +87,6 @@ class LandingBay:
         self._metrics = metrics
         self._landings: dict[int, Landing] = {}
         self._hungry: deque[Landing] = deque()
-        self._lost: dict[int, _Lost] = {}
-        self._is_any_wrong = False
 
     @property
     def taken(self) -> int:
@@ -104,39 +99,30 @@ class LandingBay:
         return any(landing.unpacking for landing in self._landings.values())
 
     def __len__(self) -> int:
-        return len(self._landings) + len(self._lost)
+        return len(self._landings)
 
     def open(
-        self,
-        transfer_id: int,
-        packer: Packer,
-        chunks: Sequence[Chunk],
-        blocks: Sequence[GroupBlocks],
-        num_tokens: int,
-        holder: str = "",
-    ) -> tuple[Grant, ...]:
-        """Prepare for the chunks of a fetch. Returns the slots that it is granted at once, perhaps none.
+        self, transfer_id: int, order: Load, chunks: Sequence[Chunk], packer: Packer, holder: str, link: str
+    ) -> Landing:
+        """Prepare for the chunks of a fetch, with the slots that it is granted at once, perhaps none.
 
-        ``holder`` is the node that is asked: of more than two slots none is lent all.
+        Of more than two slots none is lent all to one ``holder``.
 
         Raises:
             LayoutError: a chunk needs blocks that the request does not have.
         """
-        staged = packer.stage(blocks, chunks, num_tokens)
-        landing = Landing(transfer_id, packer, chunks, staged, len(chunks), len(chunks), holder)
+        staged = packer.stage(order.groups, chunks, order.num_tokens)
+        landing = Landing(transfer_id, holder, link, packer, staged, len(chunks), len(chunks))
         self._landings[transfer_id] = landing
         # Half of what is free, so that the next fetch need not wait for the first to end.
         first = min(len(chunks), (self._pool.free + 1) // 2, self._pool.room_for(holder))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
-        grants = tuple(self._lend(landing) for _ in range(first))
+        for _ in range(first):
+            self._lend(landing)
         if landing.waiting_grants:
             self._hungry.append(landing)
-        return grants
-
-    def find(self, transfer_id: int) -> Landing | None:
-        """The landing of a fetch that is under way."""
-        return self._landings.get(transfer_id)
+        return landing
 
     def wanted(self, message: CreditRequest) -> None:
         """A peer says how many chunks it can send by now, and which slots it has no use for yet."""
@@ -146,7 +132,7 @@ class LandingBay:
         for generation in landing.lent.keys() & set(message.spared):
             self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
             landing.waiting_grants += 1
-        landing.due = min(len(landing.chunks), message.chunks)
+        landing.due = min(len(landing.staged), message.chunks)
         if landing.waiting_grants and landing not in self._hungry:
             self._hungry.append(landing)
 
@@ -161,8 +147,8 @@ class LandingBay:
         slot = landing.lent.get(message.generation)
         if slot is None:
             return f"generation {message.generation} was not granted to it, or was used already"
-        if message.chunk >= len(landing.chunks) or message.chunk in landing.arrived:
-            return f"chunk {message.chunk} of {len(landing.chunks)} is not awaited"
+        if message.chunk >= len(landing.staged) or message.chunk in landing.arrived:
+            return f"chunk {message.chunk} of {len(landing.staged)} is not awaited"
         staged = landing.staged[message.chunk]
         if message.length_bytes != staged.total_bytes:
             return f"chunk {message.chunk} has {message.length_bytes} of {staged.total_bytes} bytes"
@@ -179,9 +165,8 @@ class LandingBay:
             logger.exception("a chunk could not be unpacked")
             self._pool.move(slot, SlotEvent.RETURN)
             return f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
-        landing.unpacking.append(
-            _Unpacking(message.chunk, slot, ticket, message.digest if self._check_digest else None)
-        )
+        expected = message.digest if self._check_digest else None
+        landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
         return ""
 
     def advance(self, now: float) -> Iterator[tuple[int, tuple[Grant, ...]]]:
@@ -190,113 +175,104 @@ class LandingBay:
         Yields the fetches that are granted more slots, with them. A chunk of the wrong digest sets its
         landing's ``error``.
         """
-        for landing in self._landings.values():
+        for landing in list(self._landings.values()):
             while landing.unpacking and landing.unpacking[0].ticket.done:
                 self._take(landing, landing.unpacking.popleft())
-        for landing in [landing for landing in self._landings.values() if landing.closed and landing.idle]:
-            del self._landings[landing.transfer_id]
-        for transfer_id in [number for number, lost in self._lost.items() if now >= lost.quarantine.until]:
-            self.settle(transfer_id)
+            if landing.quarantine is not None and now >= landing.quarantine.until:
+                self.settle(landing)
+            self._forget_if_over(landing)
         yield from self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
-    def take_wrong(self) -> bool:
-        """Whether a landing's ``error`` was set since the last call."""
-        wrong, self._is_any_wrong = self._is_any_wrong, False
-        return wrong
-
     def next_deadline(self) -> float | None:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        return min((lost.quarantine.until for lost in self._lost.values()), default=None)
+        return min((lost.until for lost in self._quarantines()), default=None)
 
     def close(
-        self,
-        transfer_id: int,
-        lost_until: float | None,
-        link: str = "",
-        unsettled: Container[int] | None = None,
+        self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
     ) -> None:
         """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
 
-        ``link`` is the connection over which the peer may still say that it stopped. ``unsettled`` are the
-        generations that it may still write, as far as it said; None for all of them.
+        ``unsettled`` are the generations that the peer may still write, as far as it said; None for all.
         """
-        landing = self._landings.get(transfer_id)
         if landing is None or landing.closed:
             return
         landing.closed = True
         if landing in self._hungry:
             self._hungry.remove(landing)
-        slots: list[Slot] = []
-        for generation, slot in landing.lent.items():
-            is_lost = lost_until is not None and (unsettled is None or generation in unsettled)
-            self._pool.move(slot, SlotEvent.LOSE if is_lost else SlotEvent.RETURN)
-            slots += [slot] if is_lost else []
-        landing.lent.clear()
         if lost_until is not None:
-            self._lost[transfer_id] = _Lost(slots, Quarantine(lost_until, is_unproven=True), link)
-        if landing.idle:
-            del self._landings[transfer_id]
+            landing.quarantine = Quarantine(lost_until, is_unproven=True)
+        self._free(landing, () if lost_until is None else unsettled)
+        for slot in landing.lent.values():
+            self._pool.move(slot, SlotEvent.LOSE)
 
     def answered(self, written: Written, link: str, until: float) -> None:
         """A peer answers a fetch that is over: slots that it will not write are free at once.
 
         Those that it may still write are kept until ``until``, or as long as they were to be kept before.
         """
-        lost = self._lost.get(written.transfer_id)
-        if lost is None or lost.link != link:
+        landing = self._landings.get(written.transfer_id)
+        if landing is None or landing.quarantine is None or landing.link != link:
             return
-        if written.quiescent:
-            self.settle(written.transfer_id)
-            return
-        lost.quarantine.hasten(until, proven=False)
-        if written.unsettled is not None:
-            for slot in lost.slots:
-                if slot.generation not in written.unsettled:
-                    self._pool.move(slot, SlotEvent.RETURN)
-            lost.slots = [slot for slot in lost.slots if slot.generation in written.unsettled]
+        if not written.quiescent:
+            landing.quarantine.hasten(until, proven=False)
+        self._free(landing, () if written.quiescent else written.unsettled)
 
     def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
         """Slots that peers behind these connections hold need not wait longer than until then."""
-        for lost in self._lost.values():
-            if lost.link in links:
-                lost.quarantine.hasten(until, proven=proven)
+        for landing in self._landings.values():
+            if landing.quarantine is not None and landing.link in links:
+                landing.quarantine.hasten(until, proven=proven)
 
     def has_unproven(self, now: float) -> bool:
         """Slots are to be lent again that a peer may still write."""
-        return any(lost.slots and lost.quarantine.ends_unproven(now) for lost in self._lost.values())
+        return any(lost.ends_unproven(now) for lost in self._quarantines())
 
     def settle_all(self) -> None:
         """No peer can write any more to what was lost so far."""
-        for transfer_id in list(self._lost):
-            self.settle(transfer_id)
+        for landing in list(self._landings.values()):
+            self.settle(landing)
 
-    def settle(self, transfer_id: int) -> None:
+    def settle(self, landing: Landing | None) -> None:
         """The peer of a fetch that was lost says, or time proves, that it writes no more."""
-        lost = self._lost.pop(transfer_id, None)
-        for slot in lost.slots if lost is not None else ():
-            self._pool.move(slot, SlotEvent.RETURN)
+        if landing is not None and landing.quarantine is not None:
+            self._free(landing, ())
+
+    def _free(self, landing: Landing, unsettled: Container[int] | None) -> None:
+        """Free the slots of a closed landing, but for those of the ``unsettled`` generations; None: all."""
+        for generation in list(landing.lent):
+            if unsettled is not None and generation not in unsettled:
+                self._pool.move(landing.lent.pop(generation), SlotEvent.RETURN)
+        if not landing.lent:
+            landing.quarantine = None
+        self._forget_if_over(landing)
+
+    def _quarantines(self) -> Iterator[Quarantine]:
+        return (lost.quarantine for lost in self._landings.values() if lost.quarantine is not None)
+
+    def _forget_if_over(self, landing: Landing) -> None:
+        if landing.closed and landing.idle and not landing.lent:
+            self._landings.pop(landing.transfer_id, None)
 
     def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
         self._pool.move(unpacked.slot, SlotEvent.RETURN)
-        if unpacked.ticket.digest != unpacked.expected:
-            self._metrics.failures.labels("digest").inc()
-            self._is_any_wrong = True
-            landing.error = landing.error or (
-                f"chunk {unpacked.chunk} landed with another digest than it was sent with"
-            )
+        if unpacked.ticket.digest == unpacked.expected:
+            landing.committed += 1
             return
-        landing.committed += 1
+        self._metrics.failures.labels("digest").inc()
+        landing.error = landing.error or (
+            f"chunk {unpacked.chunk} landed with another digest than it was sent with"
+        )
 
-    def _lend(self, landing: Landing) -> Grant:
+    def _lend(self, landing: Landing) -> Slot:
         slot = self._pool.take(SlotEvent.LEND, landing.holder)
         landing.lent[slot.generation] = slot
         landing.waiting_grants -= 1
-        return Grant(slot.address, slot.length_bytes, slot.generation)
+        return slot
 
     def _may_lend(self, landing: Landing) -> bool:
         """A slot is free for it, and of use now."""
-        asked = len(landing.chunks) - landing.waiting_grants
+        asked = len(landing.staged) - landing.waiting_grants
         return asked < landing.due and self._pool.room_for(landing.holder) > 0
 
     def _feed(self) -> Iterator[tuple[int, tuple[Grant, ...]]]:
@@ -304,9 +280,13 @@ class LandingBay:
         granted: dict[int, list[Grant]] = {}
         while fed := [waiting for waiting in self._hungry if self._may_lend(waiting)]:
             landing = next((waiting for waiting in fed if not waiting.lent), fed[0])
-            granted.setdefault(landing.transfer_id, []).append(self._lend(landing))
+            granted.setdefault(landing.transfer_id, []).append(_grant(self._lend(landing)))
             self._hungry.remove(landing)
             if landing.waiting_grants:
                 self._hungry.append(landing)
         for transfer_id, grants in granted.items():
             yield transfer_id, tuple(grants)
+
+
+def _grant(slot: Slot) -> Grant:
+    return Grant(slot.address, slot.length_bytes, slot.generation)

@@ -1,7 +1,6 @@
 """D's records: one for each request that it fetches, with one for each rank that it is fetched from.
 
-Pure, with the time as an argument. A record changes only along its table of legal transitions; an illegal
-event names state and event, and changes nothing. Forgetting a request is one ``del``.
+Pure, with the time as an argument. A record changes only along its table of legal transitions.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.orders import ABORTED, Load
 from kvconnect.peer.loss import Quarantine
+from kvconnect.worker.landing import Landing
 from kvconnect.worker.state_machine import next_state
 
 
@@ -21,7 +21,7 @@ class LoadState(enum.Enum):
 
     QUEUED = "waits for its turn"
     FETCHING = "being fetched"
-    FAILED = "failed, and not all of it is quiet yet"
+    FAILED = "failed, and not all of it is quiescent yet"
     OVER = "reported"
 
 
@@ -51,7 +51,7 @@ class RankFetchState(enum.Enum):
     UNPACKING = "sent, being unpacked"
     LANDED = "landed"
     BUSY = "failed, memory may still be written"
-    FAILED = "failed, memory is quiet"
+    FAILED = "failed, memory is quiescent"
 
 
 class RankFetchEvent(enum.Enum):
@@ -91,22 +91,25 @@ PeerKey = tuple[str, str, int]
 class RankFetch:
     """One rank's part of a load.
 
-    ``path`` is empty while the peer has not said which one it takes. ``quarantine`` is that of its memory
-    where the peer may still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch``
-    is that of the lease under which the peer accepted the fetch, 0 until it did. ``closed`` is why the
-    packed path was not asked for. ``is_cut``: what was asked cannot arrive any more, since our registration
-    is another, and can be asked for anew. ``is_answered``: the peer has given its one answer to the fetch.
+    ``path`` is empty while the peer has not said which one it takes; ``closed`` is why the packed path was
+    not asked for, ``landing`` where that one ends. ``quarantine`` is that of its pages where the peer may
+    still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch`` is that of the
+    lease under which the peer accepted the fetch, 0 until it did. ``is_cut``: what was asked cannot arrive
+    any more, since our registration is another, and can be asked for anew. ``is_answered``: the peer has
+    given its one answer to the fetch.
     """
 
+    load: LoadRecord
     rank: int
     state: RankFetchState = RankFetchState.MEETING
     path: str = ""
+    closed: str = ""
     transfer_id: int = -1
     link: str = ""
+    landing: Landing | None = None
     quarantine: Quarantine = field(default_factory=Quarantine)
     repeats: int = 0
     epoch: int = 0
-    closed: str = ""
     is_cut: bool = False
     is_answered: bool = False
 
@@ -117,9 +120,19 @@ class RankFetch:
         )
 
     @property
-    def owed(self) -> bool:
-        """The peer owes us an answer: that it is done, or that it stopped."""
+    def is_owed(self) -> bool:
+        """The peer owes us an answer: that it is done, or that it stopped. Until then it may write."""
         return self.state in (RankFetchState.ASKED, RankFetchState.BUSY)
+
+    @property
+    def is_due(self) -> bool:
+        """Something is to be done about it without a message."""
+        return self.state not in _WAITING or (self.landing is not None and bool(self.landing.error))
+
+    @property
+    def is_unpacking(self) -> bool:
+        """A kernel of ours works for what was asked last, which may be over for the peer."""
+        return self.landing is not None and not self.landing.idle
 
     @property
     def over(self) -> bool:
@@ -169,12 +182,17 @@ class LoadRecord:
         """Whether a rank of its peer was not asked for it."""
         return rank not in self.fetches or self.fetches[rank].state is RankFetchState.MEETING
 
+    @property
+    def is_to_ask(self) -> bool:
+        """A rank of its peer, or the peer for its ranks, is still to be asked."""
+        return not self.fetches or any(map(self.is_to_ask_of, self.fetches))
+
     def move(self, event: LoadEvent) -> None:
         """Change state, or raise ``IllegalTransition``."""
         self.state = next_state(LOAD_TRANSITIONS, self.state, event, f"load of {self.order.request_id}")
 
     def fail(self, reason: str) -> None:
-        """It will not be loaded. The first reason is the one that is told.
+        """It will not be loaded. The first reason is the one that is reported.
 
         Raises:
             IllegalTransition: it was reported already.
@@ -189,16 +207,7 @@ class LoadRecord:
 
     def is_due(self, now: float) -> bool:
         """Something is to be done about it without a message: more than to wait for its peer."""
-        if now >= self.deadline:
-            return True
-        return any(fetch.state not in _WAITING for fetch in self.fetches.values())
-
-    @property
-    def is_to_ask(self) -> bool:
-        """A rank of its peer, or the peer for its ranks, is still to be asked."""
-        return not self.fetches or any(
-            fetch.state is RankFetchState.MEETING for fetch in self.fetches.values()
-        )
+        return bool(self.error) or now >= self.deadline or any(f.is_due for f in self.fetches.values())
 
     @property
     def over(self) -> bool:

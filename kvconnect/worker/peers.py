@@ -1,4 +1,4 @@
-"""Whom we fetch from: the remote engines that D knows, its connections to their ranks, and what they owe.
+"""The remote engines that D fetches from: its connections to their ranks, and what it owes them.
 
 Knows no load. Owned by the transfer thread.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import logging
+import math
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvconnect.addresses import split_address
 from kvconnect.cache.shard import consumer_ranks, partner_ranks
@@ -19,18 +21,83 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
-from kvconnect.peer.messages import Release, Side
+from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
-from kvconnect.worker.breaker import BreakerEvent, BreakerState
+from kvconnect.worker.breaker import Breaker, BreakerEvent, BreakerState
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.remote import Peer, RankLink
+from kvconnect.worker.routes import Route
 
 logger = logging.getLogger(__name__)
 
+_MOST_LET_GO = 1024
+"""Handles that are remembered for a peer out of reach. The leases behind older ones end by their time."""
 _PAST_LINKS = 16
 _KEPT_S = 300.0
 """How long after its last use the connection to a peer is made again when it breaks."""
+
+
+@dataclass(eq=False)
+class RankLink:
+    """Our connection to one rank of a peer. ``route`` is made when something is first asked over it.
+
+    The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
+    """
+
+    name: str
+    peer: Peer
+    rank: int
+    session: Session
+    route: Route | None = None
+    clock_ahead_s: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Messages can be sent."""
+        return self.session.state is State.READY
+
+
+@dataclass(eq=False)
+class Peer:
+    """A remote engine: its ranks, and what waits for it.
+
+    ``partners`` are the ranks that ours fetches from, ``unused`` replicas that no rank of ours does and whose
+    leases ours ends. ``let_go`` are handles that no rank of ours will fetch; ``releases`` the same per rank,
+    once the ranks are known. ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that
+    was last done. ``was_met`` once it introduced itself and as long as it is of interest; ``is_warm`` where
+    an operator wants it met in any case.
+    """
+
+    key: PeerKey
+    breaker: Breaker
+    links: dict[int, RankLink] = field(default_factory=dict)
+    directory: tuple[RankAddress, ...] = ()
+    partners: tuple[int, ...] = ()
+    unused: tuple[int, ...] = ()
+    consumers: dict[int, int] = field(default_factory=dict)
+    let_go: deque[str] = field(default_factory=lambda: deque(maxlen=_MOST_LET_GO))
+    releases: dict[int, list[str]] = field(default_factory=dict)
+    used_at: float = 0.0
+    renewed_at: float = -math.inf
+    lease_s: float = 0.0
+    was_met: bool = False
+    is_warm: bool = False
+
+    @property
+    def address(self) -> str:
+        """The node that slots are lent to, whatever it calls itself."""
+        _, host, port = self.key
+        return f"{host}:{port}"
+
+    @property
+    def is_ready(self) -> bool:
+        """Rank 0 has said how many ranks there are, and is connected."""
+        return 0 in self.links and self.links[0].is_ready
+
+    @property
+    def is_to_meet(self) -> bool:
+        """It is not connected, and shall be."""
+        return 0 not in self.links and (self.is_warm or self.was_met)
 
 
 class Peers:
@@ -56,50 +123,41 @@ class Peers:
         self._metrics = metrics
         self._randomness = randomness
         self._warm = [known for known in map(split_address, config.warm_peers) if known is not None]
-        self._owners: dict[str, Peer] = {}
+        self._links: dict[str, RankLink] = {}
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self.peers)
 
-    def find(self, link: str) -> tuple[Peer, int] | None:
-        """Whose connection this is: the peer and its rank."""
-        peer = self._owners.get(link)
-        if peer is None:
-            return None
-        return peer, next(rank for rank, known in peer.links.items() if known.name == link)
+    def find(self, link: str) -> RankLink | None:
+        """The connection of this name, if it is not over."""
+        return self._links.get(link)
 
-    def ready_link(self, key: PeerKey, rank: int, name: str) -> RankLink | None:
-        """The connection of this name to a rank, if it still is the one and can be spoken over."""
-        peer = self.peers.get(key)
-        link = peer.links.get(rank) if peer else None
-        if link is None or link.name != name or link.session.state is not State.READY:
-            return None
-        return link
+    def send(self, link: str, message: Message) -> None:
+        """Send a message over the connection of this name, if that still is the one and is ready."""
+        found = self._links.get(link)
+        if found is not None and found.is_ready:
+            found.session.send(message)
+            self.flush(found)
 
-    def tick(self, now: float) -> Iterator[tuple[Peer, int, RankLink, Event]]:
+    def tick(self, now: float) -> Iterator[tuple[RankLink, Event]]:
         """Let time pass on all connections: what happened, and where."""
-        for peer in list(self.peers.values()):
-            for rank, link in list(peer.links.items()):
-                for event in link.session.tick(now):
-                    yield peer, rank, link, event
+        for link in list(self._links.values()):
+            for event in link.session.tick(now):
+                yield link, event
 
     def next_deadline(self) -> float | None:
         """The time by which ``tick`` or ``advance`` has something to do."""
-        times = [link.session.next_tick() for peer in self.peers.values() for link in peer.links.values()]
-        times += [
-            peer.breaker.retry_at
-            for peer in self.peers.values()
-            if 0 not in peer.links and (peer.is_warm or peer.was_met)
-        ]
+        times = [link.session.next_tick() for link in self._links.values()]
+        times += [peer.breaker.retry_at for peer in self.peers.values() if peer.is_to_meet]
         return min((time for time in times if time is not None), default=None)
 
     def advance(self, now: float) -> None:
         """Let time pass: meet those that are to be warm, and meet again those that were lost."""
         self._warm_up(now)
         for peer in self.peers.values():
-            if 0 in peer.links or not (peer.is_warm or peer.was_met) or not peer.breaker.may_try(now):
+            if not peer.is_to_meet or not peer.breaker.may_try(now):
                 continue
             if peer.is_warm and peer.key[0]:
                 # It may come back under another name, under which it is a peer of its own.
@@ -122,11 +180,11 @@ class Peers:
         peer = self.peers.get(key)
         return peer.breaker.refusal(now) if peer is not None else ""
 
-    def adopt(self, key: PeerKey, in_use: Container[PeerKey]) -> None:
-        """Take a connection that was made before anybody named its engine, if it is to that engine."""
+    def adopt(self, key: PeerKey, in_use: Callable[[], Container[PeerKey]]) -> None:
+        """Take a connection that was made before anything named its engine, if it is to that engine."""
         nameless = ("", *key[1:])
         peer = self.peers.get(nameless)
-        if peer is None or key in self.peers or nameless in in_use or 0 not in peer.links:
+        if peer is None or key in self.peers or 0 not in peer.links or nameless in in_use():
             return
         found = peer.links[0].session.peer
         if found is None or found.engine_id == key[0]:
@@ -138,7 +196,9 @@ class Peers:
         """The peer of this name; it is greeted if that was not done, and is of use."""
         peer = self.peers.get(key)
         if peer is None:
-            peer = self.peers[key] = Peer.of(key)
+            engine_id, host, port = key
+            breaker = Breaker(f"{engine_id or 'any engine'} at {host}:{port}")
+            peer = self.peers[key] = Peer(key, breaker)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
@@ -148,49 +208,46 @@ class Peers:
         if peer.breaker.state is BreakerState.OPEN:
             peer.breaker.move(BreakerEvent.TRY)
         session = Session(Side.DECODE, self._local.introduce(), self._config)
-        link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", session)
-        peer.links[rank] = link
-        self._owners[link.name] = peer
+        link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", peer, rank, session)
+        peer.links[rank] = self._links[link.name] = link
         self._channel.connect(link.name, host, port)
         session.greet(now)
         self.flush(link)
         return link
 
     def connect_rank(self, peer: Peer, rank: int, now: float) -> RankLink | None:
-        """Our connection to a rank, made if there is none; None if its address is not known."""
-        if rank in peer.links:
-            return peer.links[rank]
-        for address in peer.directory:
+        """Our connection to a rank, made if there is none; None if it is not ready, or has no address."""
+        link = peer.links.get(rank)
+        for address in peer.directory if link is None else ():
             if address.rank == rank:
-                return self._connect(peer, rank, address.host, address.port, now)
-        return None
+                link = self._connect(peer, rank, address.host, address.port, now)
+                break
+        return link if link is not None and link.is_ready else None
 
-    def meet(self, peer: Peer, rank: int, ready: Ready, now: float) -> str:
+    def meet(self, link: RankLink, ready: Ready, now: float) -> str:
         """A rank has introduced itself. Why it is of no use, or nothing."""
-        introduction, directory = ready.peer, ready.directory
+        peer, introduction = link.peer, ready.peer
+        engine_id, host, port = peer.key
         for what, named, found in (
-            ("engine", peer.key[0], introduction.engine_id),
-            ("rank", rank, introduction.rank),
+            ("engine", engine_id, introduction.engine_id),
+            ("rank", link.rank, introduction.rank),
         ):
             # A request that names no engine means whichever answers at its address.
             if named != found and named != "":
-                _, host, port = peer.key
                 return f"{host}:{port} is {what} {found}, the request names {named}"
-        if rank == 0:
+        if link.rank == 0:
             world_size = introduction.meaning.world_size
-            if not {address.rank for address in directory} >= set(range(1, world_size)):
+            if not {address.rank for address in ready.directory} >= set(range(1, world_size)):
                 # Its scheduler has not told it yet where its other ranks listen. It knows soon.
                 return "the peer does not know its own ranks yet"
-            if refusal := self._foreign_rank(peer.key[1], directory):
+            if refusal := self._foreign_rank(host, ready.directory):
                 self._metrics.failures.labels("peer_not_trusted").inc()
                 return refusal
-            peer.world_size = world_size
-            peer.directory = directory
-            peer.lease_s = ready.lease_s
-            peer.was_met = True
-            self._route(peer, world_size)
+            peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
+            _match_ranks(peer, link.session.ours, world_size)
+        link.clock_ahead_s = ready.clock_s - now
         peer.breaker.met()
-        self.tell_let_go(peer, now)
+        self._send_releases(peer, now)
         return ""
 
     def _foreign_rank(self, host: str, directory: Sequence[RankAddress]) -> str:
@@ -205,46 +262,38 @@ class Peers:
                 )
         return ""
 
-    def _route(self, peer: Peer, peer_world_size: int) -> None:
-        """Work out once which of the peer's ranks each of ours fetches from."""
-        rank, meaning = self._local.introduction.rank, self._local.introduction.meaning
-        ours, heads = meaning.world_size, meaning.num_heads
-        peer.partners = tuple(partner_ranks(rank, ours, peer_world_size, heads))
-        consumers = consumer_ranks(ours, peer_world_size, heads)
-        peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumers)}
-
-    def drop(self, peer: Peer, rank: int) -> None:
+    def drop(self, link: RankLink) -> None:
         """A connection is over, and with it what was to be said over it."""
-        link = peer.links.pop(rank)
         if link.session.peer is not None:
-            _, host, port = peer.key
-            past = self._past.setdefault((host, port, rank), deque(maxlen=_PAST_LINKS))
+            _, host, port = link.peer.key
+            past = self._past.setdefault((host, port, link.rank), deque(maxlen=_PAST_LINKS))
             past.append((link.name, link.session.peer.incarnation))
             while len(self._past) > self._config.max_peers:
                 self._past.popitem(last=False)
-        del self._owners[link.name]
-        self._channel.drop(link.name)
-        peer.releases.pop(rank, None)
-        if rank == 0:
-            peer.world_size = None
+        del link.peer.links[link.rank]
+        link.peer.releases.pop(link.rank, None)
+        self._close(link)
 
-    def past_links(self, peer: Peer, rank: int, incarnation: str = "") -> set[str]:
+    def _close(self, link: RankLink) -> None:
+        del self._links[link.name]
+        self._channel.drop(link.name)
+
+    def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
         """Our last connections to a rank at this address, but for those to the process of ``incarnation``.
 
         That another process answers there proves that the one before it ended, unless the address is a
         name, which may stand for many.
         """
-        _, host, port = peer.key
+        _, host, port = link.peer.key
         if incarnation and not _is_address(host):
             return set()
-        return {name for name, past in self._past.get((host, port, rank), ()) if past != incarnation}
+        return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
     def greet_anew(self) -> None:
         """Tell all who know us that our introduction has changed."""
-        for peer in self.peers.values():
-            for link in peer.links.values():
-                link.session.greet_anew(self._local.introduce())
-                self.flush(link)
+        for link in self._links.values():
+            link.session.greet_anew(self._local.introduce())
+            self.flush(link)
 
     def failed(self, peer: Peer, reason: str, now: float) -> None:
         """A peer could not be reached, or is of no use: it is left alone for a while."""
@@ -254,44 +303,34 @@ class Peers:
         """Nothing will be fetched under a handle. A peer that is out of reach is told when it is back."""
         peer = self.reach(key, now)
         peer.let_go.append(handle)
-        self.tell_let_go(peer, now)
+        self._send_releases(peer, now)
 
-    def unused_ranks(self, peer: Peer) -> list[int]:
-        """Replicas that no rank of ours fetches from, and whose leases rank 0 ends for all of us."""
-        if self._local.introduction.rank != 0:
-            return []
-        reachable = {address.rank for address in peer.directory}
-        return [rank for rank, count in peer.consumers.items() if not count and rank in reachable]
-
-    def release(self, peer: Peer, ranks: Sequence[int], handle: str, now: float) -> None:
-        """Report to some ranks that no rank of ours will fetch what they hold under a handle."""
-        for rank in ranks:
+    def release_unused(self, peer: Peer, handle: str, now: float) -> None:
+        """A request is fetched: replicas that no rank of ours fetches from need not hold it."""
+        for rank in peer.unused:
             peer.releases.setdefault(rank, []).append(handle)
-        self.tell_let_go(peer, now)
+        self._send_releases(peer, now)
 
-    def tell_let_go(self, peer: Peer, now: float) -> None:
-        """Tell the ranks of the peer that would have waited for us."""
-        if peer.world_size is None:
+    def _send_releases(self, peer: Peer, now: float) -> None:
+        """Send the ranks of a peer what they need not hold for us."""
+        if not peer.is_ready:
             return
-        handles = tuple(peer.let_go)
-        peer.let_go.clear()
-        for handle in handles:
-            for rank in (*peer.partners, *self.unused_ranks(peer)):
+        while peer.let_go:
+            handle = peer.let_go.popleft()
+            for rank in (*peer.partners, *peer.unused):
                 peer.releases.setdefault(rank, []).append(handle)
         for rank in list(peer.releases):
             link = self.connect_rank(peer, rank, now)
-            if link is None or link.session.state is not State.READY:
-                continue
-            for handle in peer.releases.pop(rank):
-                link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
-            self.flush(link)
-
-    def owe(self, owed: set[str], now: float) -> None:
-        """Silence of a peer is a failure only while it owes an answer: over these connections."""
-        for peer in self.peers.values():
-            for link in peer.links.values():
-                link.session.owe(link.name in owed, now)
+            if link is not None:
+                for handle in peer.releases.pop(rank):
+                    link.session.send(Release(handle, max(1, peer.consumers.get(rank, 0))))
                 self.flush(link)
+
+    def owe(self, owed: Container[str], now: float) -> None:
+        """Silence of a peer is a failure only while it owes an answer: over these connections."""
+        for link in self._links.values():
+            link.session.owe(link.name in owed, now)
+            self.flush(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
         """Keep as many peers as we may, those that are used in any case."""
@@ -301,16 +340,26 @@ class Peers:
         idle = sorted((peer for key, peer in self.peers.items() if key not in used), key=lambda p: p.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:
             for link in peer.links.values():
-                del self._owners[link.name]
-                self._channel.drop(link.name)
+                self._close(link)
             del self.peers[peer.key]
 
     def flush(self, link: RankLink) -> None:
         """Send what a session has to say."""
         for frame in link.session.outgoing():
-            if link.name in self._owners and not self._channel.send(link.name, frame):
+            if link.name in self._links and not self._channel.send(link.name, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("a message to %s could not be sent", link.name)
+
+
+def _match_ranks(peer: Peer, ours: Introduction, world_size: int) -> None:
+    """Work out once which of a peer's ranks each of ours fetches from."""
+    sizes = ours.meaning.world_size, world_size, ours.meaning.num_heads
+    peer.partners = tuple(partner_ranks(ours.rank, *sizes))
+    peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumer_ranks(*sizes))}
+    reachable = {address.rank for address in peer.directory}
+    unused = (rank for rank, count in peer.consumers.items() if not count and rank in reachable)
+    # Rank 0 ends their leases for all of us.
+    peer.unused = tuple(unused) if ours.rank == 0 else ()
 
 
 def _is_address(host: str) -> bool:

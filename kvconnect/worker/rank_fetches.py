@@ -1,7 +1,7 @@
-"""The rank_fetches of D's loads: what each rank of a peer was asked for, and what became of it.
+"""The rank fetches of D's loads: what each rank of a peer was asked for, and what became of it.
 
 Owned by the transfer thread. A fetch is over only when nothing of it can touch memory any more; what could
-not be proven quiet waits in quarantine.
+not be proven quiescent waits in quarantine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,28 @@ import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterator
 
 from kvconnect.config import ExtraConfig
+from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metrics import Metrics
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
-from kvconnect.peer.messages import Accepted, Cancel, CreditRequest, Declined, Landed, Message, Written
+from kvconnect.peer.messages import (
+    Accepted,
+    Cancel,
+    CreditGrant,
+    CreditRequest,
+    Declined,
+    Fetch,
+    Landed,
+    Written,
+)
+from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
-from kvconnect.worker.routes import Asked
+from kvconnect.worker.local import Local
+from kvconnect.worker.peers import Peers, RankLink
+from kvconnect.worker.routes import Route, make_route
 
 logger = logging.getLogger(__name__)
 
@@ -34,304 +47,334 @@ AboutFetch = Accepted | Declined | Landed | CreditRequest | Written
 
 
 class RankFetches:
-    """All rank_fetches that were asked for, by the number of their fetch.
+    """All rank fetches that a peer was asked for and that are not over."""
 
-    Args:
-        bay: where the packed path lands.
-        can_renew: memory can be made unreachable to those who may still write to it.
-        say: tells the rank that a fetch was asked of, if it can still be spoken to.
-    """
-
-    def __init__(
-        self,
-        config: ExtraConfig,
-        bay: LandingBay,
-        say: Callable[[LoadRecord, RankFetch, Message], None],
-        metrics: Metrics,
-        *,
-        can_renew: bool,
-    ) -> None:
+    def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
+        self.bay = LandingBay(local.landing, config.check_digest, metrics)
         self._config = config
-        self._bay = bay
-        self._say = say
+        self._peers = peers
+        self._local = local
         self._metrics = metrics
-        self._can_renew = can_renew
-        self._loads: dict[int, LoadRecord] = {}
+        # Memory can be made unreachable to those who may still write to it.
+        self._can_renew = local.engine.capabilities.can_renew
+        self._asked: dict[int, RankFetch] = {}
         self._cancelled: OrderedDict[int, str] = OrderedDict()
         self._transfer_ids = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._asked)
 
-    def find(self, transfer_id: int) -> tuple[LoadRecord, RankFetch] | None:
-        """The fetch that was asked for under a number."""
-        loading = self._loads.get(transfer_id)
-        for fetch in loading.fetches.values() if loading is not None else ():
-            if loading is not None and fetch.transfer_id == transfer_id:
-                return loading, fetch
-        return None
+    def owed(self) -> set[str]:
+        """The connections over which an answer is owed, before which the peer may write to us."""
+        return {fetch.link for fetch in self._asked.values() if fetch.is_owed}
 
-    def new_transfer_id(self) -> int:
-        """A number for a fetch."""
-        return next(self._transfer_ids)
+    def advance(self, now: float) -> None:
+        """Let time pass: take what is unpacked, and lend the slots that are free."""
+        for transfer_id, grants in self.bay.advance(now):
+            fetch = self._asked.get(transfer_id)
+            if fetch is not None and fetch.state is RankFetchState.ASKED:
+                self._peers.send(fetch.link, CreditGrant(transfer_id, grants))
 
-    def asked(self, loading: LoadRecord, fetch: RankFetch, transfer_id: int, link: str, asked: Asked) -> None:
-        """A fetch is being sent."""
+    def next_deadline(self) -> float | None:
+        """The time by which something is to be done about these fetches even if nothing arrives."""
+        times = [fetch.quarantine.until for fetch in self._lost()]
+        slots_at = self.bay.next_deadline()
+        return min(times if slots_at is None else [*times, slots_at], default=None)
+
+    def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
+        """Ask a rank for its part of a load, or fail the load."""
+        load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
+        try:
+            route = link.route or self._make_route(link)
+            chunks = self._open(fetch, route, link, transfer_id)
+        except LayoutError as error:
+            load.fail(str(error))
+            return
+        except LocalError as error:
+            load.fail(f"it cannot be fetched: {error}")
+            return
+        except Exception as error:
+            # What one request meets must not end what others asked for.
+            logger.exception("request %s could not be asked for", order.request_id)
+            load.fail(f"it could not be planned: {type(error).__name__}: {error}")
+            return
         fetch.move(RankFetchEvent.ASK)
-        fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link, 0
-        fetch.path, fetch.closed, fetch.is_cut, fetch.is_answered = (
-            asked.only_path,
-            asked.closed,
-            False,
-            False,
+        fetch.transfer_id, fetch.link, fetch.epoch = transfer_id, link.name, 0
+        fetch.is_cut = fetch.is_answered = False
+        self._asked[transfer_id] = fetch
+        message = Fetch(
+            transfer_id=transfer_id,
+            handle=order.handle,
+            num_tokens=order.num_tokens,
+            groups=order.groups if route.direct else (),
+            consumers=link.peer.consumers[link.rank],
+            timeout_s=max(0.001, load.deadline - now),
+            chunks=chunks,
+            grants=fetch.landing.grants() if fetch.landing is not None else (),
+            until_s=load.deadline + link.clock_ahead_s,
         )
-        self._loads[transfer_id] = loading
+        self._peers.send(link.name, message)
 
-    def hear(self, message: AboutFetch, link: str, now: float) -> None:
+    def _make_route(self, link: RankLink) -> Route:
+        link.route = make_route(self._config, self._local, link.session)
+        if link.route.refusal:
+            logger.info("%s: the packed path is closed: %s", link.name, link.route.refusal)
+        return link.route
+
+    def _open(self, fetch: RankFetch, route: Route, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
+        """The chunks of a fetch, with their landing prepared; none where only the direct path is open.
+
+        Raises:
+            LayoutError: no path is.
+        """
+        order = fetch.load.order
+        fetch.path, fetch.closed, fetch.landing = "direct", "", None
+        if route.packed is None and not route.direct:
+            raise LayoutError(f"no path is open: {route.refusal}")
+        if route.packed is None:
+            return ()
+        cutter, packer = route.packed
+        try:
+            chunks = cutter.cut(order.groups, order.num_tokens)
+            if chunks:
+                holder = link.peer.address
+                fetch.landing = self.bay.open(transfer_id, order, chunks, packer, holder, link.name)
+        except LayoutError as error:
+            if not route.direct:
+                raise
+            fetch.closed = str(error)
+            return ()
+        if chunks:
+            fetch.path = "" if route.direct else "packed"
+        return chunks
+
+    # Messages of the peer
+
+    def receive(self, message: AboutFetch, link: str, now: float) -> None:
         """A peer says something about a fetch. Only the peer that was asked can."""
-        loading, fetch = self.find(message.transfer_id) or (None, None)
-        if loading is None or fetch is None or fetch.link != link:
+        fetch = self._asked.get(message.transfer_id)
+        if fetch is None or fetch.link != link:
             # Of a fetch that is over for us. Whether slots may be lent again is all that is left to hear.
             if isinstance(message, Written):
-                self._bay.answered(message, link, now + self._config.quarantine_s)
+                self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("%s speaks of transfer %d, which it was not asked", link, message.transfer_id)
             return
         match message:
             case Written():
-                self._written(loading, fetch, message, now)
+                self._written(fetch, message, now)
             case _ if fetch.state is not RankFetchState.ASKED:
                 pass
             case Accepted(epoch=epoch):
-                self._accepted(loading, fetch, epoch)
+                self._accepted(fetch, epoch)
             case Declined():
                 if fetch.path == "":
                     fetch.path = "direct"
-                    self._bay.close(fetch.transfer_id, None)
+                    self.bay.close(fetch.landing, None)
             case CreditRequest():
-                self._bay.wanted(message)
+                self.bay.wanted(message)
             case Landed():
-                self._landed(loading, fetch, message)
+                self._landed(fetch, message)
 
-    def _accepted(self, loading: LoadRecord, fetch: RankFetch, epoch: int) -> None:
-        told = loading.epochs.get(fetch.rank, epoch)
-        if told != epoch:
+    def _accepted(self, fetch: RankFetch, epoch: int) -> None:
+        if fetch.load.epochs.get(fetch.rank, epoch) != epoch:
             self._metrics.failures.labels("epoch").inc()
-            loading.fail("the peer holds something else under this handle than before")
+            fetch.load.fail("the peer holds something else under this handle than before")
         fetch.epoch = epoch
 
-    def _landed(self, loading: LoadRecord, fetch: RankFetch, message: Landed) -> None:
+    def _landed(self, fetch: RankFetch, message: Landed) -> None:
         if not fetch.epoch and message.epoch:
-            self._accepted(loading, fetch, message.epoch)
-        if loading.error:
+            self._accepted(fetch, message.epoch)
+        if fetch.load.error:
             return
-        reason = self._bay.landed(message)
+        reason = self.bay.landed(message)
         if reason:
             self._metrics.failures.labels("landing").inc()
-            loading.fail(f"what landed is not what was asked for: {reason}")
+            fetch.load.fail(f"what landed is not what was asked for: {reason}")
         elif fetch.path == "":
             fetch.path = "packed"
 
-    def _written(self, loading: LoadRecord, fetch: RankFetch, written: Written, now: float) -> None:
+    def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
         is_first, fetch.is_answered = not fetch.is_answered, True
-        if fetch.state is RankFetchState.BUSY:
-            if written.quiescent:
-                self._bay.settle(fetch.transfer_id)
-                self.leave(fetch, RankFetchEvent.SETTLE)
-            elif is_first:
+        kept_until = now + self._config.quarantine_s
+        match fetch.state:
+            case RankFetchState.BUSY if written.quiescent:
+                self.bay.settle(fetch.landing)
+                self._leave(fetch, RankFetchEvent.SETTLE)
+            case RankFetchState.BUSY if is_first:
                 # A fetch has one answer: a peer that repeats it cannot keep our blocks from us for ever.
-                fetch.quarantine.extend(now + self._config.quarantine_s)
-            return
-        if fetch.state is RankFetchState.UNPACKING:
-            # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
-            self._bay.answered(written, fetch.link, now + self._config.quarantine_s)
-        if fetch.state is not RankFetchState.ASKED:
-            return
-        if written.ok and written.quiescent:
-            self._all_written(loading, fetch, written)
-            return
+                fetch.quarantine.extend(kept_until)
+            case RankFetchState.UNPACKING:
+                # It failed before this; its slots need not wait for our kernel, nor for time to prove it.
+                self.bay.answered(written, fetch.link, kept_until)
+            case RankFetchState.ASKED if written.ok and written.quiescent:
+                self._all_written(fetch, written)
+            case RankFetchState.ASKED:
+                self._broken_off(fetch, written, None if written.quiescent else kept_until)
+
+    def _broken_off(self, fetch: RankFetch, written: Written, until: float | None) -> None:
+        """The peer has stopped submitting; what it could not call back may be written until then."""
+        load = fetch.load
         # The peer may have met us anew before it began: then it was cut, but what it wrote was not.
-        until = None if written.quiescent else now + self._config.quarantine_s
         is_lost = fetch.is_cut and fetch.path == "packed"
         repeats = (written.again or fetch.is_cut) and (written.quiescent or is_lost)
-        if repeats and not loading.error and fetch.repeats < MOST_REPEATS:
+        if repeats and not load.error and fetch.repeats < MOST_REPEATS:
             # Nothing that landed counts. It is asked for anew once none of it is being unpacked any more.
             fetch.repeats += 1
-            self._bay.close(fetch.transfer_id, until, fetch.link, written.unsettled)
-            loading.epochs.pop(fetch.rank, None)
-            self.leave(fetch, RankFetchEvent.REPEAT)
+            self.bay.close(fetch.landing, until, written.unsettled)
+            load.epochs.pop(fetch.rank, None)
+            self._leave(fetch, RankFetchEvent.REPEAT)
             return
         reason = written.error or "the peer gave no reason"
         if fetch.closed:
             reason += f"; the packed path was not asked for: {fetch.closed}"
-        loading.fail(reason)
-        # It has stopped submitting, so only what it could not call back is still under way.
-        self.end(loading, fetch, until, written.unsettled)
+        load.fail(reason)
+        self._end(fetch, until, written.unsettled)
 
-    def _all_written(self, loading: LoadRecord, fetch: RankFetch, written: Written) -> None:
+    def _all_written(self, fetch: RankFetch, written: Written) -> None:
         """Every byte was written: it counts if it is of the lease under which the fetch was accepted."""
+        load = fetch.load
         # Over the packed path no epoch was told if no chunk has landed, which fails by itself.
         if written.epoch != fetch.epoch and (fetch.epoch or fetch.path == "direct"):
             self._metrics.failures.labels("epoch").inc()
-            loading.fail("what was written is not of the lease under which the peer accepted the fetch")
-            self.end(loading, fetch, None)
+            load.fail("what was written is not of the lease under which the peer accepted the fetch")
+            self._end(fetch, None)
             return
-        moved = loading.moved.setdefault(fetch.path or "direct", [0, 0])
+        moved = load.moved.setdefault(fetch.path or "direct", [0, 0])
         moved[0] += written.total_bytes
         moved[1] += written.copies
         if math.isfinite(written.seconds):
-            loading.seconds = max(loading.seconds, written.seconds)
+            load.seconds = max(load.seconds, written.seconds)
         if fetch.path == "direct":
-            self._bay.close(fetch.transfer_id, None)
-            self.leave(fetch, RankFetchEvent.LAND)
+            self.bay.close(fetch.landing, None)
+            self._leave(fetch, RankFetchEvent.LAND)
         else:
             fetch.move(RankFetchEvent.ARRIVE)
 
-    def check_landing(self, loading: LoadRecord, fetch: RankFetch) -> None:
+    # How a fetch goes on without a message, and ends
+
+    def move_on(self, load: LoadRecord, now: float) -> None:
+        """Do what can be done about the fetches of a load: commit what landed, wind up what failed."""
+        for fetch in load.fetches.values():
+            self._check_landing(fetch)
+        for fetch in load.fetches.values() if load.error else ():
+            self._wind_up(fetch, now)
+
+    def _check_landing(self, fetch: RankFetch) -> None:
         """What landed is unpacked: commit it, or fail."""
-        landing = self._bay.find(fetch.transfer_id)
-        if (
-            landing is not None
-            and landing.error
-            and fetch.state in (RankFetchState.ASKED, RankFetchState.UNPACKING)
-        ):
-            loading.fail(landing.error)
-        if fetch.state is not RankFetchState.UNPACKING or (landing is not None and not landing.idle):
+        load, landing = fetch.load, fetch.landing
+        is_unpacking = fetch.state is RankFetchState.UNPACKING
+        if landing is not None and landing.error and (is_unpacking or fetch.state is RankFetchState.ASKED):
+            load.fail(landing.error)
+        if not is_unpacking or fetch.is_unpacking:
             return
-        if landing is not None and landing.complete and not loading.error:
-            self._bay.close(fetch.transfer_id, None)
-            self.leave(fetch, RankFetchEvent.LAND)
-            return
-        missing = "its" if landing is None else len(landing.chunks) - landing.committed
-        loading.fail(f"the peer says that all is written, but {missing} chunks did not land")
-        self._bay.close(fetch.transfer_id, None)
-        self.leave(fetch, RankFetchEvent.FAIL)
+        self.bay.close(landing, None)
+        missing = landing.missing if landing is not None else "its"
+        if missing or load.error:
+            load.fail(f"the peer says that all is written, but {missing} chunks did not land")
+            self._leave(fetch, RankFetchEvent.FAIL)
+        else:
+            self._leave(fetch, RankFetchEvent.LAND)
 
-    def is_unpacking(self, fetch: RankFetch) -> bool:
-        """A kernel of ours works for what was asked last, which may be over for the peer."""
-        landing = self._bay.find(fetch.transfer_id)
-        return landing is not None and not landing.idle
+    def _wind_up(self, fetch: RankFetch, now: float) -> None:
+        """End a fetch of a load that failed, by the way that its state allows."""
+        match fetch.state:
+            case RankFetchState.MEETING if not fetch.is_unpacking:
+                self._leave(fetch, RankFetchEvent.FAIL)
+            case RankFetchState.ASKED:
+                # The peer answers a cancel as soon as it has stopped; until then it may write.
+                self._end(fetch, self._longest_write(fetch.load, now))
+                self._peers.send(fetch.link, Cancel(fetch.transfer_id))
+                self._cancelled[fetch.transfer_id] = fetch.link
+                while len(self._cancelled) > _MOST_CANCELLED:
+                    self._cancelled.popitem(last=False)
+            case RankFetchState.BUSY if now >= fetch.quarantine.until:
+                self._metrics.failures.labels("quarantine_over").inc()
+                logger.warning(
+                    "request %s: the peer did not say that it stopped; its blocks were kept "
+                    "unused until nothing could arrive any more",
+                    fetch.load.order.request_id,
+                )
+                self._leave(fetch, RankFetchEvent.SETTLE)
 
-    def end(
-        self,
-        loading: LoadRecord,
-        fetch: RankFetch,
-        writes_until: float | None,
-        unsettled: Container[int] | None = None,
+    def _end(
+        self, fetch: RankFetch, writes_until: float | None, unsettled: Container[int] | None = None
     ) -> None:
         """End a fetch that failed after it was asked. ``writes_until``: the peer may write until then.
 
         Over the packed path a peer can only write to slots: they go to quarantine, our pages are ours.
         ``unsettled`` are the generations of those that it may still write, as far as it said.
         """
-        unpacking = self.is_unpacking(fetch)
-        self._bay.close(fetch.transfer_id, writes_until, fetch.link, unsettled)
+        is_unpacking = fetch.is_unpacking
+        self.bay.close(fetch.landing, writes_until, unsettled)
         if fetch.path == "packed":
-            self.leave(fetch, RankFetchEvent.ARRIVE if unpacking else RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchEvent.ARRIVE if is_unpacking else RankFetchEvent.FAIL)
         elif writes_until is None:
-            self.leave(fetch, RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchEvent.FAIL)
         else:
-            self.leave(fetch, RankFetchEvent.LOSE)
+            self._leave(fetch, RankFetchEvent.LOSE)
             fetch.quarantine = Quarantine(writes_until, is_unproven=True)
 
-    def lose(
-        self, loads: Iterable[LoadRecord], rank: int, link: str, loss: PeerLoss, reason: str, now: float
-    ) -> bool:
-        """The connection over which a rank was asked is over. Whether something is to be asked for again."""
-        is_any_again = False
-        for loading in loads:
-            fetch = loading.fetches.get(rank)
-            if fetch is None or fetch.link != link or fetch.state is not RankFetchState.ASKED:
-                continue
-            if not LOSS_RULES[loss].asks_again:
-                loading.fail(reason)
-                self.end(loading, fetch, self._longest_write(loading, now))
-            elif loading.met_again or loading.error:
-                loading.fail(reason)
-                self.end(loading, fetch, None)
-            else:
-                loading.met_again = is_any_again = True
-                self._bay.close(fetch.transfer_id, None)
-                self.leave(fetch, RankFetchEvent.FORGET)
-        if self._can_renew:
-            self.hasten(loads, {link}, now + SILENT_S, proven=False)
-        return is_any_again
-
-    def hasten(
-        self, loads: Iterable[LoadRecord], links: Container[str], until: float, *, proven: bool
-    ) -> None:
-        """What may still be written over these connections need not be waited for longer than until then.
-
-        ``proven``: nothing is written later, since the process behind them ended.
-        """
-        self._bay.hasten(links, until, proven=proven)
-        for loading in loads:
-            for fetch in loading.fetches.values():
-                if fetch.state is RankFetchState.BUSY and fetch.link in links:
-                    fetch.quarantine.hasten(until, proven=proven)
-
-    def has_unproven(self, loads: Iterable[LoadRecord], now: float) -> bool:
-        """Memory is to be used again that a peer may still write."""
-        return self._can_renew and (
-            self._bay.has_unproven(now)
-            or any(
-                fetch.state is RankFetchState.BUSY and fetch.quarantine.ends_unproven(now)
-                for loading in loads
-                if loading.error
-                for fetch in loading.fetches.values()
-            )
-        )
-
-    def renewed(self, loads: Iterable[LoadRecord]) -> None:
-        """No peer can write any more to what was registered: what was lost is quiescent, the rest is cut."""
-        self._bay.settle_all()
-        for loading in loads:
-            for fetch in loading.fetches.values():
-                if fetch.state is RankFetchState.BUSY:
-                    self.leave(fetch, RankFetchEvent.SETTLE)
-                elif fetch.state is RankFetchState.ASKED:
-                    fetch.is_cut = True
-
-    def _longest_write(self, loading: LoadRecord, now: float) -> float:
+    def _longest_write(self, load: LoadRecord, now: float) -> float:
         """When a peer that we cannot hear has stopped for sure.
 
         It may go on until the time that it was given is over, which is the load's deadline; what it
         started last may still be on its way after that.
         """
-        return max(now, loading.deadline) + self._config.quarantine_s
+        return max(now, load.deadline) + self._config.quarantine_s
 
-    def wind_up(self, loading: LoadRecord, now: float) -> None:
-        """A load that failed: end its rank_fetches, each by the way that its state allows."""
-        for fetch in loading.fetches.values():
-            match fetch.state:
-                case RankFetchState.MEETING:
-                    if not self.is_unpacking(fetch):
-                        self.leave(fetch, RankFetchEvent.FAIL)
-                case RankFetchState.ASKED:
-                    # The peer answers a cancel as soon as it has stopped; until then it may write.
-                    self.end(loading, fetch, self._longest_write(loading, now))
-                    self._cancel(loading, fetch)
-                case RankFetchState.BUSY:
-                    if now >= fetch.quarantine.until:
-                        self._metrics.failures.labels("quarantine_over").inc()
-                        logger.warning(
-                            "request %s: the peer did not say that it stopped; its blocks were kept "
-                            "unused until nothing could arrive any more",
-                            loading.order.request_id,
-                        )
-                        self.leave(fetch, RankFetchEvent.SETTLE)
-                case RankFetchState.UNPACKING | RankFetchState.LANDED | RankFetchState.FAILED:
-                    pass
-
-    def _cancel(self, loading: LoadRecord, fetch: RankFetch) -> None:
-        self._say(loading, fetch, Cancel(fetch.transfer_id))
-        self._cancelled[fetch.transfer_id] = fetch.link
-        while len(self._cancelled) > _MOST_CANCELLED:
-            self._cancelled.popitem(last=False)
-
-    def leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
+    def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
         """Change a fetch's state, and forget its number if it has no use for it any more."""
         fetch.move(event)
         if fetch.over or fetch.state is RankFetchState.MEETING:
-            self._loads.pop(fetch.transfer_id, None)
+            self._asked.pop(fetch.transfer_id, None)
+
+    # Peers that are lost
+
+    def lose(self, link: str, loss: PeerLoss, reason: str, now: float) -> bool:
+        """The connection over which a rank was asked is over. Whether something is to be asked for again."""
+        is_any_again = False
+        for fetch in list(self._asked.values()):
+            load = fetch.load
+            if fetch.link != link or fetch.state is not RankFetchState.ASKED:
+                continue
+            if LOSS_RULES[loss].asks_again and not (load.met_again or load.error):
+                load.met_again = is_any_again = True
+                self.bay.close(fetch.landing, None)
+                self._leave(fetch, RankFetchEvent.FORGET)
+                continue
+            load.fail(reason)
+            self._end(fetch, None if LOSS_RULES[loss].asks_again else self._longest_write(load, now))
+        if self._can_renew:
+            self.hasten({link}, now + SILENT_S, proven=False)
+        return is_any_again
+
+    def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
+        """What may still be written over these connections need not be waited for longer than until then.
+
+        ``proven``: nothing is written later, since the process behind them ended.
+        """
+        self.bay.hasten(links, until, proven=proven)
+        for fetch in self._lost():
+            if fetch.link in links:
+                fetch.quarantine.hasten(until, proven=proven)
+
+    def has_unproven(self, now: float) -> bool:
+        """Memory is to be used again that a peer may still write."""
+        return self._can_renew and (
+            self.bay.has_unproven(now) or any(fetch.quarantine.ends_unproven(now) for fetch in self._lost())
+        )
+
+    def renewed(self) -> None:
+        """No peer can write any more to what was registered: what was lost is quiescent, the rest is cut."""
+        self.bay.settle_all()
+        for fetch in list(self._asked.values()):
+            if fetch.state is RankFetchState.BUSY:
+                self._leave(fetch, RankFetchEvent.SETTLE)
+            elif fetch.state is RankFetchState.ASKED:
+                fetch.is_cut = True
+
+    def _lost(self) -> Iterator[RankFetch]:
+        """Fetches whose pages the peer may still write."""
+        return (fetch for fetch in self._asked.values() if fetch.state is RankFetchState.BUSY)

@@ -1,4 +1,4 @@
-"""When D tells its peers that it will still fetch what they hold for it.
+"""When D renews what its peers hold for it.
 
 Of every request from the moment that the scheduler half knows it, whether it waits for blocks, for its
 turn, or to be written. All handles of one peer share a message, and a rank gets at most one a second, or
@@ -15,10 +15,8 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Await
 from kvconnect.peer.messages import MAX_HANDLES, Renew, Renewed
-from kvconnect.peer.session import State
 from kvconnect.worker.loads import LoadRecord, PeerKey
-from kvconnect.worker.peers import Peers
-from kvconnect.worker.remote import Peer
+from kvconnect.worker.peers import Peer, Peers, RankLink
 
 _SHORTEST_S, _LONGEST_S = 0.05, 30.0
 _PACE_S = 1.0
@@ -40,19 +38,14 @@ class Awaited:
     epochs: dict[int, int] = field(default_factory=dict)
     error: str = ""
     reports: bool = False
-    is_to_ask: bool = True
-
-    @property
-    def is_settled(self) -> bool:
-        """The peer holds it, which its ranks begin all at once, or never will."""
-        return bool(self.epochs or self.error)
+    is_to_ask = True
 
     def counts_on(self, rank: int) -> bool:
-        """Whether it still wants what a rank of its peer holds."""
+        """See ``LoadRecord``."""
         return not self.error
 
     def is_to_ask_of(self, rank: int) -> bool:
-        """Whether a rank of its peer was not asked for it."""
+        """See ``LoadRecord``."""
         return True
 
     def fail(self, reason: str) -> None:
@@ -69,34 +62,12 @@ def interval_s(lease_s: float) -> float:
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
 
-def plan_first(wanted: Renewable, peer: Peer, now: float, *, at_once: bool) -> None:
-    """Set when something of a peer that was met is renewed first; ``at_once`` unless it was asked for."""
-    every = interval_s(peer.lease_s)
-    if wanted.renew_at == math.inf:
-        soon = now if at_once else max(now, peer.renewed_at) + min(_PACE_S, every)
-        wanted.renew_at = soon if wanted.is_to_ask else now + every
-
-
-def take_due(pending: Iterable[Renewable], lease_s: float, now: float) -> list[Renewable]:
-    """What of one peer is to be renewed now: all that is due soon, if anything is due."""
-    first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
-    if not first or now < first[0].renew_at:
-        return []
-    every = interval_s(lease_s)
-    # What is left out is not due before the pace allows another message.
-    soon = now + max(every / 2, min(_PACE_S, every))
-    due = [wanted for wanted in first if wanted.renew_at <= soon]
-    for wanted in due:
-        wanted.renew_at = now + every
-    return due
-
-
 class Renewals:
     """What this node counts on at its peers: handles that requests wait for, and loads under way.
 
     Args:
         loads: all loads, by request.
-        settled: told once of each awaited handle that was to be reported.
+        settled: called once with each awaited handle that was to be reported.
     """
 
     def __init__(
@@ -117,38 +88,37 @@ class Renewals:
         self._just_met: set[PeerKey] = set()
         self._look_at = math.inf
 
-    def keep(self, order: Await, now: float) -> None:
+    def keep(self, order: Await, key: PeerKey, now: float) -> None:
         """A request waits that may load under a handle."""
         awaited = self.awaited.get(order.handle)
         if awaited is None:
-            key = (order.engine_id, order.host, order.port)
             awaited = self.awaited[order.handle] = Awaited(order.handle, key, now)
             self._reach(awaited, now)
             self._unplanned.append(awaited)
         if order.reports:
             awaited.reports = True
             awaited.renew_at = self._look_at = now
-            self._tell(awaited)
+            self._report_if_settled(awaited)
 
     def end(self, handle: str) -> Awaited | None:
         """It is loaded, or let go."""
         return self.awaited.pop(handle, None)
 
-    def load(self, loading: LoadRecord) -> None:
+    def load(self, load: LoadRecord) -> None:
         """A load begins, with what is known of its handle."""
-        awaited = self.end(loading.handle)
-        if awaited is not None and awaited.peer == loading.peer:
-            loading.epochs, loading.renew_at = awaited.epochs, awaited.renew_at
+        awaited = self.end(load.handle)
+        if awaited is not None and awaited.peer == load.peer:
+            load.epochs, load.renew_at = awaited.epochs, awaited.renew_at
             if awaited.error:
-                loading.fail(awaited.error)
-        self._unplanned.append(loading)
+                load.fail(awaited.error)
+        self._unplanned.append(load)
 
     def peers_in_use(self) -> set[PeerKey]:
         """Peers of loads, and those that are asked about what requests wait for."""
-        return self._asked() | {loading.peer for loading in self._loads.values()}
+        return self._asked() | {load.peer for load in self._loads.values()}
 
     def owed(self) -> set[str]:
-        """Connections over which a peer owes word about what requests wait for."""
+        """Connections over which a peer owes an answer about what requests wait for."""
         known = (self._peers.peers[key] for key in self._asked() if key in self._peers.peers)
         return {link.name for peer in known for link in peer.links.values()}
 
@@ -166,46 +136,54 @@ class Renewals:
         for awaited in self.awaited.values():
             if awaited.peer == key and awaited.reports:
                 awaited.fail(reason)
-                self._tell(awaited)
+                self._report_if_settled(awaited)
 
     def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do."""
+        """The time by which ``advance`` has something to do; endless for never."""
         return self._look_at
 
     def advance(self, now: float) -> None:
         """Have peers hold what is due."""
-        unplanned, self._unplanned = self._unplanned, []
-        for wanted in unplanned:
-            peer = self._peers.peers.get(wanted.peer)
-            if peer is not None and peer.world_size is not None:
-                plan_first(wanted, peer, now, at_once=wanted.peer in self._just_met)
-            elif isinstance(wanted, Awaited):
-                wanted.renew_at = min(wanted.renew_at, now + _PACE_S)
+        for wanted in self._unplanned:
+            self._plan_first(wanted, now)
             # A load of a peer that is not known yet is planned with when it is met.
             self._look_at = min(self._look_at, wanted.renew_at)
+        self._unplanned.clear()
         self._just_met.clear()
         if now < self._look_at:
             return
-        by_peer: dict[PeerKey, list[Renewable]] = {}
         self._give_up(now)
+        by_peer: dict[PeerKey, list[Renewable]] = {}
         for wanted in self._all():
             by_peer.setdefault(wanted.peer, []).append(wanted)
         for key, pending in by_peer.items():
             peer = self._peers.peers.get(key)
-            if peer is None or peer.world_size is None:
+            if peer is None or not peer.is_ready:
                 self._try(key, pending, now)
-            elif due := take_due(pending, peer.lease_s, now):
+            elif due := _take_due(pending, interval_s(peer.lease_s), now):
                 peer.renewed_at = peer.used_at = now
                 for rank in peer.partners:
                     self._renew_at_rank(peer, rank, due, now)
         self._look_at = min((wanted.renew_at for wanted in self._all()), default=math.inf)
 
-    def heard(self, peer: Peer, rank: int, renewed: Renewed, now: float) -> None:
+    def _plan_first(self, wanted: Renewable, now: float) -> None:
+        """Set when something is renewed first: at once what its peer was asked for before it was met."""
+        peer = self._peers.peers.get(wanted.peer)
+        if peer is None or not peer.is_ready:
+            if isinstance(wanted, Awaited):
+                wanted.renew_at = min(wanted.renew_at, now + _PACE_S)
+        elif wanted.renew_at == math.inf:
+            every = interval_s(peer.lease_s)
+            soon = now if wanted.peer in self._just_met else max(now, peer.renewed_at) + min(_PACE_S, every)
+            wanted.renew_at = soon if wanted.is_to_ask else now + every
+
+    def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
         """A peer says what it still holds. What it was asked for already it answers for by itself."""
+        rank = link.rank
         found: dict[str, Renewable] = {
             wanted.handle: wanted
             for wanted in self._all()
-            if wanted.peer == peer.key and wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
+            if wanted.peer == link.peer.key and wanted.counts_on(rank) and wanted.is_to_ask_of(rank)
         }
         for handle, epoch in renewed.epochs:
             if handle in found and found[handle].epochs.setdefault(rank, epoch) != epoch:
@@ -216,19 +194,20 @@ class Renewals:
                 self._metrics.failures.labels("lease_over").inc()
                 found[handle].fail(reason)
         for handle in renewed.unknown:
-            wanted = found.get(handle)
-            if not isinstance(wanted, Awaited):
-                # A load asks by itself, and is answered.
-                continue
-            until = wanted.since + self._config.early_fetch_s
-            if now >= until:
-                self._metrics.failures.labels("lease_over").inc()
-                wanted.fail("no request is held under this handle")
-            else:
-                wanted.renew_at = min(wanted.renew_at, max(until, now + _PACE_S))
-                self._look_at = min(self._look_at, wanted.renew_at)
-        for awaited in found.values():
-            self._tell(awaited)
+            # A load asks by itself, and is answered.
+            if isinstance(wanted := found.get(handle), Awaited):
+                self._not_held_yet(wanted, now)
+        for wanted in found.values():
+            self._report_if_settled(wanted)
+
+    def _not_held_yet(self, awaited: Awaited, now: float) -> None:
+        until = awaited.since + self._config.early_fetch_s
+        if now >= until:
+            self._metrics.failures.labels("lease_over").inc()
+            awaited.fail("no request is held under this handle")
+        else:
+            awaited.renew_at = min(awaited.renew_at, max(until, now + _PACE_S))
+            self._look_at = min(self._look_at, awaited.renew_at)
 
     def _asked(self) -> set[PeerKey]:
         return {awaited.peer for awaited in self.awaited.values() if awaited.reports}
@@ -240,8 +219,9 @@ class Renewals:
                 if wanted.handle and not wanted.error:
                     yield wanted
 
-    def _tell(self, wanted: Renewable) -> None:
-        if isinstance(wanted, Awaited) and wanted.reports and wanted.is_settled:
+    def _report_if_settled(self, wanted: Renewable) -> None:
+        """The peer holds it, which its ranks begin all at once, or never will."""
+        if isinstance(wanted, Awaited) and wanted.reports and (wanted.epochs or wanted.error):
             wanted.reports = False
             self._settled(wanted.handle)
 
@@ -251,7 +231,7 @@ class Renewals:
         for awaited in self.awaited.values():
             if awaited.reports and now >= awaited.since + longest_s:
                 awaited.fail(f"it was not held within {longest_s} s, which is lease_max_s")
-                self._tell(awaited)
+                self._report_if_settled(awaited)
 
     def _reach(self, awaited: Awaited, now: float) -> None:
         # What only waits makes no more connections than may be remembered; what is asked for is like a load.
@@ -261,18 +241,30 @@ class Renewals:
     def _try(self, key: PeerKey, pending: Iterable[Renewable], now: float) -> None:
         """Meet a peer that requests wait for."""
         for wanted in pending:
-            if not isinstance(wanted, Awaited):
+            if isinstance(wanted, Awaited):
+                wanted.renew_at = now + _PACE_S
+                self._reach(wanted, now)
+            else:
                 # It meets its peer itself.
                 wanted.renew_at = math.inf
-                continue
-            wanted.renew_at = now + _PACE_S
-            self._reach(wanted, now)
         if reason := self._peers.refusal(key, now):
             self.failed(key, reason)
 
     def _renew_at_rank(self, peer: Peer, rank: int, due: Iterable[Renewable], now: float) -> None:
         link = self._peers.connect_rank(peer, rank, now)
         handles = tuple(dict.fromkeys(wanted.handle for wanted in due if wanted.counts_on(rank)))
-        if link is not None and link.session.state is State.READY and handles:
-            link.session.send(Renew(handles))
-            self._peers.flush(link)
+        if link is not None and handles:
+            self._peers.send(link.name, Renew(handles))
+
+
+def _take_due(pending: Iterable[Renewable], every: float, now: float) -> list[Renewable]:
+    """What of one peer is to be renewed now: all that is due soon, if anything is due."""
+    first = sorted(pending, key=lambda wanted: wanted.renew_at)[:MAX_HANDLES]
+    if not first or now < first[0].renew_at:
+        return []
+    # What is left out is not due before the pace allows another message.
+    soon = now + max(every / 2, min(_PACE_S, every))
+    due = [wanted for wanted in first if wanted.renew_at <= soon]
+    for wanted in due:
+        wanted.renew_at = now + every
+    return due

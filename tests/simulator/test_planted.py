@@ -74,7 +74,7 @@ def ignores_the_generation(patch):
     landed = LandingBay.landed
 
     def take_any(self, message):
-        landing = self.find(message.transfer_id)
+        landing = self._landings.get(message.transfer_id)
         if landing is not None and landing.lent and message.generation not in landing.lent:
             message = msgspec.structs.replace(message, generation=min(landing.lent))
         return landed(self, message)
@@ -87,7 +87,7 @@ def takes_the_slots_of_others(patch):
     landed = LandingBay.landed
 
     def take_any(self, message):
-        landing = self.find(message.transfer_id)
+        landing = self._landings.get(message.transfer_id)
         for other in self._landings.values() if landing is not None else ():
             if message.generation in other.lent:
                 landing.lent.setdefault(message.generation, other.lent[message.generation])
@@ -98,13 +98,13 @@ def takes_the_slots_of_others(patch):
 
 def believes_whoever_speaks(patch):
     """What is said of a fetch counts, over whatever connection it is said."""
-    hear = RankFetches.hear
+    receive = RankFetches.receive
 
-    def hear_all(self, message, link, now):
-        _, rank_fetch = self.find(message.transfer_id) or (None, None)
-        hear(self, message, link if rank_fetch is None else rank_fetch.link, now)
+    def receive_all(self, message, link, now):
+        rank_fetch = self._asked.get(message.transfer_id)
+        receive(self, message, link if rank_fetch is None else rank_fetch.link, now)
 
-    patch.setattr(RankFetches, "hear", hear_all)
+    patch.setattr(RankFetches, "receive", receive_all)
 
 
 def gives_a_handle_twice(patch):

@@ -197,9 +197,11 @@ class FakeWorker:
         """Every slot is where exactly one record says that it is, and nothing was reported twice."""
         bay, sender = self.transfers.decode.bay, self.transfers.prefill.sender
         landings = bay._landings.values()
-        lent = {id(slot) for landing in landings for slot in landing.lent.values()}
+        lent, lost = (
+            {id(slot) for landing in landings if landing.closed is closed for slot in landing.lent.values()}
+            for closed in (False, True)
+        )
         unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
-        lost = {id(slot) for record in bay._lost.values() for slot in record.slots}
         assert _by_state(self.landing) == {
             SlotState.THEIRS: lent,
             SlotState.OURS: unpacking,
@@ -231,7 +233,6 @@ class FakeWorker:
         assert len(prefill.streaming) == 0
         assert not decode.loads
         assert len(decode.rank_fetches) == 0
-        assert not decode._queue
         assert not decode.waiting_for_writes
         assert not decode.waiting_for_device
         assert len(decode.bay) == 0

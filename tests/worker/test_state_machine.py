@@ -72,7 +72,7 @@ class PooledSlot:
 TABLES = {
     "lease": (LEASE_TRANSITIONS, LeaseState, LeaseEvent, lease),
     "load": (LOAD_TRANSITIONS, LoadState, LoadEvent, loading),
-    "rank_fetch": (RANK_FETCH_TRANSITIONS, RankFetchState, RankFetchEvent, lambda: RankFetch(0)),
+    "rank_fetch": (RANK_FETCH_TRANSITIONS, RankFetchState, RankFetchEvent, lambda: RankFetch(loading(), 0)),
     "sending": (SEND_TRANSITIONS, SendState, SendEvent, sending),
     "peer": (BREAKER_TRANSITIONS, BreakerState, BreakerEvent, lambda: Breaker("p")),
     "slot": (SLOT_TRANSITIONS, SlotState, SlotEvent, PooledSlot),
