@@ -128,7 +128,7 @@ class Case:
 
     def per_page(self) -> tuple[float, float]:
         """Of one copy for each page, out and back: the pages of a block side by side in its row."""
-        rows = self.layout.of(0)
+        rows = self.layout.groups[0]
         blocks = np.array(self.source, dtype=np.int64)
         page = np.array([region.address for region in self.table.regions], dtype=np.int64)
         pages: Column = (blocks[:, None] * self.page_bytes + page[None, :]).reshape(-1)
@@ -147,9 +147,9 @@ class Case:
                     ctypes.memmove(there, here, size)
 
             return copy_here
-        from kvconnect.offload.copies.host_memory import CudaHostMemory
+        from kvconnect.offload.copies.cuda_device import CudaDevice
 
-        memory = CudaHostMemory(torch.device(self.device))
+        memory = CudaDevice(torch.device(self.device))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def copy(source: Column, target: Column) -> None:

@@ -23,6 +23,8 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.wire import Wire, WireStream
 
 Column = NDArray[np.int64]
+PLACE_BYTES = 16
+"""Slots, and the places of pages in them, are multiples of this."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A page and its place in the slot are the same five axes with different strides, so that one indexed
 copy moves all whole pages of a lane. The first and the last page of a chunk may be partial and go
-alone. Values that are cast go a few pages at a time, through what stays in the processor's cache.
+alone. Values that are cast go a few pages at a time, through what stays in the processor's cache, and so do
+pages that are placed: those of lanes without axes, each at a place of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +21,13 @@ from numpy.typing import NDArray
 from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk
 from kvconnect.pack.casts import Cast, cast_table
 from kvconnect.pack.digest import digest_streams
-from kvconnect.pack.lanes import Lanes
+from kvconnect.pack.lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.runner_kit.block_table import BlockIds
 
 _DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UINTS = {1: np.uint8, 2: np.uint16}
 _VALUES_AT_ONCE = 1 << 15
+_BYTES_AT_ONCE = 256 << 10
 
 
 def use_one_thread() -> None:
@@ -53,12 +56,19 @@ class _Done:
 
 
 class TorchPackOps:
-    """See ``PackOps``."""
+    """See ``PackOps``; for ``is_placed`` see ``Launcher``."""
 
-    def __init__(self, all_lanes: Sequence[Lanes], digest_sample: int) -> None:
+    def __init__(
+        self, all_lanes: Sequence[Lanes], digest_sample: int = 1, *, is_placed: bool = False
+    ) -> None:
         self._digest_sample = digest_sample
         self._pages = {
             lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in all_lanes
+        }
+        self._placed = {
+            lanes: [one[:, 0, 0, 0].numpy() for one in pages]
+            for lanes, pages in self._pages.items()
+            if is_placed
         }
 
     def prepare(self, moves: Sequence[Move]) -> None:
@@ -74,9 +84,13 @@ class TorchPackOps:
             return _Done(None if seed is None else 0)
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
         for move in staged.layout.moves:
+            numbers = staged.blocks[move.pages]
+            if move.lanes in self._placed:
+                _move_placed(self._placed[move.lanes], move, numbers, raw, pack)
+                continue
             rows, lanes = _SlotRows(raw, move.lanes), self._pages[move.lanes][move.which]
             # What all lanes of a move have in common is worked out before, since there may be hundreds.
-            for part in _parts(move, staged.blocks[move.pages]):
+            for part in _parts(move, numbers):
                 for pages, wire, scales in zip(lanes, move.wire.tolist(), move.scales, strict=True):
                     if part.tokens != move.lanes.walk.tokens:
                         pages = pages.narrow(1, part.first_token, part.tokens)
@@ -174,6 +188,28 @@ def _move_part(pages: torch.Tensor, wire: torch.Tensor, part: _Part, pack: bool)
     else:
         # numpy takes a quarter of the time of torch's index_copy_ for that.
         pages.numpy()[part.blocks.numpy()] = wire.numpy()
+
+
+def _move_placed(
+    all_pages: Sequence[NDArray[Any]], move: Move, numbers: Column, slot: NDArray[np.uint8], pack: bool
+) -> None:
+    """Move the pages of each lane, as rows of words; ``numbers`` are blocks, and then places."""
+    blocks, places = numbers.reshape(2, -1)
+    at_rows, page_bytes = places // PLACE_BYTES, move.lanes.walk.run_bytes
+    at_once = max(1, _BYTES_AT_ONCE // page_bytes)
+    parts = [slice(first, first + at_once) for first in range(0, len(blocks), at_once)]
+    # A row begins at every possible place: rows overlap.
+    word, wires = all_pages[0].dtype, move.wire.tolist()
+    row_bytes = max(wires) + page_bytes
+    shape = ((len(slot) - row_bytes) // PLACE_BYTES + 1, row_bytes // word.itemsize)
+    rows: NDArray[Any] = np.ndarray(shape, word, slot, 0, (PLACE_BYTES, word.itemsize))
+    for pages, wire in zip(all_pages, wires, strict=True):
+        in_rows = rows[:, wire // word.itemsize : (wire + page_bytes) // word.itemsize]
+        for part in parts:
+            if pack:
+                in_rows[at_rows[part]] = pages[blocks[part]]
+            else:
+                pages[blocks[part]] = in_rows[at_rows[part]]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
-from tests.offload.rows_by_hand import Image, copy_back, copy_out
+from tests.offload.rows_by_hand import Image, copy_back, copy_out, rows_of
 from tests.pack.sides import Layer, Model, Shape, Side, models, shapes
 
 pytestmark = [
@@ -42,7 +42,7 @@ class Rig:
         self.arena = make_arena(plan, "cuda")
         self.copier = make_copier(self.layout, self.arena, "cuda", staging_bytes=staging_bytes)
         for group in index:
-            self.arena.rows_of(group)[:] = 0xA5
+            rows_of(self.arena, group)[:] = 0xA5
         torch.cuda.synchronize()
 
     def image(self) -> Image:
@@ -50,13 +50,13 @@ class Rig:
         return Image(self.table, self.side.tensors)
 
     def rows(self):
-        return {group: self.arena.rows_of(group).copy() for group in self.layout.groups}
+        return {group: rows_of(self.arena, group).copy() for group in self.layout.groups}
 
     def check(self, image, rows) -> None:
         assert self.image().same_as(image)
         for group, wanted in rows.items():
-            content = self.layout.of(group).content_bytes
-            assert np.array_equal(self.arena.rows_of(group)[:, :content], wanted[:, :content])
+            content = self.layout.groups[group].content_bytes
+            assert np.array_equal(rows_of(self.arena, group)[:, :content], wanted[:, :content])
 
     def close(self) -> None:
         self.copier.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 
@@ -38,6 +40,13 @@ class Image:
 
     def same_as(self, other):
         return all(np.array_equal(data, other.storages[base]) for base, data in self.storages.items())
+
+
+def rows_of(arena, group):
+    """All rows of a group's class, shape ``(rows, row_bytes)``; a view."""
+    rows = arena.plan.row_class(group)
+    raw = (ctypes.c_uint8 * (rows.num_rows * rows.row_bytes)).from_address(arena.address + rows.offset_bytes)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(rows.num_rows, rows.row_bytes)
 
 
 def copy_out(image, rows, copies):

@@ -21,18 +21,17 @@ class SlowEvent:
     def __init__(self, device):
         self.device, self.passed = device, False
 
-    @property
-    def done(self):
+    def query(self):
         self.device.work(self.device.random.randrange(4))
         return self.passed
 
-    def wait(self):
+    def synchronize(self):
         self.device.work_until(lambda: self.passed)
 
-    def seconds_since(self, earlier):
+    def elapsed_time(self, later):
         assert self.passed
-        assert earlier.passed
-        return 0.5
+        assert later.passed
+        return 500.0
 
 
 class SlowQueue:

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.offload.copies.copier import make_arena, make_copier
-from kvconnect.offload.copies.pieces import RowParts
-from kvconnect.offload.copies.ring import Ring
-from kvconnect.offload.copies.rows import RowLayout
+from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
-from tests.offload.rows_by_hand import Image, copy_back, copy_out
+from tests.offload.rows_by_hand import Image, copy_back, copy_out, rows_of
 from tests.offload.slow_device import PlainLauncher, SlowDevice
 from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
 
@@ -47,39 +45,40 @@ class Bench:
         self.layout = RowLayout.build(table)
         self.arena = make_arena(plan_rows(self.layout), "cpu")
         for group in self.layout.groups:
-            self.arena.rows_of(group)[:] = 0xA5
+            rows_of(self.arena, group)[:] = 0xA5
         self.device = SlowDevice(seed)
         if kind == "cpu":
             self.copier = make_copier(self.layout, self.arena, "cpu")
             return
-        from kvconnect.offload.copies.staged import RowKernel, StagedCopier
+        from kvconnect.offload.copies.staged import Direction, Ring, StagedCopier
         from kvconnect.pack.launcher import Launcher
 
         self.staging = torch.zeros(2 * half_bytes + 64, dtype=torch.uint8)
         address = -(-self.staging.data_ptr() // 64) * 64
         parts = RowParts(self.layout, self.arena, half_bytes // 4)
         all_lanes = [lanes for kind in parts.lanes_of for lanes in kind]
-        packing, unpacking = (
-            RowKernel(parts, (launcher or Launcher)(all_lanes, torch.device("cpu"), is_placed=True))
-            for _ in range(2)
+        storing, restoring = (
+            Direction(
+                parts,
+                (launcher or Launcher)(all_lanes, torch.device("cpu"), is_placed=True),
+                Ring(address + at, half_bytes),
+            )
+            for at in (0, half_bytes)
         )
-        storing, restoring = Ring(address, half_bytes), Ring(address + half_bytes, half_bytes)
-        self.copier = StagedCopier(
-            parts, self.device, packing, unpacking, storing, restoring, keep=self.staging
-        )
+        self.copier = StagedCopier(parts, self.device, storing, restoring, keep=self.staging)
 
     def image(self):
         return Image(self.table, self.tensors)
 
     def rows(self):
-        return {group: self.arena.rows_of(group).copy() for group in self.layout.groups}
+        return {group: rows_of(self.arena, group).copy() for group in self.layout.groups}
 
     def check(self, image, rows):
         """The cache and the rows hold this; of rows only what has a meaning."""
         assert self.image().same_as(image)
         for group, wanted in rows.items():
-            content = self.layout.of(group).content_bytes
-            assert np.array_equal(self.arena.rows_of(group)[:, :content], wanted[:, :content])
+            content = self.layout.groups[group].content_bytes
+            assert np.array_equal(rows_of(self.arena, group)[:, :content], wanted[:, :content])
 
 
 @st.composite
@@ -247,7 +246,7 @@ def test_a_full_staging_memory_is_counted_and_timed():
         (RowCopies(0, (1, 2), (1, 9)), "rows 0 to 8; asked for are 1 to 9"),
         (RowCopies(0, (1, 2), (-1, 2)), "asked for are -1 to 2"),
         (RowCopies(0, (1, 2), (1,)), "2 blocks of cache group 0 came with 1 rows"),
-        (RowCopies(7, (1,), (1,)), "there is no cache group 7; accepted: [0, 1]"),
+        (RowCopies(7, (1,), (1,)), "cache group 7 has no rows; those that have: [0, 1]"),
     ],
 )
 def test_what_does_not_exist_is_not_copied_and_the_ticket_says_so(kind, copies, text):

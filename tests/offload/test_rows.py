@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import numpy as np
 import pytest
 import torch
@@ -15,11 +13,10 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.errors import ConfigError, EngineError, LocalError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.pieces import RowParts, page_numbers
-from kvconnect.offload.copies.ring import Ring
-from kvconnect.offload.copies.rows import GroupRows, RowLayout
+from kvconnect.offload.copies.rows import GroupRows, RowLayout, RowParts
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
+from tests.offload.rows_by_hand import rows_of as rows_by_hand
 from tests.pack.sides import NUM_BLOCKS, Side, models, shapes
 
 
@@ -59,7 +56,7 @@ def test_a_row_is_the_pages_of_a_block_one_after_the_other(made, block):
     assert list(layout.groups) == [geometry.group for geometry in table.groups]
     for group, rows in layout.groups.items():
         wanted = bytes_of_pages(table, group, block)
-        assert bytes_of_lanes(map(astuple, rows.lanes), block) == wanted
+        assert bytes_of_lanes(rows.lanes, block) == wanted
         assert rows.content_bytes == len(wanted)
         assert rows.row_bytes % 64 == 0
         assert 0 <= rows.row_bytes - rows.content_bytes < 64
@@ -95,7 +92,7 @@ def test_layers_side_by_side_in_one_block_are_one_lane():
         for index, name in enumerate(names)
     }
     config = KVCacheConfig(6, (KVCacheGroup(names, FullAttentionSpec(4, 4, 8, torch.float16)),))
-    rows = RowLayout.build(RegionTable.build(config, {0: 4}, tensors)).of(0)
+    rows = RowLayout.build(RegionTable.build(config, {0: 4}, tensors)).groups[0]
     assert [(lane.length, lane.stride, lane.offset) for lane in rows.lanes] == [(1024, 1024, 0)]
     (alike,) = rows.lanes_of(0, 0, 1024)
     assert alike.access.unit == 16
@@ -110,10 +107,8 @@ def test_a_group_without_layers_here_has_rows_without_content():
     tensor = CacheTensor(torch.zeros(6, 4, 1, 16, dtype=torch.float16), "block token head content")
     layout = RowLayout.build(RegionTable.build(config, {0: 4, 1: 64}, {"a": tensor}))
     assert layout.row_bytes == {0: 128, 1: 64}
-    assert layout.of(1).content_bytes == 0
-    assert layout.of(1).num_blocks == 6
-    with pytest.raises(LocalError, match=r"there is no cache group 2; accepted: \[0, 1\]"):
-        layout.of(2)
+    assert layout.groups[1].content_bytes == 0
+    assert layout.groups[1].num_blocks == 6
 
 
 def rows_of(row_bytes, num_rows, border_bytes=1 << 20):
@@ -152,8 +147,13 @@ def test_pieces_and_their_copies_are_all_bytes_once(data, row_bytes, part_bytes,
             ends[len(ends)] = min(part_bytes, length - first)
     seen = []
     for piece in parts.pieces(copies, most):
-        assert piece.total_bytes == sum(ends[kind] for kind in piece.kind.tolist())
-        assert piece.total_bytes <= most or len(piece.kind) == 1
+        parts_here = [
+            (pages.group, *pair)
+            for pages, column in piece.numbers.items()
+            for pair in column.reshape(2, pages.count).T.tolist()
+        ]
+        assert piece.total_bytes == sum(ends[kind] for kind, _, _ in parts_here)
+        assert piece.total_bytes <= most or len(parts_here) == 1
         found = {}
         for host, place, length in zip(*(column.tolist() for column in piece.copies), strict=True):
             assert length > 0
@@ -161,15 +161,8 @@ def test_pieces_and_their_copies_are_all_bytes_once(data, row_bytes, part_bytes,
             found |= {place + at: host + at for at in range(length)}
         assert sorted(found) == list(range(piece.total_bytes))
         assert sum(piece.copies[2].tolist()) == piece.total_bytes
-        parts_here = [column.tolist() for column in (piece.kind, piece.block, piece.place)]
-        for kind, block, place in zip(*parts_here, strict=True):
+        for kind, block, place in parts_here:
             seen += [(group_of[kind], block, found[place + at]) for at in range(ends[kind])]
-        numbers = {
-            (pages.group, *pair)
-            for pages, column in page_numbers(piece).items()
-            for pair in column.reshape(2, pages.count).T.tolist()
-        }
-        assert numbers == set(zip(*parts_here, strict=True))
     assert sorted(seen) == sorted(wanted)
 
 
@@ -179,11 +172,15 @@ def test_adjacent_rows_are_one_copy():
     copies = [RowCopies(0, tuple(range(1, 9)), tuple(range(7, -1, -1)))]
     (piece,) = parts.pieces(copies, 1 << 20)
     assert [column.tolist() for column in piece.copies] == [[arena.address], [0], [1024]]
-    assert [len(piece.kind) for piece in parts.pieces(copies, 256)] == [2, 2, 2, 2]
+    assert [len(column) for piece in parts.pieces(copies, 256) for column in piece.numbers.values()] == [
+        4
+    ] * 4
 
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=40), size=st.integers(100, 250))
 def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
+    from kvconnect.offload.copies.staged import Ring
+
     ring, owner = Ring(1000, size), {}
     passed = -1
     for number, length in enumerate(lengths):
@@ -199,6 +196,8 @@ def test_a_ring_gives_no_byte_twice_without_a_fence_between(lengths, size):
 
 
 def test_a_ring_refuses_what_it_cannot_give():
+    from kvconnect.offload.copies.staged import Ring
+
     ring = Ring(0, 100)
     with pytest.raises(LocalError, match="a span has 101 bytes; accepted: up to 100"):
         ring.take(101)
@@ -229,12 +228,12 @@ def test_rows_of_all_classes_lie_apart_in_one_mapping():
     arena = RowArena(PLAN)
     for group, row in ((0, 0), (0, 39), (2, 0), (5, 99)):
         arena.row(group, row)[:] = bytes([group + 1]) * len(arena.row(group, row))
-    assert arena.rows_of(0).shape == (40, 128)
-    assert (arena.rows_of(0)[[0, 39]] == 1).all()
+    assert rows_by_hand(arena, 0).shape == (40, 128)
+    assert (rows_by_hand(arena, 0)[[0, 39]] == 1).all()
     # Groups of a class share its rows.
-    assert (arena.rows_of(5)[0] == 3).all()
-    assert (arena.rows_of(2)[99] == 6).all()
-    assert sum(int((arena.rows_of(group) != 0).sum()) for group in (0, 2)) == 2 * 128 + 2 * 64
+    assert (rows_by_hand(arena, 5)[0] == 3).all()
+    assert (rows_by_hand(arena, 2)[99] == 6).all()
+    assert sum(int((rows_by_hand(arena, group) != 0).sum()) for group in (0, 2)) == 2 * 128 + 2 * 64
     addresses = arena.addresses(2, np.array([3, 0]))
     assert (addresses - arena.address).tolist() == [5120 + 3 * 64, 5120]
     assert arena.address % 4096 == 0

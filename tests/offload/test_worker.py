@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
+from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
 
 
@@ -140,7 +141,7 @@ def test_an_order_that_cannot_be_carried_out_fails_alone(rig, bad):
     assert rig.kept == {2: hashes(2)}
     assert set(rig.failed) == {"bad"}
     assert rig.image().same_as(image)
-    assert np.array_equal(rig.worker._arena.rows_of(0)[0][: len(image.row(0, 1))], image.row(0, 1))
+    assert np.array_equal(rows_of(rig.worker._arena, 0)[0][: len(image.row(0, 1))], image.row(0, 1))
     rig.until_idle()
 
 

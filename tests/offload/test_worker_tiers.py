@@ -16,6 +16,7 @@ from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tiers import lower_tier_names, sought_tier_names
 from kvconnect.orders import Fetch, Restore, Seek, Store, TierChange
 from kvconnect.testing.memory_tier import MemoryTier
+from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
 
 
@@ -43,7 +44,7 @@ def store(job, pairs, *names, group=0, keep=True):
 
 def row(rig, group, number):
     content_bytes = len(rig.image().row(group, 1))
-    return rig.worker._arena.rows_of(group)[number][:content_bytes].copy()
+    return rows_of(rig.worker._arena, group)[number][:content_bytes].copy()
 
 
 def test_what_is_kept_is_fetched_into_other_rows_and_restored(make):

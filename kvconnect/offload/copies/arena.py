@@ -10,7 +10,7 @@ import logging
 import mmap
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,13 @@ from numpy.typing import NDArray
 from kvconnect.errors import ConfigError, KVConnectError, LocalError
 from kvconnect.offload.index.budgets import ArenaPlan
 
+if TYPE_CHECKING:
+    from kvconnect.offload.copies.cuda_device import CudaDevice
+
 logger = logging.getLogger(__name__)
 
 # One call for hundreds of GiB fails with some drivers; pieces also let the log say how far it got.
 PIN_PIECE_BYTES = 4 << 30
-
-
-class Pinner(Protocol):
-    """Fixes host memory in place, so that a device can read and write it by itself."""
-
-    def pin(self, address: int, length_bytes: int) -> None:
-        """Raises ``EngineError`` where the system refuses."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``. No device may still use the memory. Raises ``EngineError``."""
-        ...
 
 
 class RowArena:
@@ -50,7 +41,7 @@ class RowArena:
     """
 
     def __init__(
-        self, plan: ArenaPlan, pinner: Pinner | None = None, piece_bytes: int = PIN_PIECE_BYTES
+        self, plan: ArenaPlan, pinner: CudaDevice | None = None, piece_bytes: int = PIN_PIECE_BYTES
     ) -> None:
         self.plan = plan
         self.length_bytes = -(-plan.length_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -62,7 +53,10 @@ class RowArena:
                 f"bytes of memory ({error}); accepted: less"
             ) from error
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-            _advise(memory, advice)
+            try:
+                memory.madvise(getattr(mmap, advice))
+            except (AttributeError, OSError) as error:
+                logger.debug("%s is not accepted for host memory: %s", advice, error)
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._pinner = pinner
@@ -75,22 +69,13 @@ class RowArena:
         """Addresses, in order, that no single copy by a device may reach across."""
         return self._pieces[1:]
 
-    def rows_of(self, group: int) -> NDArray[np.uint8]:
-        """All rows of a group's class, shape ``(rows, row_bytes)``; a view. Raises ``LocalError``."""
-        rows = self.plan.row_class(group)
-        return self._bytes[rows.offset_bytes : rows.end_bytes].reshape(rows.num_rows, rows.row_bytes)
-
     def row(self, group: int, row: int) -> memoryview:
         """The bytes of one row, which can be written to. Raises ``LocalError``: there is no such row."""
         start = self.plan.offset_bytes(group, row)
         return self._bytes[start : start + self.plan.row_class(group).row_bytes].data
 
     def addresses(self, group: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where rows of a group begin.
-
-        Raises:
-            LocalError: one of them does not exist.
-        """
+        """Where rows of a group begin. Raises ``LocalError``: one of them does not exist."""
         found = self.plan.row_class(group)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < found.num_rows:
             raise LocalError(
@@ -102,15 +87,14 @@ class RowArena:
     def close(self) -> None:
         """Unpin the memory. No copy may be under way; the memory itself goes with its last view."""
         pieces, self._pieces = self._pieces, []
-        if self._pinner is None:
-            return
         for address in pieces:
+            assert self._pinner is not None
             try:
                 self._pinner.unpin(address)
             except KVConnectError as error:
                 logger.warning("host memory at %#x stays pinned: %s", address, error)
 
-    def _pin(self, pinner: Pinner, piece_bytes: int) -> None:
+    def _pin(self, pinner: CudaDevice, piece_bytes: int) -> None:
         began = time.monotonic()
         for start in range(0, self.length_bytes, piece_bytes):
             address = self.address + start
@@ -126,14 +110,3 @@ class RowArena:
             self._pieces.append(address)
         pin_s = time.monotonic() - began
         logger.info("pinned %d bytes of host memory for blocks in %.1f s", self.length_bytes, pin_s)
-
-
-def _advise(memory: mmap.mmap, name: str) -> None:
-    """Tell the kernel how the memory is used, where it knows that."""
-    advice = getattr(mmap, name, None)
-    if advice is None:
-        return
-    try:
-        memory.madvise(advice)
-    except OSError as error:
-        logger.debug("%s is not accepted for host memory: %s", name, error)

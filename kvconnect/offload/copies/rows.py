@@ -6,24 +6,23 @@ the other, without gaps. So what a row holds depends on the cache's shape and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.errors import LocalError
+from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
 from kvconnect.orders import RowCopies
+from kvconnect.pack.batches import Move, PageRange
 from kvconnect.pack.lanes import Column, Lanes, flat_lane, join_lanes
 
 
-@dataclass(frozen=True)
-class RowLane:
-    """What every logical block has: block ``b`` has ``length`` bytes at ``address + b * stride``.
-
-    In the block's row they begin at ``offset``.
-    """
+class RowLane(NamedTuple):
+    """Block ``b`` has ``length`` bytes at ``address + b * stride``, which are at ``offset`` of its row."""
 
     address: int
     stride: int
@@ -35,7 +34,7 @@ class RowLane:
 class GroupRows:
     """How the rows of one cache group lie in device memory.
 
-    A row has ``content_bytes``, and nothing of use from there to ``row_bytes``.
+    A row has ``content_bytes``, and nothing of use from there to ``row_bytes``, a multiple of 64.
     """
 
     group: int
@@ -44,37 +43,14 @@ class GroupRows:
     row_bytes: int
     lanes: tuple[RowLane, ...]
 
-    def lanes_of(self, part: int, first: int, stop: int) -> tuple[Lanes, ...]:
-        """The bytes ``first`` to ``stop - 1`` of rows, as lanes to a slot that holds them: group ``part``."""
+    def lanes_of(self, kind: int, first: int, stop: int) -> tuple[Lanes, ...]:
+        """The bytes ``first`` to ``stop - 1`` of rows, as lanes to a slot that holds them: group ``kind``."""
         cut = [
-            flat_lane(
-                part,
-                self.num_blocks,
-                lane.address + begin - lane.offset,
-                lane.stride,
-                end - begin,
-                begin - first,
-            )
-            for lane in self.lanes
-            if (begin := max(lane.offset, first)) < (end := min(lane.offset + lane.length, stop))
+            flat_lane(kind, self.num_blocks, address + begin - offset, stride, end - begin, begin - first)
+            for address, stride, length, offset in self.lanes
+            if (begin := max(offset, first)) < (end := min(offset + length, stop))
         ]
-        return join_lanes(cut, [(part, 1)])
-
-    def columns(self, copies: RowCopies) -> tuple[Column, Column]:
-        """Blocks and rows of an order, as columns.
-
-        Raises:
-            LocalError: they are not pairs, or a block is none of the cache, or the null block.
-        """
-        blocks, rows = (np.array(ids, dtype=np.int64) for ids in (copies.block_ids, copies.rows))
-        if len(blocks) != len(rows):
-            raise LocalError(f"{len(blocks)} blocks of cache group {self.group} came with {len(rows)} rows")
-        if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < self.num_blocks:
-            raise LocalError(
-                f"cache group {self.group} has blocks 1 to {self.num_blocks - 1}; asked for are "
-                f"{int(blocks.min())} to {int(blocks.max())}"
-            )
-        return blocks, rows
+        return join_lanes(cut, [(kind, 1)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,39 +62,30 @@ class RowLayout:
     @classmethod
     def build(cls, table: RegionTable) -> RowLayout:
         """The rows of a table's blocks. A group that has no layer on this worker has rows without content."""
-        regions: dict[int, list[Region]] = {geometry.group: [] for geometry in table.groups}
-        for region in table.regions:
-            regions[region.group].append(region)
         ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in table.groups}
         most = max(region.num_blocks // ratios[region.group] for region in table.regions)
+        regions: dict[int, list[Region]] = {group: [] for group in ratios}
+        for region in table.regions:
+            regions[region.group].append(region)
         return cls(
             {group: _group_rows(group, found, ratios[group], most) for group, found in regions.items()}
         )
 
     @property
     def row_bytes(self) -> dict[int, int]:
-        """Bytes of a row by group index, multiples of 64."""
+        """Bytes of a row by group index."""
         return {group: rows.row_bytes for group, rows in self.groups.items()}
 
-    def of(self, group: int) -> GroupRows:
-        """The rows of a group.
 
-        Raises:
-            LocalError: the cache has no such group.
-        """
-        if group not in self.groups:
-            raise LocalError(f"there is no cache group {group}; accepted: {sorted(self.groups)}")
-        return self.groups[group]
-
-
-def _group_rows(group: int, regions: list[Region], ratio: int, num_blocks: int) -> GroupRows:
+def _group_rows(group: int, regions: Sequence[Region], ratio: int, num_blocks: int) -> GroupRows:
     lanes: list[RowLane] = []
     at = 0
     for region in regions:
-        for address, stride, length in _stretches(region, ratio):
+        stride, length = region.block_stride * ratio, region.page_bytes
+        for address in range(region.address, region.address + stride, region.block_stride):
             last = lanes[-1] if lanes else None
             if last is not None and (last.address + last.length, last.stride) == (address, stride):
-                lanes[-1] = RowLane(last.address, stride, last.length + length, last.offset)
+                lanes[-1] = last._replace(length=last.length + length)
             else:
                 lanes.append(RowLane(address, stride, length, at))
             at += length
@@ -126,11 +93,132 @@ def _group_rows(group: int, regions: list[Region], ratio: int, num_blocks: int) 
     return GroupRows(group, num_blocks, at, row_bytes, tuple(lanes))
 
 
-def _stretches(region: Region, ratio: int) -> Iterator[tuple[int, int, int]]:
-    """Address, stride and length of what lies side by side in a logical block."""
-    stride = region.block_stride * ratio
-    if region.block_stride == region.page_bytes:
-        yield region.address, stride, region.page_bytes * ratio
-        return
-    for page in range(ratio):
-        yield region.address + page * region.block_stride, stride, region.page_bytes
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Parts that are in staging memory at one time, in the order of their addresses in host memory.
+
+    ``numbers`` are the kernel's, whose places count from the beginning of a span of ``total_bytes``.
+    ``copies`` are host address, place and length of what must be copied.
+    """
+
+    numbers: Mapping[PageRange, Column]
+    total_bytes: int
+    copies: tuple[Column, Column, Column]
+
+
+class RowParts:
+    """The rows of an arena in parts of at most ``part_bytes``, a multiple of 64; 0 for rows as they are.
+
+    A *part* is what of a row travels as one. A *kind* is the parts of a group's rows that have the same bytes
+    of theirs: it stands for the cache group in the lanes and page ranges of the kernels.
+
+    Attributes:
+        lanes_of: the lanes of each kind.
+    """
+
+    def __init__(self, layout: RowLayout, arena: RowArena, part_bytes: int = 0) -> None:
+        self._layout, self._arena = layout, arena
+        self.lanes_of: list[tuple[Lanes, ...]] = []
+        self._kinds: dict[int, tuple[Column, Column, Column]] = {}
+        for group in arena.plan.groups:
+            rows = layout.groups[group]
+            begin = np.arange(0, rows.row_bytes, part_bytes or rows.row_bytes, dtype=np.int64)
+            length = np.diff(begin, append=rows.row_bytes)
+            kind = len(self.lanes_of) + np.arange(len(begin))
+            self._kinds[group] = kind, begin, length
+            cuts = zip(kind.tolist(), begin.tolist(), (begin + length).tolist(), strict=True)
+            self.lanes_of += [rows.lanes_of(*cut) for cut in cuts]
+
+    def moves(self, pages: Sequence[PageRange]) -> tuple[Move, ...]:
+        """How parts are moved: so many of each kind."""
+        return tuple(
+            Move(lanes, slice(None), lanes.wire_offset, some, 0, some.count)
+            for some in pages
+            for lanes in self.lanes_of[some.group]
+        )
+
+    def columns(self, copies: Sequence[RowCopies]) -> Column:
+        """Kind, block, host address and length of all parts of some orders.
+
+        Raises:
+            LocalError: blocks and rows are not pairs, one does not exist, or a block is the null block.
+        """
+        found = [self._columns(one) for one in copies]
+        return np.concatenate(found, axis=1) if found else np.empty((4, 0), dtype=np.int64)
+
+    def _columns(self, copies: RowCopies) -> Column:
+        group = copies.group
+        blocks, rows = (np.array(ids, dtype=np.int64) for ids in (copies.block_ids, copies.rows))
+        if len(blocks) != len(rows):
+            raise LocalError(f"{len(blocks)} blocks of cache group {group} came with {len(rows)} rows")
+        addresses = self._arena.addresses(group, rows)
+        num_blocks = self._layout.groups[group].num_blocks
+        if len(blocks) and not 0 < int(blocks.min()) <= int(blocks.max()) < num_blocks:
+            raise LocalError(
+                f"cache group {group} has blocks 1 to {num_blocks - 1}; asked for are {int(blocks.min())} to "
+                f"{int(blocks.max())}"
+            )
+        kind, begin, length = self._kinds[group]
+        columns = np.empty((4, len(blocks), len(kind)), dtype=np.int64)
+        columns[0], columns[1], columns[3] = kind, blocks[:, None], length
+        np.add(addresses[:, None], begin, out=columns[2])
+        return columns.reshape(4, -1)
+
+    def pieces(self, copies: Sequence[RowCopies], most_bytes: int) -> list[Piece]:
+        """Orders in pieces of at most ``most_bytes``, or of one part where that has more.
+
+        Raises:
+            LocalError: as for ``columns``.
+        """
+        parts = self.columns(copies)
+        kind, block, address, length = parts[:, parts[2].argsort(kind="stable")]
+        end = length.cumsum()
+        begin = end - length
+        firsts, first = [], 0
+        while first < len(end):
+            firsts.append(first)
+            first = max(first + 1, int(end.searchsorted(begin[first] + most_bytes, "right")))
+        if not firsts:
+            return []
+        copied = self._copies(address, begin, length, firsts)
+        copies_at = [*copied[1].searchsorted(begin[firsts]).tolist(), len(copied[1])]
+        pieces = []
+        for index, (first, stop) in enumerate(zip(firsts, [*firsts[1:], len(end)], strict=True)):
+            at, mine = begin[first], slice(first, stop)
+            host, place, size = (column[copies_at[index] : copies_at[index + 1]] for column in copied)
+            numbers = page_numbers(kind[mine], block[mine], begin[mine] - at)
+            pieces.append(Piece(numbers, int(end[stop - 1] - at), (host, place - at, size)))
+        return pieces
+
+    def _copies(
+        self, address: Column, begin: Column, length: Column, firsts: Sequence[int]
+    ) -> tuple[Column, Column, Column]:
+        """Host address, place and length of stretches that lie side by side in both memories.
+
+        None reaches across a border of the arena, or from one piece into the next.
+        """
+        new = np.ones(len(begin), dtype=bool)
+        np.not_equal(address[1:], address[:-1] + length[:-1], out=new[1:])
+        new[firsts] = True
+        (first,) = new.nonzero()
+        host, place, size = address[first], begin[first], np.add.reduceat(length, first)
+        cuts = [
+            place[inside] + border - host[inside]
+            for border in self._arena.borders
+            if (inside := (host < border) & (border < host + size)).any()
+        ]
+        if not cuts:
+            return host, place, size
+        start = np.unique(np.concatenate([place, *cuts]))
+        run = place.searchsorted(start, "right") - 1
+        return host[run] + start - place[run], start, np.diff(start, append=begin[-1] + length[-1])
+
+
+def page_numbers(kind: Column, block: Column, place: Column) -> dict[PageRange, Column]:
+    """The numbers of parts by kind, as movers of placed pages read them: blocks, and then places."""
+    numbers = {}
+    for one, count in enumerate(np.bincount(kind).tolist()):
+        if count:
+            mine = slice(None) if count == len(kind) else kind == one
+            numbers[PageRange(one, 0, count)] = np.concatenate([block[mine], place[mine]])
+    return numbers

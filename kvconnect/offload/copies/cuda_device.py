@@ -1,4 +1,4 @@
-"""Host memory beside a GPU: pinning it, and copies between the two by the GPU's copy engines.
+"""A GPU beside host memory: pinning, streams, and copies between the two by the GPU's copy engines.
 
 Owns the calls of the CUDA driver that torch does not offer. It must not know rows or blocks.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,11 @@ class _Attributes(ctypes.Structure):
     )
 
 
-class CudaHostMemory:
-    """``Pinner`` and copies over the CUDA driver, for one GPU.
-
-    Raises:
-        EngineError: there is no driver, or it does not start.
-    """
+class CudaDevice:
+    """One GPU. All but ``compute`` and ``make_queue`` raise ``EngineError`` where the driver refuses."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._library = load_driver()
         self._context = ctypes.c_void_p()
         number = ctypes.c_int()
@@ -56,19 +53,27 @@ class CudaHostMemory:
         if self._batch_call is None:
             logger.info("copies between host and GPU are begun one by one: this CUDA driver is before 12.8")
 
+    def compute(self) -> CudaQueue:
+        """The calling thread's stream, which runs the model's steps."""
+        return CudaQueue(torch.cuda.current_stream(self._device), self, True)
+
+    def make_queue(self) -> CudaQueue:
+        """A stream of its own."""
+        return CudaQueue(torch.cuda.Stream(self._device), self, False)  # type: ignore[no-untyped-call]
+
     def pin(self, address: int, length_bytes: int) -> None:
-        """See ``Pinner``."""
+        """Fix host memory in place, so that devices can read and write it by themselves."""
         flags = ctypes.c_uint(_REGISTER_PORTABLE)
         with self._current():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), flags)
 
     def unpin(self, address: int) -> None:
-        """See ``Pinner``."""
+        """Undo ``pin``. No device may still use the memory."""
         with self._current():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy(self, source: Column, target: Column, length: Column, stream: int) -> None:
-        """Begin copies between addresses of host and GPU on a stream. Raises ``EngineError``."""
+        """Begin copies between addresses of host and GPU on a stream, in any order."""
         with self._current():
             if self._batch_call is not None and len(length) > _FEW:
                 self._copy_batch(self._batch_call, source, target, length, stream)
@@ -109,3 +114,32 @@ class CudaHostMemory:
 
     def _call(self, function: str, *arguments: Any) -> None:
         check_code(self._library, getattr(self._library, function)(*arguments), function)
+
+
+class CudaQueue:
+    """A stream: work is begun in the order in which it is given, none before all before it is done.
+
+    ``is_current`` says that the stream is the calling thread's.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, device: CudaDevice, is_current: bool) -> None:
+        self._stream, self._device, self._is_current = stream, device, is_current
+
+    def run(self, launch: Callable[[], None]) -> None:
+        """Work that ``launch`` gives to the stream that is current while it is called."""
+        with nullcontext() if self._is_current else torch.cuda.stream(self._stream):
+            launch()
+
+    def copy(self, source: Column, target: Column, length: Column) -> None:
+        """Copy stretches of memory by the device's copy engines, in any order."""
+        self._device.copy(source, target, length, self._stream.cuda_stream)
+
+    def record(self, timed: bool = False) -> Any:
+        """An event: the point after what was given so far."""
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait_for(self, event: Any) -> None:
+        """Begin nothing that is given from now on before an event of any stream."""
+        self._stream.wait_event(event)
