@@ -32,7 +32,7 @@ from kvconnect.plan.chunks import wanted_spans
 from kvconnect.plan.transfer import make_plan
 from kvconnect.plan.wire import align_wire
 from kvconnect.scheduler.stack import Computed, Step
-from kvconnect.worker.streaming_prefill import StreamingPrefill
+from kvconnect.worker.leases import Lease
 from tests.caches import attention_layer, block_values, fill_random
 from tests.plan.test_plan_oracle import carry_out
 
@@ -167,7 +167,7 @@ def test_a_handover_packs_it_also_while_the_prompt_is_computed(case, slot_bytes,
     packer, unpacker = (Packer(table, wire, side=side, device="cpu") for side, table in sides.items())
     if is_streamed:
         # The blocks of a prefill are known as they were given; what was freed since is another request's.
-        prefill = StreamingPrefill("handle", num_tokens, epoch=1)
+        prefill = Lease("handle", num_tokens, epoch=1)
         news = (GroupBlocks(0, 0, tuple(ids[0])), GroupBlocks(1, 0, tuple(ids[0])))
         prefill.add(Progress("handle", num_tokens, num_tokens, news), lambda: True)
         streamed = prefill.blocks_of(source.table.groups, 0, num_tokens)

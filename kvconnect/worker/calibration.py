@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from kvconnect.engine.base import Completion
 from kvconnect.pack.arena import Arena
 from kvconnect.plan.align import TableAlignment
 from kvconnect.plan.cost import Sample
-from kvconnect.worker.outbox import Arrived, Columns
+from kvconnect.worker.outbox import Columns, PageOutbox
 
 SMALL_COPIES = 256
 _FEW_COPIES = 16
@@ -27,7 +26,7 @@ _CPU_SHARE = 0.6
 """What packing reaches of a plain copy: see `python -m benchmarks pack`."""
 
 
-class ProbeOutbox:
+class ProbeOutbox(PageOutbox):
     """Batches of one kind after the other, each alone on its way. ``samples`` are what they took.
 
     Args:
@@ -39,53 +38,43 @@ class ProbeOutbox:
     """
 
     path = "probe"
-    busy = False
-    goes_on = True
 
     def __init__(
         self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int
     ) -> None:
         self.samples: list[Sample] = []
-        self.copies = 0
         pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
         # The first batch makes the connection, and tells nothing.
         shapes = [(1, page_bytes)]
         # Each kind three times: one that was disturbed says nothing of the link.
         shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
-        self._batches: Iterator[Columns] = (
-            _scattered(source, target, copies, length) for copies, length in shapes if copies
-        )
-        self._next = next(self._batches, None)
+        batches = (_scattered(source, target, copies, length) for copies, length in shapes if copies)
+        super().__init__(batches, copies=0)
         self._under_way: Columns | None = None
         self._is_first = True
 
     @property
     def exhausted(self) -> bool:
-        """See ``Outbox``."""
+        """Every batch is over."""
         return self._next is None and self._under_way is None
 
-    def advance(self, stopping: bool) -> str:
-        """See ``Outbox``."""
-        return ""
-
     def peek(self) -> Columns | None:
-        """See ``Outbox``."""
+        """The batch that can be submitted next, None while one is under way."""
         return self._next if self._under_way is None else None
 
     def submitted(self, batch_id: int) -> None:
-        """See ``Outbox``."""
+        """That batch was given to the engine."""
         self._under_way = self._next
-        self._next = next(self._batches, None)
+        super().submitted(batch_id)
 
-    def ended(self, completion: Completion) -> Arrived | None:
-        """See ``Outbox``."""
+    def ended(self, completion: Completion) -> None:
+        """The engine is done with a batch."""
         if self._under_way is not None and completion.ok and not self._is_first:
             copies = len(self._under_way[2])
             self.samples.append(Sample(copies, completion.total_bytes, completion.seconds))
         self._is_first = False
         self._under_way = None
-        return None
 
 
 def _scattered(source: int, target: int, copies: int, length: int) -> Columns:

@@ -226,7 +226,7 @@ class WorkerConnector:
             "leases": len(prefill.leases),
             "expected": len(prefill.pending.expected),
             "pending_fetches": len(prefill.pending),
-            "streaming_prefills": len(prefill.streaming),
+            "streaming_prefills": len(prefill.book.streaming),
             "sendings": len(prefill.sender.sendings),
             "loads": len(decode.loads),
             "awaited": len(decode.renewals.awaited),

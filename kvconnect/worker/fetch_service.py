@@ -27,19 +27,21 @@ from kvconnect.peer.messages import (
 from kvconnect.plan.align import TableAlignment
 from kvconnect.plan.transfer import make_plan
 from kvconnect.worker.error_counting import ErrorsCounted
-from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers, Way
+from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.worker.lease_book import LeaseBook
-from kvconnect.worker.leases import Consumer, Lease, LeaseEvent, Sending, TransferKey
+from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.outbox import Arrived
-from kvconnect.worker.path_choice import PathChoice
+from kvconnect.worker.outbox import Outbox, PageOutbox, Parcel, SlotOutbox
 from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
-from kvconnect.worker.sender import Sender
-from kvconnect.worker.streaming_prefill import StreamingPrefill, StreamingPrefills
-from kvconnect.worker.supply import StagedChunks, StreamedChunks
+from kvconnect.worker.sender import Sender, Sending
+from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.tally import count_sent
+from kvconnect.worker.way import Way
 
 logger = logging.getLogger(__name__)
+
+_CALIBRATION = 0
+"""The number of a calibration among the transfers of a connection: peers count their fetches from 1."""
 
 
 class FetchService:
@@ -50,7 +52,6 @@ class FetchService:
         config: ExtraConfig,
         local: Local,
         book: LeaseBook,
-        streaming: StreamingPrefills,
         inbound_peers: InboundPeers,
         metrics: Metrics,
     ) -> None:
@@ -59,10 +60,8 @@ class FetchService:
         self.not_quiescent: dict[TransferKey, float] = {}
         self._config = config
         self._book = book
-        self._streaming = streaming
         self._inbound_peers = inbound_peers
-        self._choice = PathChoice(config, self.sender, local, metrics)
-        self._geometry = local.table.groups
+        self._local = local
         self._metrics = metrics
 
     def advance(self, now: float) -> None:
@@ -81,16 +80,15 @@ class FetchService:
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending)
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self, now: float) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        times = [sending.deadline for sending in self.sender.sendings.values()]
         waited = {pending.fetch.handle for pending in self.pending.fetches}
-        others = (
+        times = (
             self.pending.next_deadline(self._book.leases),
             self.sender.next_deadline(),
-            self._streaming.next_poll(waited, now),
+            self._book.next_deadline(waited, now),
         )
-        return min((*times, *(time for time in others if time is not None)), default=None)
+        return min(time for time in times if time is not None)
 
     @property
     def busy(self) -> bool:
@@ -122,14 +120,13 @@ class FetchService:
             way = self._inbound_peers.way_to(inbound, in_use)
             if way.probe is not None and fetch.groups and fetch.chunks:
                 if self._wait(inbound, pending, now, is_served=True):
-                    self._choice.calibrate(way, pending.link, now)
+                    self._calibrate(way, pending.link, now)
                 return
-            if isinstance(source, StreamingPrefill) and way.packer is None:
+            if source.hold is None and way.packer is None:
                 self.begin(pending, now)
                 return
             self._claim(source, fetch, consumer, pending.key)
-            sending = Sending(pending.key, source, consumer, way.name, pending.deadline, started_at=now)
-            self._begin(sending, source, pending, way)
+            outbox = self._outbox(source, pending, way)
         except (PeerError, LayoutError) as error:
             self._answer_failure(inbound, pending, str(error))
             return
@@ -138,9 +135,12 @@ class FetchService:
             logger.exception("a fetch of %s could not be planned", pending.link)
             self._answer_failure(inbound, pending, f"it could not be planned: {type(error).__name__}")
             return
-        if isinstance(source, Lease):
-            source.move(LeaseEvent.FETCH)
+        streamed = source.hold is None
+        sending = Sending(
+            pending.key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed
+        )
         source.sending.add(sending.key)
+        self._begin(sending, outbox, pending)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """End a fetch early, whether it is served or pending."""
@@ -171,27 +171,26 @@ class FetchService:
         """A peer lends more slots for a fetch, which may have no use for them yet."""
         sending = self.sender.sendings.get(key)
         if sending is not None:
-            spared = self.sender.grant(key, granted.grants)
+            outbox = sending.outbox
+            spared = outbox.grant(granted.grants) if isinstance(outbox, SlotOutbox) else ()
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
         elif self.pending.has(key):
             self._inbound_peers.tell(key, CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _is_ready(self, early: PendingFetch) -> bool:
-        if self._choice.is_probing(early.link):
-            return False
-        return self._source(early) is not None
+        is_calibrating = (early.link, _CALIBRATION) in self.sender.sendings
+        return not is_calibrating and self._source(early) is not None
 
-    def _source(self, early: PendingFetch) -> Lease | StreamingPrefill | None:
+    def _source(self, early: PendingFetch) -> Lease | None:
         """What a fetch can be served from now: what is held, or a prefill that has its first chunk."""
-        lease = self._book.leases.get(early.fetch.handle)
-        if lease is not None:
-            return lease if lease.ready() else None
-        prefill, inbound = self._streaming.get(early.fetch.handle), self._inbound_peers.get(early.link)
-        if prefill is None or inbound is None or (inbound.way is not None and inbound.way.packer is None):
+        lease, inbound = self._book.get(early.fetch.handle), self._inbound_peers.get(early.link)
+        if lease is None or lease.hold is not None:
+            return lease if lease is not None and lease.is_computed() else None
+        if inbound is None or (inbound.way is not None and inbound.way.packer is None):
             return None
-        prefill.advance()
-        return prefill if early.first_tokens <= prefill.ready_tokens else None
+        lease.advance()
+        return lease if early.first_tokens <= lease.ready_tokens else None
 
     def _wait(
         self, inbound: InboundPeer, pending: PendingFetch, now: float, *, is_served: bool = False
@@ -204,9 +203,7 @@ class FetchService:
         self._return_slots(pending)
         return True
 
-    def _claim(
-        self, source: Lease | StreamingPrefill, fetch: Fetch, consumer: Consumer, key: TransferKey
-    ) -> None:
+    def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
 
         Raises:
@@ -221,41 +218,48 @@ class FetchService:
             raise PeerError("this rank is being sent this request")
         source.claim(consumer, fetch.consumers)
 
-    def _begin(
-        self, sending: Sending, source: Lease | StreamingPrefill, pending: PendingFetch, way: Way
-    ) -> None:
-        """Choose a path among those that are open on both sides, and begin to send.
+    def _outbox(self, source: Lease, pending: PendingFetch, way: Way) -> Outbox:
+        """Choose a path among those that are open on both sides.
 
         Raises:
             LayoutError: none is, or the peer wants what is not held.
+            PeerError: a chunk is larger than a slot of ours.
         """
-        fetch, key = pending.fetch, pending.key
-        spared: Sequence[Grant] = ()
+        fetch = pending.fetch
         # A fetch of nothing needs no path.
         link = way.direct if fetch.groups else TableAlignment({}) if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
         if packer is not None:
             check_chunks(fetch, packer.chunker, way.slot_bytes)
-        if isinstance(source, StreamingPrefill) and packer is not None:
-            chunks = StreamedChunks(source, packer, self._geometry, fetch.chunks)
-            sending.streamed, sending.due_reported = True, 0
-            spared = self.sender.begin_packed(sending, packer, chunks, fetch.grants)
-        elif isinstance(source, StreamingPrefill):
+        capabilities, pool = self._local.engine.capabilities, self._local.send
+        held = source.hold.groups if source.hold is not None else None
+        if packer is not None and (held is None or link is None or way.prefers_packed(held, fetch)):
+            supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks)
+            most_bytes = min(pool.slot_bytes, capabilities.max_bytes)
+            if supply.largest_bytes > most_bytes:
+                raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
+            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name)
+        if held is None:
             raise LayoutError("a prefill under way is sent over the packed path only")
-        elif packer is not None and (link is None or self._choice.prefers_packed(source, fetch, way)):
-            staged = packer.stage(source.order.groups, fetch.chunks, fetch.num_tokens)
-            spared = self.sender.begin_packed(sending, packer, StagedChunks(staged), fetch.grants)
-            sending.due_reported = 0 if pending.has_waited else None
-        elif link is None:
-            closed = "; ".join(f"{path}: {why}" for path, why in way.refusals.items())
-            raise LayoutError(f"the peer opens no path that can be used here ({closed})")
-        else:
-            plan = make_plan(link, source.order.groups, fetch.groups, fetch.num_tokens)
-            self.sender.begin_direct(sending, plan)
-        if sending.path == "direct" or sending.due_reported is not None:
-            self._inbound_peers.tell(key, Accepted(fetch.transfer_id, source.epoch))
-        if sending.path == "direct" and fetch.chunks:
-            self._inbound_peers.tell(key, Declined(fetch.transfer_id))
+        if link is None:
+            raise LayoutError(f"the peer opens no path that can be used here ({way.closed})")
+        plan = make_plan(link, held, fetch.groups, fetch.num_tokens)
+        max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
+        return PageOutbox(plan.batches(capabilities.max_copies, max_bytes), plan.copies)
+
+    def _begin(self, sending: Sending, outbox: Outbox, pending: PendingFetch) -> None:
+        """Begin to send, and report what the peer does not see by itself."""
+        fetch, is_packed = pending.fetch, isinstance(outbox, SlotOutbox)
+        spared: Sequence[Grant] = ()
+        if isinstance(outbox, SlotOutbox):
+            spared = outbox.grant(fetch.grants)
+            if sending.streamed or pending.has_waited:
+                sending.due_reported = 0
+        self.sender.begin(sending)
+        if not is_packed or sending.due_reported is not None:
+            self._inbound_peers.tell(sending.key, Accepted(fetch.transfer_id, sending.epoch))
+        if not is_packed and fetch.chunks:
+            self._inbound_peers.tell(sending.key, Declined(fetch.transfer_id))
         elif sending.due_reported is not None:
             self._request_credit(sending, spared)
 
@@ -267,31 +271,39 @@ class FetchService:
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Report for how many chunks slots are of use, and which slots are of none, if that has changed."""
-        due = self.sender.due(sending.key)
+        due = sending.outbox.due if isinstance(sending.outbox, SlotOutbox) else 0
         if spared or due != sending.due_reported:
             sending.due_reported = due
             self._inbound_peers.tell(sending.key, CreditRequest(sending.key[1], due, _generations(spared)))
 
-    def _arrived(self, key: TransferKey, arrived: Arrived) -> None:
+    def _arrived(self, sending: Sending, parcel: Parcel) -> None:
         self._inbound_peers.tell(
-            key,
+            sending.key,
             Landed(
-                key[1],
-                arrived.chunk,
-                arrived.generation,
-                arrived.length_bytes,
-                arrived.digest,
-                self.sender.sendings[key].claims.epoch,
+                sending.key[1],
+                parcel.chunk,
+                parcel.grant.generation,
+                parcel.length_bytes,
+                parcel.ticket.digest,
+                sending.epoch,
             ),
         )
 
+    def _calibrate(self, way: Way, link: str, now: float) -> None:
+        """Find out how fast a link is, unless that is under way. Its fetches wait meanwhile."""
+        key = link, _CALIBRATION
+        if way.probe is not None and key not in self.sender.sendings:
+            deadline = now + self._config.handshake_timeout_s
+            self.sender.begin(Sending(key, way.name, way.probe, deadline, now))
+
     def _finish(self, sending: Sending, now: float) -> None:
-        if self._choice.take(sending):
+        lease, outbox = sending.lease, sending.outbox
+        if lease is None or sending.consumer is None:
+            inbound = self._inbound_peers.get(sending.key[0])
+            if inbound is not None and inbound.way is not None and inbound.way.probe is outbox:
+                inbound.way.calibrated(self._local, sending.error, self._metrics)
             return
-        claims = sending.claims
-        claims.sending.discard(sending.key)
-        if isinstance(claims, Lease) and not claims.sending:
-            claims.move(LeaseEvent.LAST_ENDED)
+        lease.sending.discard(sending.key)
         count_sent(self._metrics, sending)
         self._inbound_peers.tell(
             sending.key,
@@ -300,25 +312,24 @@ class FetchService:
                 ok=not sending.error,
                 quiescent=sending.quiescent,
                 total_bytes=sending.total_bytes,
-                copies=sending.copies,
+                copies=outbox.copies,
                 seconds=sending.seconds,
                 error=sending.error,
                 again=sending.again and sending.quiescent,
-                epoch=claims.epoch,
-                unsettled=tuple(sending.unsettled) if sending.path == "packed" else None,
+                epoch=sending.epoch,
+                unsettled=tuple(sending.unsettled) if isinstance(outbox, SlotOutbox) else None,
             ),
         )
-        until = now + self._config.quarantine_s
         if not sending.quiescent:
+            until = now + self._config.quarantine_s
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}
             self.not_quiescent[sending.key] = until
-        if isinstance(claims, Lease):
-            if not sending.quiescent and sending.path == "direct":
+            if not isinstance(outbox, SlotOutbox):
                 # The library may still read these blocks: no other request gets them before that is over.
-                claims.busy_until = max(claims.busy_until, until)
-            if not sending.error:
-                claims.served.add(sending.consumer)
-            self._book.end_if_due(claims, now)
+                lease.busy_until = max(lease.busy_until, until)
+        if not sending.error:
+            lease.served.add(sending.consumer)
+        self._book.end_if_due(lease, now)
 
     def _answer_failure(self, inbound: InboundPeer, pending: PendingFetch, reason: str) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()

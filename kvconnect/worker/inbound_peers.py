@@ -5,47 +5,25 @@ Owned by the transfer thread.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.card_host import card_host
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
-from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Side
 from kvconnect.peer.session import Session, State
-from kvconnect.plan.align import TableAlignment, align_tables
-from kvconnect.plan.cost import LinkCost
-from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
 from kvconnect.worker.leases import TransferKey
 from kvconnect.worker.local import Local
+from kvconnect.worker.way import Way, make_way, owner_name
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Way:
-    """How a inbound's cache is reached: ``name`` for the engine, and the paths, worked out when first used.
-
-    ``direct`` and ``packer`` are None where that path is closed; ``refusals`` say why. Where both are
-    open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
-    tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
-    """
-
-    name: str
-    direct: TableAlignment | None = None
-    packer: Packer | None = None
-    cost: LinkCost | None = None
-    probe: ProbeOutbox | None = None
-    refusals: dict[str, str] = field(default_factory=dict)
-    slot_bytes: int = 0
 
 
 @dataclass
@@ -158,13 +136,13 @@ class InboundPeers:
         if peer is None:
             raise PeerError("the peer has not introduced itself")
         if inbound.way is None:
-            inbound.way = self._make_way(inbound.session.ours, peer)
+            inbound.way = make_way(self._config, self._local, inbound.session.ours, peer)
         way = inbound.way
         if way.direct is None and way.packer is None:
-            raise LayoutError("; ".join(f"{path}: {why}" for path, why in way.refusals.items()))
+            raise LayoutError(way.closed)
         if way.name not in self._connected:
             self._check_host(inbound, peer)
-            self._disconnect_former(_owner(peer))
+            self._disconnect_former(owner_name(peer))
             try:
                 self._local.engine.connect(way.name, peer.engine_card)
             except EngineError as error:
@@ -190,50 +168,12 @@ class InboundPeers:
             return
         self._metrics.failures.labels("peer_not_trusted").inc()
         raise PeerError(
-            f"the engine card of {_owner(peer)} names host {named[:256]!r}, its connection comes from "
+            f"the engine card of {owner_name(peer)} names host {named[:256]!r}, its connection comes from "
             f"{inbound.host}; accepted: that address, and hosts in kv_connector_extra_config.allow_peers"
         )
 
-    def _make_way(self, ours: Introduction, peer: Introduction) -> Way:
-        way = Way(f"{_owner(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")
-        way.slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
-        if self._config.path == "packed":
-            way.refusals["direct"] = "this node's path is 'packed'"
-        else:
-            try:
-                way.direct = align_tables(ours.table, peer.table)
-            except LayoutError as error:
-                way.refusals["direct"] = str(error)
-        if not ours.slot_bytes or not peer.slot_bytes:
-            way.refusals["packed"] = f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots"
-        else:
-            try:
-                way.packer = self._local.packer(ours, peer, "source", self._config.convert_dtype)
-            except LayoutError as error:
-                way.refusals["packed"] = str(error)
-        if way.direct is not None and way.packer is not None:
-            way.probe = self._make_probe(way.direct, ours, peer)
-            way.cost = None if way.probe else LinkCost()
-        return way
-
-    def _make_probe(self, link: TableAlignment, ours: Introduction, peer: Introduction) -> ProbeOutbox | None:
-        scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
-        page_bytes = typical_page_bytes(link)
-        if scratch_bytes < page_bytes:
-            return None
-        return ProbeOutbox(
-            ours.scratch_address,
-            peer.scratch_address,
-            scratch_bytes,
-            page_bytes,
-            self._local.engine.capabilities.max_copies,
-        )
-
     def _disconnect_former(self, owner: str) -> None:
-        """End what is under way to a inbound's memory as it was registered before: its owner gave that up.
-
-        The engine's name of it has the card in it, so that nothing of that can go on under another one.
-        """
+        """End what is under way to a peer's memory as it was registered before: its owner gave that up."""
         for name in [name for name in self._connected if name.rpartition("/")[0] == owner]:
             del self._connected[name]
             self._give_up(name)
@@ -245,8 +185,3 @@ class InboundPeers:
                 return
             del self._connected[name]
             self._local.engine.disconnect(name)
-
-
-def _owner(peer: Introduction) -> str:
-    """One rank of one process."""
-    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"

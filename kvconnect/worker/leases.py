@@ -1,68 +1,18 @@
-"""P's records: one for each request that it holds, and one for each fetch that it serves.
+"""P's record of one request behind a handle: while it is prefilled and streamed, and then held for others.
 
-Pure, with the time as an argument. A record changes only along its table of legal transitions; an illegal
-event names state and event, and changes nothing. Forgetting a request is one ``del``.
+Pure, with the time as an argument.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import PeerError
-from kvconnect.orders import Hold
-from kvconnect.worker.state_machine import next_state
-
-
-class LeaseState(enum.Enum):
-    """A request whose blocks P keeps for others."""
-
-    HELD = "held"
-    SENDING = "sending"
-    DONE = "done"
-
-
-class LeaseEvent(enum.Enum):
-    """What can happen to a lease."""
-
-    FETCH = "a fetch begins"
-    LAST_ENDED = "the last fetch under way ends"
-    SATISFIED = "every consumer was served or let go"
-    EXPIRED = "the lease expires"
-
-
-LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
-    (LeaseState.HELD, LeaseEvent.FETCH): LeaseState.SENDING,
-    (LeaseState.SENDING, LeaseEvent.FETCH): LeaseState.SENDING,
-    (LeaseState.SENDING, LeaseEvent.LAST_ENDED): LeaseState.HELD,
-    (LeaseState.HELD, LeaseEvent.SATISFIED): LeaseState.DONE,
-    (LeaseState.HELD, LeaseEvent.EXPIRED): LeaseState.DONE,
-}
-
-
-class SendState(enum.Enum):
-    """A fetch that P serves."""
-
-    MOVING = "being sent"
-    STOPPING = "it ends early, once nothing reads its blocks any more"
-    OVER = "answered"
-
-
-class SendEvent(enum.Enum):
-    """What can happen to a fetch that P serves."""
-
-    STOP = "something went wrong with it, or it is not wanted any more"
-    END = "nothing of it is under way"
-
-
-SEND_TRANSITIONS: dict[tuple[SendState, SendEvent], SendState] = {
-    (SendState.MOVING, SendEvent.STOP): SendState.STOPPING,
-    (SendState.STOPPING, SendEvent.STOP): SendState.STOPPING,
-    (SendState.MOVING, SendEvent.END): SendState.OVER,
-    (SendState.STOPPING, SendEvent.END): SendState.OVER,
-}
-
+from kvconnect.orders import GroupBlocks, Hold, Progress
 
 Consumer = tuple[str, str, int]
 """Who fetches: engine id, incarnation, rank."""
@@ -71,19 +21,41 @@ TransferKey = tuple[str, int]
 """A fetch as P knows it: the connection it came over, and D's number for it."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Claims:
-    """Who fetches under a handle: one engine (``owner``), ``consumers`` of its ranks, each of them once.
+@dataclass(eq=False)
+class Lease:
+    """What P computes or holds for the ranks of one engine (``owner``), each of its ``consumers`` once.
 
-    ``epoch`` is another whenever the blocks behind the handle are others, and never 0 where there are any.
+    Computed: ``ready_tokens`` of ``num_tokens`` are, in ``blocks`` by group; ``marks`` are tokens that the
+    device was given, each with what says whether they are computed. Until the request is held it may lose
+    its blocks, and nothing that was sent of them counts. ``epoch`` is another whenever they are others.
+
+    Held: ``hold`` is set, and ``is_computed`` says whether all of it is. The lease ends at ``expires_at``,
+    which may be moved as far as ``last_until``, and not before ``busy_until``, since a library that could not
+    prove that it stopped may read the blocks until then. ``renewers`` are the connections over which a peer
+    renewed it. ``revoked`` says why it is given up before its time.
     """
 
+    handle: str
+    num_tokens: int
+    epoch: int = 0
     owner: str | None = None
     consumers: int | None = None
     served: set[Consumer] = field(default_factory=set)
-    let_go: set[Consumer] = field(default_factory=set)
+    released: set[Consumer] = field(default_factory=set)
     sending: set[TransferKey] = field(default_factory=set)
-    epoch: int = 0
+    ready_tokens: int = 0
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
+    hold: Hold | None = None
+    is_computed: Callable[[], bool] = lambda: False
+    expires_at: float = 0.0
+    last_until: float = 0.0
+    busy_until: float = 0.0
+    renewers: set[str] = field(default_factory=set)
+    revoked: str = ""
+
+    def __str__(self) -> str:
+        return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
         """A rank fetches, and says how many ranks of its engine will.
@@ -93,95 +65,72 @@ class Claims:
         """
         if self.owner not in (None, consumer[0]):
             raise PeerError("another engine has fetched this request")
-        if consumer in self.served or consumer in self.let_go:
+        if consumer in self.served or consumer in self.released:
             raise PeerError("this rank has had this request")
         self.owner, self.consumers = consumer[0], consumers
 
     @property
     def satisfied(self) -> bool:
-        """Everybody who would fetch did, or said that they will not."""
-        ranks = {rank for _, _, rank in self.served | self.let_go}
+        """Every rank that would fetch did, or released it."""
+        ranks = {rank for _, _, rank in self.served | self.released}
         return self.consumers is not None and len(ranks) >= self.consumers
 
-
-@dataclass(eq=False)
-class Lease(Claims):
-    """P's record of one request that it holds.
-
-    ``ready`` says whether its KV is complete on the device. It ends at ``expires_at``, which may be moved as
-    far as ``last_until``. Until ``busy_until`` a library that could not prove that it stopped may still read
-    the blocks. ``renewers`` are the connections over which a peer renewed it. ``revoked`` says why it is
-    given up before its time.
-    """
-
-    order: Hold
-    expires_at: float
-    last_until: float
-    ready: Callable[[], bool]
-    busy_until: float = 0.0
-    renewers: set[str] = field(default_factory=set)
-    revoked: str = ""
-    state: LeaseState = LeaseState.HELD
-
     @property
-    def num_tokens(self) -> int:
-        """Tokens that are held."""
-        return self.order.num_tokens
+    def is_whole(self) -> bool:
+        """The request is held, and all of it is computed."""
+        return self.hold is not None and self.is_computed()
 
-    def move(self, event: LeaseEvent) -> None:
-        """Change state, or raise ``IllegalTransition``."""
-        self.state = next_state(LEASE_TRANSITIONS, self.state, event, f"lease of {self.order.request_id}")
+    def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
+        """Take what is new. False: it does not follow from what is known, and nothing was taken."""
+        for new in order.groups:
+            if new.first_block != len(self.blocks.get(new.group, ())):
+                return False
+        for new in order.groups:
+            self.blocks.setdefault(new.group, []).extend(new.block_ids)
+        self.marks.append((is_computed, order.computed_tokens))
+        return True
 
+    def clear(self, epoch: int) -> None:
+        """Its blocks are lost: what is computed from now on is of another epoch."""
+        self.epoch = epoch
+        self.ready_tokens = 0
+        self.blocks.clear()
+        self.marks.clear()
 
-@dataclass(eq=False)
-class Sending:
-    """P's record of one fetch under way. ``in_flight`` are the bytes of its batches, by their id.
+    def advance(self) -> None:
+        """Take what the device has computed meanwhile."""
+        while self.marks and self.marks[0][0]():
+            self.ready_tokens = max(self.ready_tokens, self.marks.popleft()[1])
 
-    ``claims`` is what is sent: a lease, or a prefill that becomes one meanwhile (``streamed``). ``again``:
-    it ends so that the peer can fetch anew; ``cancelled``: the peer wants it no more. ``due_reported``: for
-    how many chunks the peer knows that slots are of use; None: for all. ``unsettled`` are the generations of
-    landing slots that a batch which was not quiescent may still write.
-    """
+    def differs_from(self, order: Hold) -> str:
+        """Why what was sent is not of what is held now, or nothing."""
+        if order.num_tokens != self.num_tokens:
+            return f"{self.num_tokens} tokens were to be held, {order.num_tokens} are"
+        for held in order.groups:
+            known = self.blocks.get(held.group, ())[held.first_block :]
+            # A null block has left its window since.
+            if any(a and b and a != b for a, b in zip(known, held.block_ids, strict=False)):
+                return f"the blocks of cache group {held.group} are others now"
+        return ""
 
-    key: TransferKey
-    claims: Claims
-    consumer: Consumer
-    peer: str
-    deadline: float
-    started_at: float
-    streamed: bool = False
-    path: str = "direct"
-    copies: int = 0
-    in_flight: dict[int, int] = field(default_factory=dict)
-    total_bytes: int = 0
-    last_ended_at: float = 0.0
-    moving_since: float = 0.0
-    moving_s: float = 0.0
-    error: str = ""
-    again: bool = False
-    cancelled: bool = False
-    quiescent: bool = True
-    due_reported: int | None = None
-    unsettled: list[int] = field(default_factory=list)
-    state: SendState = SendState.MOVING
-
-    def move(self, event: SendEvent) -> None:
-        """Change state, or raise ``IllegalTransition``."""
-        self.state = next_state(
-            SEND_TRANSITIONS, self.state, event, f"transfer {self.key[1]} over {self.key[0]}"
-        )
-
-    def stop(self, reason: str, *, again: bool = False) -> None:
-        """Let it end early. The first reason is the one that is told; ``again``: the peer may fetch anew.
-
-        Raises:
-            IllegalTransition: it was answered already.
-        """
-        self.move(SendEvent.STOP)
-        if not self.error:
-            self.error, self.again = reason, again
-
-    @property
-    def seconds(self) -> float:
-        """What it took; without the time in which there was nothing to send yet."""
-        return self.moving_s if self.streamed else max(0.0, self.last_ended_at - self.started_at)
+    def blocks_of(
+        self, geometry: Sequence[GroupGeometry], start_token: int, stop_token: int
+    ) -> tuple[GroupBlocks, ...]:
+        """The blocks that hold these tokens, by our groups; and the states, once they are held."""
+        known: dict[int, tuple[int, Sequence[int]]]
+        if self.hold is not None:
+            known = {held.group: (held.first_block, held.block_ids) for held in self.hold.groups}
+        else:
+            known = {group: (0, ids) for group, ids in self.blocks.items()}
+        made = []
+        for group in geometry:
+            first, ids = known.get(group.group, (0, ()))
+            if not group.is_state:
+                tokens = group.block_tokens * group.blocks_per_kv_block
+                begin = max(first, start_token // tokens)
+                ids = ids[begin - first : max(begin, div_ceil(stop_token, tokens)) - first]
+                first = begin
+                # What no later token sees may be another request's by now.
+                ids = group.rule.only_kept(ids, first, self.num_tokens, tokens, replay=1)
+            made.append(GroupBlocks(group.group, first, tuple(ids)))
+        return tuple(made)

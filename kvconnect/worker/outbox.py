@@ -9,109 +9,55 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from kvconnect.engine.base import Addresses, Completion
-from kvconnect.errors import KVConnectError
+from kvconnect.errors import PeerError
 from kvconnect.pack.packer import Packer, PackTicket
 from kvconnect.peer.messages import Grant
-from kvconnect.plan.transfer import Plan
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
-from kvconnect.worker.supply import Supply
+from kvconnect.worker.supply import ChunkSupply
 
 Columns = tuple[Addresses, Addresses, Addresses]
+"""Of a batch: source, target and length."""
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A chunk that lies in its landing slot."""
+class PageOutbox:
+    """The direct path: ``copies`` between pages, cut into batches. ``path`` is its name in metrics."""
 
-    chunk: int
-    generation: int
-    length_bytes: int
-    digest: int | None
+    path = "direct"
+    is_packing = False
+    goes_on = True
 
-
-class Outbox(Protocol):
-    """Batches of one sending. ``path`` is what it is called in metrics."""
-
-    path: str
+    def __init__(self, batches: Iterator[Columns], copies: int) -> None:
+        self.copies = copies
+        self._batches = batches
+        self._next = next(batches, None)
 
     @property
     def exhausted(self) -> bool:
         """Every batch was submitted."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Kernels of ours read the blocks, or slots are held."""
-        ...
-
-    @property
-    def goes_on(self) -> bool:
-        """It can be advanced, or will be able to, without anybody telling us."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """Copies that the engine is asked for in all."""
-        ...
-
-    def advance(self, stopping: bool) -> str:
-        """Prepare batches; if ``stopping``, give up what is not submitted. An error, or nothing."""
-        ...
-
-    def peek(self) -> Columns | None:
-        """The batch that can be submitted next, as source, target and length; None if none can now."""
-        ...
-
-    def submitted(self, batch_id: int) -> None:
-        """That batch was given to the engine."""
-        ...
-
-    def ended(self, completion: Completion) -> Arrived | None:
-        """The engine is done with a batch. The chunk that has arrived by it, if it is one."""
-        ...
-
-
-class PageOutbox:
-    """The direct path: a plan, cut into batches."""
-
-    path = "direct"
-
-    def __init__(self, plan: Plan, max_copies: int, max_bytes: int) -> None:
-        self.copies = plan.copies
-        self.busy = False
-        self.goes_on = True
-        self._batches: Iterator[Columns] = plan.batches(max_copies, max_bytes)
-        self._next = next(self._batches, None)
-
-    @property
-    def exhausted(self) -> bool:
-        """See ``Outbox``."""
         return self._next is None
 
-    def advance(self, stopping: bool) -> str:
-        """See ``Outbox``."""
-        return ""
+    def advance(self, stopping: bool) -> None:
+        """Batches are ready as they are."""
 
     def peek(self) -> Columns | None:
-        """See ``Outbox``."""
+        """The batch that can be submitted next, None if none can now."""
         return self._next
 
     def submitted(self, batch_id: int) -> None:
-        """See ``Outbox``."""
+        """That batch was given to the engine."""
         self._next = next(self._batches, None)
 
-    def ended(self, completion: Completion) -> Arrived | None:
-        """See ``Outbox``."""
+    def ended(self, completion: Completion) -> Parcel | None:
+        """The engine is done with a batch, which was no parcel."""
         return None
 
 
 @dataclass(eq=False)
-class _Parcel:
+class Parcel:
     """A chunk in a send slot, on its way to a landing slot."""
 
     chunk: int
@@ -121,32 +67,24 @@ class _Parcel:
     length_bytes: int
 
     def columns(self) -> Columns:
+        """Its batch."""
         numbers = np.array((self.slot.address, self.grant.address, self.length_bytes), dtype=np.int64)
         return numbers[:1], numbers[1:2], numbers[2:]
 
 
 class SlotOutbox:
-    """The packed path: chunks, packed into send slots as places to land are granted.
+    """The packed path: chunks, packed into send slots as landing slots are granted.
 
     Args:
-        packer: made for the peer.
-        supply: the chunks.
-        grants: landing slots to begin with.
         pool: our send slots.
         with_digest: whether chunks are sent with a digest.
-        holder: who is sent to, who may not take all of the send slots.
+        holder: the peer that is sent to, which may not take all of the send slots.
     """
 
     path = "packed"
 
     def __init__(
-        self,
-        packer: Packer,
-        supply: Supply,
-        grants: Sequence[Grant],
-        pool: SlotPool,
-        with_digest: bool,
-        holder: str,
+        self, packer: Packer, supply: ChunkSupply, pool: SlotPool, with_digest: bool, holder: str
     ) -> None:
         self.copies = supply.count
         self._packer = packer
@@ -155,11 +93,9 @@ class SlotOutbox:
         self._pool = pool
         self._holder = holder
         self._with_digest = with_digest
-        self._kernels: deque[_Parcel] = deque()
-        self._filled: deque[_Parcel] = deque()
-        self._in_flight: dict[int, _Parcel] = {}
-        self._lost: list[tuple[Slot, int]] = []
-        self.unneeded = self.grant(grants)
+        self._kernels: deque[Parcel] = deque()
+        self._filled: deque[Parcel] = deque()
+        self._in_flight: dict[int, Parcel] = {}
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
         """The peer lends more slots. Those for which no chunk can be packed yet are returned, not kept."""
@@ -173,90 +109,72 @@ class SlotOutbox:
         """How many chunks, in all, can be packed by now."""
         return self._supply.due
 
-    def take_lost(self) -> list[tuple[Slot, int]]:
-        """Send slots that the engine may still read, each with the generation of the landing slot that it
-        may still write. Each is given out once, to be kept unused.
-        """
-        lost, self._lost = self._lost, []
-        return lost
-
     @property
     def exhausted(self) -> bool:
-        """See ``Outbox``."""
-        return self._supply.is_over and not self._kernels and not self._filled
+        """Every chunk was taken to be packed."""
+        return self._supply.is_over
 
     @property
-    def busy(self) -> bool:
-        """See ``Outbox``."""
+    def is_packing(self) -> bool:
+        """Kernels of ours read the blocks, or slots are filled that were not submitted."""
         return bool(self._kernels or self._filled)
 
     @property
     def goes_on(self) -> bool:
-        """See ``Outbox``."""
-        if self._kernels or self._filled:
+        """It can be advanced, or will be able to, without a message or a completion."""
+        if self.is_packing:
             return True
         # Without a grant it waits for the device, whose end wakes no thread, or for the peer's message.
         return self._supply.is_due and (bool(self._grants) or not self._supply.has_next)
 
-    def advance(self, stopping: bool) -> str:
-        """See ``Outbox``."""
+    def advance(self, stopping: bool) -> None:
+        """Pack what can be packed; if ``stopping``, give up what is not submitted.
+
+        Raises:
+            PeerError: a slot that was granted is too small for its chunk.
+        """
         while self._kernels and self._kernels[0].ticket.done:
             self._filled.append(self._kernels.popleft())
         if stopping:
             for parcel in self._filled:
                 self._pool.move(parcel.slot, SlotEvent.RETURN)
             self._filled.clear()
-            return ""
-        error = ""
-        # A send slot is taken only together with a place to land: no sending waits while holding one.
-        while not error and self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
-            error = self._pack_next()
-        return error
+            return
+        # A send slot is taken only together with a landing slot: no sending waits while holding one.
+        while self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
+            self._pack_next()
 
-    def _pack_next(self) -> str:
+    def _pack_next(self) -> None:
         grant = self._grants.popleft()
-        try:
-            chunk, staged = self._supply.take()
-        except Exception as error:
-            return _cannot_pack(error)
-        if grant.length_bytes < staged.total_bytes:
-            return (
-                f"chunk {chunk} has {staged.total_bytes} bytes, the slot that was granted "
-                f"has {grant.length_bytes}"
+        chunk, staged = self._supply.take()
+        length_bytes = staged.total_bytes
+        if grant.length_bytes < length_bytes:
+            raise PeerError(
+                f"chunk {chunk} has {length_bytes} bytes, the slot that was granted has {grant.length_bytes}"
             )
         slot = self._pool.take(SlotEvent.PACK, self._holder)
         try:
             ticket = self._packer.pack(slot.address, staged, grant.generation if self._with_digest else None)
-        except Exception as error:
+        except Exception:
             self._pool.move(slot, SlotEvent.RETURN)
-            return _cannot_pack(error)
-        self._kernels.append(_Parcel(chunk, slot, grant, ticket, staged.total_bytes))
-        return ""
+            raise
+        self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes))
 
     def peek(self) -> Columns | None:
-        """See ``Outbox``."""
+        """The batch that can be submitted next, None if none can now."""
         return self._filled[0].columns() if self._filled else None
 
     def submitted(self, batch_id: int) -> None:
-        """See ``Outbox``."""
+        """That batch was given to the engine."""
         parcel = self._filled.popleft()
         self._pool.move(parcel.slot, SlotEvent.SUBMIT)
         self._in_flight[batch_id] = parcel
 
-    def ended(self, completion: Completion) -> Arrived | None:
-        """See ``Outbox``."""
+    def ended(self, completion: Completion) -> Parcel:
+        """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
-        if not completion.quiet:
-            self._pool.move(parcel.slot, SlotEvent.LOSE)
-            self._lost.append((parcel.slot, parcel.grant.generation))
-            return None
-        self._pool.move(parcel.slot, SlotEvent.RETURN)
-        if not completion.ok:
-            return None
-        return Arrived(parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest)
+        self._pool.move(parcel.slot, SlotEvent.RETURN if completion.quiet else SlotEvent.LOSE)
+        return parcel
 
 
-def _cannot_pack(error: Exception) -> str:
-    """Whatever it is, a device out of memory included, only this request is lost by it."""
-    what = str(error) if isinstance(error, KVConnectError) else f"{type(error).__name__}: {error}"
-    return f"a chunk cannot be packed: {what}"
+Outbox = PageOutbox | SlotOutbox

@@ -6,17 +6,17 @@ when nothing reads its blocks any more.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Hold, Progress, Withdraw
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
+    MAX_HANDLES,
     Alive,
     Cancel,
     CreditGrant,
@@ -29,12 +29,11 @@ from kvconnect.peer.messages import (
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.worker.fetch_service import FetchService
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
-from kvconnect.worker.lease_book import LeaseBook, answer_renewal
-from kvconnect.worker.leases import Lease, LeaseEvent
+from kvconnect.worker.lease_book import LeaseBook
+from kvconnect.worker.leases import Lease
 from kvconnect.worker.local import Local
 from kvconnect.worker.pending_fetches import PendingFetch
 from kvconnect.worker.reports import Reports
-from kvconnect.worker.streaming_prefill import StreamingPrefill, StreamingPrefills
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +54,11 @@ class PrefillSide:
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
-        epochs = itertools.count(randomness.randrange(1, 1 << 61))
-        self.book = LeaseBook(config, epochs, self._lease_ended, metrics)
-        self.streaming = StreamingPrefills(epochs)
+        self.book = LeaseBook(config, self._lease_ended, metrics, randomness)
         self.inbound_peers = InboundPeers(
             config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
         )
-        self.fetches = FetchService(config, local, self.book, self.streaming, self.inbound_peers, metrics)
+        self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self._config = config
         self._reports = reports
@@ -87,59 +84,44 @@ class PrefillSide:
     def withdraw(self, order: Withdraw) -> None:
         """Nothing comes of a prefill: fetches that wait for it are answered when time next passes."""
         self._void(order.handle, order.reason)
-        self._cut_short(self.streaming.pop(order.handle), order.reason, again=False)
+        self._cut_short(self.book.streaming.pop(order.handle, None), order.reason, again=False)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """A prefill went on: what is computed of it can be sent."""
         if order.handle in self.pending.expected:
-            broken = self.streaming.progress(order, is_computed)
+            broken = self.book.progress(order, is_computed)
             self._cut_short(broken, "the prefill's blocks are not known", again=True)
 
     def preempted(self, handle: str) -> None:
         """A prefill lost its blocks: nothing that was sent of it counts."""
-        self._cut_short(self.streaming.preempted(handle), "the prefill was preempted", again=True)
+        self._cut_short(self.book.preempted(handle), "the prefill was preempted", again=True)
 
-    def hold(self, order: Hold, ready: Callable[[], bool], now: float) -> None:
+    def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
         """Begin a lease, unless everybody who would fetch has said already that they will not."""
         if self._draining:
             self._void(order.handle, self._draining)
             self._reports.sent(order.request_id)
             return
-        lease = self.book.hold(order, ready, now)
+        lease, difference = self.book.hold(order, is_computed, now)
         if lease is None:
             # The other one goes on, and this one's blocks are free.
             self._reports.sent(order.request_id)
             return
-        said, prefill = self.pending.hold(order.handle), self.streaming.pop(order.handle)
-        if prefill is not None:
-            self._take_over(lease, prefill)
-        if said is not None and lease.owner in (None, said.owner):
-            lease.owner, lease.consumers = said.owner, said.consumers
-            lease.let_go |= said.ranks
+        self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
+        if difference:
+            self._cut_short(lease, difference, again=True)
+        early = self.pending.hold(order.handle)
+        if early is not None and lease.owner in (None, early.owner):
+            lease.owner, lease.consumers = early.owner, early.consumers
+            lease.released |= early.ranks
         for link in sorted(self.pending.watchers(order.handle)):
             lease.renewers.add(link)
             self.inbound_peers.tell((link, -1), Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
 
-    def _take_over(self, lease: Lease, prefill: StreamingPrefill) -> None:
-        """What is being sent of a prefill is sent of a lease from now on."""
-        lease.owner, lease.consumers = prefill.owner, prefill.consumers
-        for key in prefill.sending:
-            sending = self.sender.sendings[key]
-            sending.claims = lease
-            lease.sending.add(key)
-            lease.move(LeaseEvent.FETCH)
-            self._metrics.streamed_bytes.inc(sending.total_bytes)
-        reason = prefill.differs_from(lease.order)
-        if reason:
-            self._cut_short(prefill, reason, again=True)
-        else:
-            lease.epoch = prefill.epoch
-        prefill.hold, prefill.is_computed = lease.order, lease.ready
-
-    def _cut_short(self, prefill: StreamingPrefill | None, reason: str, *, again: bool) -> None:
+    def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
         """What is being sent of a prefill is of no use any more; ``again``: until it is computed anew."""
-        for key in prefill.sending if prefill is not None else ():
+        for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
     def drain(self, now: float) -> None:
@@ -153,9 +135,9 @@ class PrefillSide:
 
         What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
         """
-        for handle in list(self.streaming.handles):
+        for handle in list(self.book.streaming):
             self.pending.end(handle, reason)
-            self._cut_short(self.streaming.pop(handle), reason, again=False)
+            self._cut_short(self.book.streaming.pop(handle), reason, again=False)
         self.book.revoke(reason)
         self.inbound_peers.introduce_anew()
 
@@ -197,8 +179,7 @@ class PrefillSide:
                 self._release(inbound, release, now)
             case Received(message=Renew(handles=handles)):
                 if (peer := inbound.session.peer) is not None:
-                    answer = answer_renewal(self.book, self.pending, handles, peer.engine_id, link, now)
-                    inbound.session.send(answer)
+                    inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
             case Misused(reason=reason):
@@ -217,11 +198,10 @@ class PrefillSide:
         self.fetches.advance(now)
         self.book.advance(now)
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self, now: float) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        drained_at = self._drained_at if self._draining and not self.drained else None
-        times = (drained_at, self.book.next_deadline(), self.fetches.next_deadline(now))
-        return min((time for time in times if time is not None), default=None)
+        drained_at = math.inf if self.drained else self._drained_at
+        return min(drained_at, self.fetches.next_deadline(now))
 
     # What the above is made of
 
@@ -233,16 +213,36 @@ class PrefillSide:
         if lease is None:
             self.pending.refuse(message.handle, consumer, message.consumers, now)
             return
-        self.book.let_go(lease, consumer, message.consumers, now)
+        self.book.release(lease, consumer, message.consumers, now)
+
+    def _renewed(self, handles: Sequence[str], engine_id: str, link: str, now: float) -> Renewed:
+        """A peer will still fetch these, as soon as it is their turn: what is so of each."""
+        epochs: list[tuple[str, int]] = []
+        over: list[tuple[str, str]] = []
+        unknown: list[str] = []
+        for handle in dict.fromkeys(handles[:MAX_HANDLES]):
+            lease = self.leases.get(handle)
+            reason = self.pending.reason(handle) if lease is None else None
+            if lease is not None:
+                reason = self.book.renew(lease, engine_id, link, now) or None
+            if reason is not None:
+                over.append((handle, reason))
+            elif lease is not None:
+                epochs.append((handle, lease.epoch))
+            else:
+                self.pending.watch(handle, link)
+                if handle not in self.pending.expected:
+                    unknown.append(handle)
+        return Renewed(tuple(epochs), tuple(over), tuple(unknown))
 
     def _lease_ended(self, lease: Lease, reason: str) -> None:
         """A lease is over: peers that still count on it get a message."""
-        handle = lease.order.handle
         text = f"the request is no longer held: {reason}"
-        self.pending.end(handle, text)
-        self._reports.sent(lease.order.request_id)
+        self.pending.end(lease.handle, text)
+        if lease.hold is not None:
+            self._reports.sent(lease.hold.request_id)
         if not lease.satisfied:
-            self._tell_over(handle, text, lease.renewers)
+            self._tell_over(lease.handle, text, lease.renewers)
 
     def _void(self, handle: str, reason: str) -> None:
         """Nothing is held under a handle, nor will be."""

@@ -6,8 +6,8 @@ import logging
 
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
-from kvconnect.worker.leases import Lease, Sending
 from kvconnect.worker.loads import LoadRecord
+from kvconnect.worker.sender import Sending
 
 logger = logging.getLogger(__name__)
 
@@ -19,16 +19,14 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
     """A fetch that P served is over."""
     ok = not sending.error
     metrics.transfers.labels("sent", _sent_outcome(sending)).inc()
-    metrics.transfer_bytes.labels("sent", sending.path).inc(sending.total_bytes)
-    metrics.copies.labels("sent", sending.path).inc(sending.copies)
+    metrics.transfer_bytes.labels("sent", sending.outbox.path).inc(sending.total_bytes)
+    metrics.copies.labels("sent", sending.outbox.path).inc(sending.outbox.copies)
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
     if ok and sending.streamed:
         metrics.streamed.inc()
     if not ok and not sending.cancelled:
         metrics.failures.labels("preempted" if sending.again else "send").inc()
-        claims = sending.claims
-        what = f"request {claims.order.request_id}" if isinstance(claims, Lease) else "an unfinished prefill"
-        logger.warning("%s could not be sent: %s", what, sending.error)
+        logger.warning("%s could not be sent: %s", sending.lease, sending.error)
 
 
 def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:

@@ -220,12 +220,8 @@ class TransferThread:
         sends = self.prefill.fetches.busy
         if not sends and not self._receives:
             self._polls_without_progress = 0
-            deadlines = [
-                deadline
-                for deadline in (self.decode.next_deadline(), self.prefill.next_deadline(now))
-                if deadline is not None
-            ]
-            earliest = min(deadlines, default=now + _LONGEST_SLEEP_S)
+            loads, leases = self.decode.next_deadline(), self.prefill.next_deadline(now)
+            earliest = leases if loads is None else min(loads, leases)
             return min(max(_LONG_NAP_S, earliest - now), _LONGEST_SLEEP_S)
         self._polls_without_progress = 0 if progress else self._polls_without_progress + 1
         if progress:

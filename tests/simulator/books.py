@@ -59,7 +59,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("leases", len(prefill.leases)),
             ("expected prefills", len(prefill.pending.expected)),
             ("waiting fetches", len(prefill.pending)),
-            ("growing prefills", len(prefill.streaming)),
+            ("streaming prefills", len(prefill.book.streaming)),
             ("sendings", len(prefill.sender.sendings)),
             ("send slots", prefill.sender.slots_taken),
             ("loads", len(decode.loads)),

@@ -13,8 +13,10 @@ from kvconnect.scheduler.decode import DecodeRequests
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
+from kvconnect.worker.fetch_service import FetchService
 from kvconnect.worker.landing import LandingBay
-from kvconnect.worker.leases import Claims, Lease, LeaseEvent
+from kvconnect.worker.lease_book import LeaseBook
+from kvconnect.worker.leases import Lease
 from kvconnect.worker.loads import RankFetch, RankFetchState
 from kvconnect.worker.pending_fetches import PendingFetches
 from kvconnect.worker.prefill_side import PrefillSide
@@ -22,7 +24,6 @@ from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
-from kvconnect.worker.streaming_prefill import StreamingPrefill
 from kvconnect.worker.transfer_thread import TransferThread
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
@@ -33,10 +34,15 @@ MOST_SEEDS = 300
 
 def frees_while_sending(patch):
     """P lets go of blocks as soon as somebody asks for them."""
-    move = Lease.move
-    held = (LeaseEvent.FETCH, LeaseEvent.LAST_ENDED)
-    patch.setattr(Lease, "move", lambda self, event: None if event in held else move(self, event))
-    patch.setattr(Claims, "satisfied", property(lambda self: self.consumers is not None))
+    end_if_due = LeaseBook.end_if_due
+
+    def end_also_while_sending(self, lease, now):
+        sending, lease.sending = lease.sending, set()
+        end_if_due(self, lease, now)
+        lease.sending = sending
+
+    patch.setattr(LeaseBook, "end_if_due", end_also_while_sending)
+    patch.setattr(Lease, "satisfied", property(lambda self: self.consumers is not None))
 
 
 def reports_before_quiet(patch):
@@ -113,8 +119,8 @@ def gives_a_handle_twice(patch):
     def claim(self, consumer, consumers):
         self.owner, self.consumers = consumer[0], consumers
 
-    patch.setattr(Claims, "claim", claim)
-    patch.setattr(Claims, "satisfied", property(lambda self: False))
+    patch.setattr(Lease, "claim", claim)
+    patch.setattr(Lease, "satisfied", property(lambda self: False))
 
 
 def reads_expired_handles(patch):
@@ -169,9 +175,9 @@ def trusts_lost_blocks(patch):
                 self.blocks.setdefault(news.group, []).extend(news.block_ids)
         return True
 
-    patch.setattr(StreamingPrefill, "add", add)
+    patch.setattr(Lease, "add", add)
     patch.setattr(PrefillSide, "preempted", lambda self, order: None)
-    patch.setattr(PrefillSide, "_cut_short", lambda self, growing, reason, again: None)
+    patch.setattr(PrefillSide, "_cut_short", lambda self, lease, reason, again: None)
 
 
 def keeps_leases_for_ever(patch):
@@ -193,14 +199,14 @@ def never_pauses(patch):
 
 def raises(patch):
     """A message is met by an error of ours."""
-    grant, count = Sender.grant, itertools.count(1)
+    granted, count = FetchService.granted, itertools.count(1)
 
-    def fail(self, key, grants):
+    def fail(self, key, message):
         if not next(count) % 5:
             raise KeyError(key)
-        grant(self, key, grants)
+        granted(self, key, message)
 
-    patch.setattr(Sender, "grant", fail)
+    patch.setattr(FetchService, "granted", fail)
 
 
 def waits_too_long(patch):

@@ -201,7 +201,7 @@ class SimWorker:
 
     def device_moved(self) -> None:
         """A kernel has run: nobody is told, but who looks all the time sees it, or looks just now."""
-        if self._is_polling or len(self.transfers.prefill.streaming):
+        if self._is_polling or self.transfers.prefill.book.streaming:
             self.wake()
 
     def step(self) -> None:

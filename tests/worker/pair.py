@@ -207,7 +207,7 @@ class FakeWorker:
             SlotState.OURS: unpacking,
             SlotState.QUARANTINED: lost,
         }
-        outboxes = [box for box in sender._outboxes.values() if box.path == "packed"]
+        outboxes = [sent.outbox for sent in sender.sendings.values() if sent.outbox.path == "packed"]
         ours = {id(parcel.slot) for box in outboxes for parcel in (*box._kernels, *box._filled)}
         theirs = {id(parcel.slot) for box in outboxes for parcel in box._in_flight.values()}
         assert _by_state(self.send) == {
@@ -223,14 +223,12 @@ class FakeWorker:
         prefill, decode = self.transfers.prefill, self.transfers.decode
         assert not prefill.leases
         assert not prefill.sender.sendings
-        assert not prefill.sender._outboxes
         assert not prefill.sender._batches
-        assert not prefill.sender._of_peer
         assert not prefill.sender._in_flight_bytes
         assert not prefill.fetches.busy
         assert not prefill.pending
         assert not prefill.pending.expected
-        assert len(prefill.streaming) == 0
+        assert not prefill.book.streaming
         assert not decode.loads
         assert len(decode.rank_fetches) == 0
         assert not decode.waiting_for_writes

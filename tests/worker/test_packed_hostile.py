@@ -293,8 +293,8 @@ def test_more_slots_than_chunks_are_not_kept():
     insert(pair, Fetch, lambda fetch: [fetch, *[CreditGrant(fetch.transfer_id, flood)] * 20])
     pair.start()
     pair.settle()
-    (outbox,) = pair.prefill.transfers.prefill.sender._outboxes.values()
-    assert len(outbox._grants) <= 2
+    (sending,) = pair.prefill.transfers.prefill.sender.sendings.values()
+    assert len(sending.outbox._grants) <= 2
     pair.prefill.engine.release()
     pair.settle()
     assert pair.landed()

@@ -275,15 +275,15 @@ def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
     for number in range(3):
         pair.start(f"r{number}", *blocks(number))
     sender = pair.prefill.transfers.prefill.fetches.sender
-    while not sender._outboxes:
+    while not sender.sendings:
         pair.prefill.step(pair.clock())
         pair.decode.step(pair.clock())
-    broken = next(iter(sender._outboxes))
+    broken = next(iter(sender.sendings.values()))
 
     def advance(stopping):
         raise RuntimeError("an illegal memory access")
 
-    sender._outboxes[broken].advance = advance
+    broken.outbox.advance = advance
     pair.run(pair.decode.transfers.decode._config.load_timeout_s + 45, step_s=0.5)
     assert len(pair.decode.received) == 3
     ((_, reason),) = pair.decode.failed.items()

@@ -46,7 +46,7 @@ def idle(pair):
     pair.settle(2)
     pair.assert_idle()
     for worker in pair.workers:
-        assert not len(worker.transfers.prefill.streaming)
+        assert not worker.transfers.prefill.book.streaming
 
 
 def test_chunks_land_as_they_are_computed(pair):

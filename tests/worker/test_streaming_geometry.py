@@ -18,8 +18,8 @@ from kvconnect.orders import GroupBlocks, Hold, Orders, Progress
 from kvconnect.peer.messages import Landed
 from kvconnect.plan.chunks import Chunk, Chunker, TokenSpan
 from kvconnect.plan.wire import Wire, WireStream
-from kvconnect.worker.streaming_prefill import StreamingPrefill
-from kvconnect.worker.supply import StreamedChunks
+from kvconnect.worker.leases import Lease
+from kvconnect.worker.supply import ChunkSupply
 from tests.worker.ranks import Ranks
 from tests.worker.shapes import Model, Truth, same_blocks
 from tests.worker.test_packed_geometry import models, shapes
@@ -119,7 +119,7 @@ def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupB
         assert worker.cache.differences(prefill.truth, blocks) == []
         for name, now in worker.cache.outside(blocks).items():
             assert (kept[name] == now).all(), f"{name}: blocks of others were written"
-    assert all(len(worker.transfers.prefill.streaming) == 0 for worker in ranks.prefill)
+    assert all(not worker.transfers.prefill.book.streaming for worker in ranks.prefill)
 
 
 @settings(max_examples=80)
@@ -254,15 +254,15 @@ def test_what_a_window_has_left_is_not_read_any_more():
 def test_a_row_of_several_tokens_is_sent_once_the_last_of_them_is_computed():
     stream = WireStream("l", 0, 0, False, 0, None, row_tokens=4, head_bytes=64, width_bytes=64, word_bytes=8)
     packer = SimpleNamespace(chunker=Chunker(Wire("pages", (stream,))))
-    growing = StreamingPrefill("handle", 11)
+    lease = Lease("handle", 11)
     chunks = [Chunk(0, 1, (TokenSpan(0, 0, 6),)), Chunk(0, 1, (TokenSpan(0, 8, 11),))]
-    supply = StreamedChunks(growing, packer, (), chunks)
-    growing.ready_tokens = 7
+    supply = ChunkSupply(lease, packer, (), chunks)
+    lease.ready_tokens = 7
     assert not supply.has_next
-    growing.ready_tokens = 8
+    lease.ready_tokens = 8
     assert supply.has_next
-    supply = StreamedChunks(growing, packer, (), chunks[1:])
-    growing.ready_tokens = 10
+    supply = ChunkSupply(lease, packer, (), chunks[1:])
+    lease.ready_tokens = 10
     assert not supply.has_next
-    growing.ready_tokens = 11
+    lease.ready_tokens = 11
     assert supply.has_next, "the last row is never full"

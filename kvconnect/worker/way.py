@@ -1,0 +1,111 @@
+"""How an inbound peer's cache is reached: the paths that are open, and which of them is cheaper."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import LayoutError
+from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks
+from kvconnect.pack.packer import Packer
+from kvconnect.peer.messages import Fetch, Introduction
+from kvconnect.plan.align import TableAlignment, align_tables
+from kvconnect.plan.cost import LinkCost, fit
+from kvconnect.plan.transfer import plan_size
+from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
+from kvconnect.worker.local import Local
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Way:
+    """The paths to one peer, worked out when it first fetches. ``name`` is the engine's for the peer.
+
+    ``direct`` and ``packer`` are None where that path is closed; ``refusals`` say why. Where both are
+    open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
+    tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
+    """
+
+    name: str
+    direct: TableAlignment | None = None
+    packer: Packer | None = None
+    cost: LinkCost | None = None
+    probe: ProbeOutbox | None = None
+    refusals: dict[str, str] = field(default_factory=dict)
+    slot_bytes: int = 0
+
+    @property
+    def closed(self) -> str:
+        """Why each path that is closed is."""
+        return "; ".join(f"{path}: {why}" for path, why in self.refusals.items())
+
+    def prefers_packed(self, held: tuple[GroupBlocks, ...], fetch: Fetch) -> bool:
+        """Whether a request is cheaper by slots than page by page, where both are open."""
+        if self.direct is None or self.packer is None:
+            return self.direct is None
+        cost = self.cost or LinkCost()
+        direct = plan_size(self.direct, held, fetch.groups, fetch.num_tokens)
+        packed_bytes = sum(self.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
+        choice = cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks))
+        return choice.path == "packed"
+
+    def calibrated(self, local: Local, error: str, metrics: Metrics) -> None:
+        """The probe is over, with an error or without: what it showed is what the link costs."""
+        samples = self.probe.samples if self.probe is not None else []
+        pack = local.pack_bytes_per_s
+        # Without a GPU our one thread packs, and most engines copy in it too.
+        overlaps = local.stream is not None
+        self.cost = LinkCost(fit(samples) if samples else None, pack, pack, overlaps=overlaps)
+        self.probe = None
+        if error:
+            metrics.failures.labels("calibration").inc()
+            logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+        logger.info("the link to %s: %s", self.name, self.cost.describe())
+        believed = self.cost.as_metrics()
+        for what, gauge in metrics.link.items():
+            gauge.set(believed[what])
+
+
+def owner_name(peer: Introduction) -> str:
+    """One rank of one process."""
+    return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
+
+
+def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction) -> Way:
+    """The paths to a peer that are open on both sides.
+
+    The engine's name of it has the card in it, so that nothing to its memory as it was registered before goes
+    on under another one.
+    """
+    way = Way(f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")
+    way.slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
+    if config.path == "packed":
+        way.refusals["direct"] = "this node's path is 'packed'"
+    else:
+        try:
+            way.direct = align_tables(ours.table, peer.table)
+        except LayoutError as error:
+            way.refusals["direct"] = str(error)
+    if not way.slot_bytes:
+        way.refusals["packed"] = f"the {'decode' if ours.slot_bytes else 'prefill'} node has no slots"
+    else:
+        try:
+            way.packer = local.packer(ours, peer, "source", config.convert_dtype)
+        except LayoutError as error:
+            way.refusals["packed"] = str(error)
+    if way.direct is not None and way.packer is not None:
+        scratch_bytes, page_bytes = (
+            min(ours.scratch_bytes, peer.scratch_bytes),
+            typical_page_bytes(way.direct),
+        )
+        max_copies = local.engine.capabilities.max_copies
+        if scratch_bytes < page_bytes:
+            way.cost = LinkCost()
+        else:
+            source, target = ours.scratch_address, peer.scratch_address
+            way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)
+    return way
