@@ -17,6 +17,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import OffloadReport, Orders, Results
 from kvconnect.scheduler.stack import Computed, Step
 
@@ -46,13 +47,14 @@ class Keeping:
     def __init__(self, running: int, changed: int) -> None:
         self.changed = changed
         self._serial = 0
+        groups = [KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))]
         self.half = SchedulerComposite(
             None,
             OffloadScheduler(
                 OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
-                [KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))],
+                groups,
+                HitRequirements.of(groups, [0], _BLOCK_TOKENS),
                 hashes=_hashes,
-                align_tokens=_BLOCK_TOKENS,
                 row_bytes={0: _ROW_BYTES},
                 clock=time.monotonic,
             ),

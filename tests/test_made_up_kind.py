@@ -24,6 +24,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LayoutError
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.orders import GroupBlocks, Progress
 from kvconnect.pack.packer import Packer
@@ -238,11 +239,11 @@ class Stack:
         self.half = OffloadScheduler(
             config,
             self.side.config.groups,
+            HitRequirements.of(self.side.config.groups, self.worker.row_bytes, 4),
             hashes=lambda request, size: [
                 sha256(repr(request.every[:end]).encode()).digest()
                 for end in range(size, request.num_tokens + 1, size)
             ],
-            align_tokens=4,
             row_bytes=self.worker.row_bytes,
             clock=time.monotonic,
         )

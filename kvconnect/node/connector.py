@@ -18,6 +18,7 @@ from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
@@ -79,10 +80,9 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
             scheduler.offload = OffloadScheduler(
                 config.extra.offload,
                 cache.config.groups,
+                HitRequirements.of(cache.config.groups, offload.row_bytes, align_tokens(cache.config)),
                 hashes=_content_hashes,
-                align_tokens=align_tokens(cache.config),
                 row_bytes=offload.row_bytes,
-                lower_tiers=offload.lower_tiers,
                 clock=time.monotonic,
             )
             state = _state_of(scheduler.offload, offload)

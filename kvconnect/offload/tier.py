@@ -12,11 +12,24 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvconnect.config import OffloadConfig
+
 Content = tuple[int, bytes]
 """What a row holds: the cache group, and the hash of the tokens up to the end of the block."""
 
 MAX_HASH_BYTES = 64
 """The longest hash that a tier takes."""
+
+DISK = "disk"
+STORE = "store"
+
+SOUGHT = frozenset({STORE})
+"""The tiers that keep no index here: they never report what they have got, and must be asked."""
+
+
+def lower_tier_names(config: OffloadConfig) -> tuple[str, ...]:
+    """The tiers below host memory, nearest first. Both halves of a connector know them by these names."""
+    return tuple(name for name, is_named in ((DISK, config.disk_path), (STORE, config.store)) if is_named)
 
 
 class TierRow(NamedTuple):

@@ -14,7 +14,6 @@ from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.scheduler.half import OffloadScheduler
-from kvconnect.offload.tiers import lower_tier_names
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
@@ -24,10 +23,9 @@ from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
-    align_tokens,
     draft_groups,
     hash_block_tokens,
-    least_rows,
+    hit_requirements,
     offload_cache,
     offload_config,
     stack_facts,
@@ -71,12 +69,10 @@ def make_scheduler_half(
         offload = OffloadScheduler(
             extra.offload,
             offload_config(kv_cache_config).groups,
+            hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
-            align_tokens=align_tokens(kv_cache_config),
             row_bytes=_same_rows(workers),
-            draft_groups=draft_groups(vllm_config, kv_cache_config),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-            lower_tiers=lower_tier_names(extra.offload),
             clock=time.monotonic,
         )
     return SchedulerComposite(transfer, offload)
@@ -142,7 +138,7 @@ def make_worker_half(
             weights=weights,
             rank=rank,
             world_size=world_size,
-            least_rows=least_rows(config.extra.offload, kv_cache_config),
+            least_rows=hit_requirements(kv_cache_config).least_rows(config.extra.offload.min_tokens),
         )
         offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     return WorkerComposite(transfer, offload)

@@ -11,16 +11,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
 from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import OffloadConfig, TransferConfig
+from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements, hit_groups
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
@@ -102,11 +102,10 @@ def offload_config(kv_cache_config: Any) -> KVCacheConfig:
     return _only(config, kept_groups(kv_cache_config))
 
 
-def least_rows(config: OffloadConfig, kv_cache_config: Any) -> dict[int, int]:
-    """By group the rows without which there is never a hit: a worker refuses less memory when it starts."""
+def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
+    """What hits need of the groups that are kept."""
     groups, align = offload_config(kv_cache_config).groups, align_tokens(kv_cache_config)
-    kept = hit_groups(groups, kept_groups(kv_cache_config), align)
-    return HitRequirements(kept, align).least_rows(config.min_tokens)
+    return HitRequirements.of(groups, kept_groups(kv_cache_config), align, drafts)
 
 
 def offload_cache(cache: VllmCache, kv_cache_config: Any) -> VllmCache:

@@ -10,6 +10,7 @@ import random
 
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_model import ROW_BYTES, Clock, Device, Kind, Req
 from tests.offload.half_ranks import GARBAGE, Ranks
@@ -66,15 +67,15 @@ class Stack:
             store="s:1" if "store" in tiers else "",
             **settings,
         )
+        groups = [kind.spec() for kind in kinds]
+        drafts_at = [index for index, kind in enumerate(kinds) if kind.is_draft]
         self.half = OffloadScheduler(
             config,
-            [kind.spec() for kind in kinds],
+            groups,
+            HitRequirements.of(groups, range(len(kinds)), align, drafts_at),
             hashes=self.hashes,
-            align_tokens=align,
             row_bytes={index: kind.row_bytes for index, kind in enumerate(kinds)},
-            draft_groups=[index for index, kind in enumerate(kinds) if kind.is_draft],
             num_ranks=num_ranks,
-            lower_tiers=tiers,
             clock=self.clock,
         )
         self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)

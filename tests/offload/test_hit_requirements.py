@@ -196,9 +196,7 @@ def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length
             # Prompts that share less of it, too: each ends where another one of them begins to differ.
             for cut in range(len(prompt) + 1):
                 boundary = hit(requirements, cut - 1, has) if cut else 0
-                useful |= {
-                    (g, at) for g, spans in requirements.needed(boundary).items() for s in spans for at in s
-                }
+                useful |= {(g.group, at) for g in groups for span in g.needed(boundary) for at in span}
         assert {(group, position) for group, position, _ in kept} <= useful
         # The same prompt gets all but what its last token, and the draft's next block, leave out.
         ahead = 4 if is_draft else 0
@@ -211,10 +209,10 @@ def test_every_content_that_is_kept_can_be_part_of_a_hit_for_every_prompt_length
 @given(mixes(), st.integers(0, 4), st.integers(0, 4))
 def test_what_is_at_hand_is_not_needed(mix, boundary, start):
     groups, align = mix
-    requirements, oracle = HitRequirements(groups, align), Oracle(groups, align, 0)
+    oracle = Oracle(groups, align, 0)
     boundary, start = boundary * align, start * align
     for group in groups:
-        assert [at for part in requirements.needed(boundary, start)[group.group] for at in part] == [
+        assert [at for part in group.needed(boundary, start) for at in part] == [
             position
             for position in range(start // group.block_tokens, boundary // group.block_tokens)
             if oracle.reads(group, position, boundary)
@@ -222,16 +220,18 @@ def test_what_is_at_hand_is_not_needed(mix, boundary, start):
 
 
 def test_a_window_of_one_token_needs_no_block():
-    requirements = HitRequirements((HitGroup(0, 4, Window(1)),), 4)
-    assert requirements.needed(8) == {0: ()}
+    group = HitGroup(0, 4, Window(1))
+    requirements = HitRequirements((group,), 4)
+    assert group.needed(8) == ()
     assert hit(requirements, 9, lambda group, position: False) == 8
 
 
 @pytest.mark.parametrize("window", range(1, 40))
 def test_the_least_rows_are_what_the_longest_tail_needs(window):
     for rule in (Window(window), Chunked(4 * window), Sinks(window, 5)):
-        requirements = HitRequirements((HitGroup(0, 4, rule),), 8)
-        needed = (requirements.needed(boundary)[0] for boundary in range(8, 800, 8))
+        group = HitGroup(0, 4, rule)
+        requirements = HitRequirements((group,), 8)
+        needed = (group.needed(boundary) for boundary in range(8, 800, 8))
         most = max(1, *(sum(map(len, parts)) for parts in needed))
         # Of a chunk no boundary need see the most.
         assert requirements.least_rows()[0] == most or (

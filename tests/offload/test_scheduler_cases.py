@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
-from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import OffloadReport, Results
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
-from tests.offload.half_kit import Clock, Kind, Stack
+from tests.offload.half_kit import Kind, Stack
 
 FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
@@ -445,14 +444,7 @@ def test_too_little_memory_for_one_hit_is_said():
 
 def test_block_sizes_that_do_not_align_are_said():
     with pytest.raises(ConfigError, match="prefix caching"):
-        OffloadScheduler(
-            OffloadConfig(cpu_bytes=1 << 20),
-            [Kind(16).spec()],
-            hashes=lambda view, size: [],
-            align_tokens=24,
-            row_bytes={0: 64},
-            clock=Clock(),
-        )
+        HitRequirements.of([Kind(16).spec()], [0], 24)
 
 
 def test_restores_that_keep_failing_are_left_alone_for_a_while():

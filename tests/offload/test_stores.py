@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.orders import OffloadReport, Results
 from kvconnect.scheduler.stack import Computed, Step
@@ -40,8 +41,8 @@ class Node:
         self.half = OffloadScheduler(
             OffloadConfig(cpu_bytes=num_rows * ROW_BYTES * len(groups), shares=shares),
             groups,
+            HitRequirements.of(groups, range(len(groups)), BLOCK_TOKENS),
             hashes=lambda request, block_tokens: request.names,
-            align_tokens=BLOCK_TOKENS,
             row_bytes=dict.fromkeys(range(len(groups)), ROW_BYTES),
             clock=lambda: 0.0,
         )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import Namespace
-from kvconnect.offload.tiers import lower_tier_names, sought_tier_names
+from kvconnect.offload.tier import lower_tier_names
 from kvconnect.orders import Fetch, Restore, Seek, Store, TierChange
 from kvconnect.testing.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
@@ -366,7 +366,6 @@ def test_the_disk_and_a_restart(tmp_path):
 def test_which_tiers_a_configuration_names():
     config = OffloadConfig(cpu_bytes=1, disk_path="/d", disk_bytes=1, store="h:1")
     assert lower_tier_names(config) == ("disk", "store")
-    assert sought_tier_names(config) == ("store",)
     assert lower_tier_names(OffloadConfig(cpu_bytes=1)) == ()
     assert isinstance(Namespace.of({}).name, str)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
-from kvconnect.config import OffloadConfig, parse_kv_transfer_config
+from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -17,8 +16,8 @@ from kvconnect.vllm.offload import (
     check_blocks,
     draft_groups,
     hash_block_tokens,
+    hit_requirements,
     kept_groups,
-    least_rows,
     offload_config,
     with_own_folder,
 )
@@ -78,9 +77,8 @@ def test_a_hit_ends_where_the_blocks_of_all_groups_end():
 
 def test_the_rows_of_the_shortest_hit_are_known_when_the_workers_start():
     cache = cache_of(attention(16), ring(8), window(16, 100), mamba(32))
-    config = OffloadConfig(cpu_bytes=1 << 20)
-    assert least_rows(config, cache) == {0: 2, 2: 7, 3: 1}
-    assert least_rows(msgspec.structs.replace(config, min_tokens=100), cache) == {0: 8, 2: 7, 3: 1}
+    assert hit_requirements(cache).least_rows() == {0: 2, 2: 7, 3: 1}
+    assert hit_requirements(cache).least_rows(min_tokens=100) == {0: 8, 2: 7, 3: 1}
 
 
 def test_blocks_of_whole_hash_blocks_are_accepted():

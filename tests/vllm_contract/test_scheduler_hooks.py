@@ -177,7 +177,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
     step(scheduler, worker)
     assert scheduler.get_num_new_matched_tokens(early, 0) == (56, True)
     assert made == [{0: AddressMetadata(0, None, {0: 64})}]
-    assert not stack.half._requests["streamed"].writes, "what they are was remembered"
+    assert not stack.half._requests["streamed"].most_tokens, "what they are was remembered"
     assert not ours._early
     assert worker._connectors[0 if first else 1].build_connector_worker_meta() is not None
     step(scheduler, worker)

@@ -7,32 +7,27 @@ its own. Hooks raise nothing over what a client or a worker sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import plan_for
-from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
-from kvconnect.offload.scheduler.failures import FailureCounts
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements, hit_groups
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import Hashes, Host
-from kvconnect.offload.scheduler.jobs import Jobs
+from kvconnect.offload.scheduler.jobs import JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
-from kvconnect.offload.scheduler.reports import Reports
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
 from kvconnect.offload.scheduler.stores import Stores
-from kvconnect.orders import OffloadOrders, Results, TierChange
+from kvconnect.offload.tier import lower_tier_names
+from kvconnect.orders import OffloadOrders, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
 HOST = "host"
 """What host memory is called where hits are reported by where they came from."""
-
-JOB_TIMEOUT_S = 60.0
-"""How long a job of the workers may take before no request waits for it any more."""
 
 _MOST_FAILURES = 3
 """Restores that may fail one after the other before none is promised for ``_PAUSE_S``."""
@@ -40,8 +35,6 @@ _MOST_FAILURES = 3
 _PAUSE_S = 30.0
 
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
-
-_NOTHING = OffloadOrders()
 
 
 class OffloadScheduler:
@@ -51,63 +44,46 @@ class OffloadScheduler:
 
     Args:
         config: the ``offload`` settings.
-        groups: the cache groups as the serving stack has them; only those in ``row_bytes`` are kept.
+        groups: the cache groups as the serving stack has them.
+        requirements: what hits need of those of them that are kept. Hits end at multiples of its
+            ``align_tokens``, which are multiples of every block size but that of state groups.
         hashes: the content hashes of a request's full blocks of so many tokens, from the first on, as far as
             its tokens are known for sure; asked often, so a view rather than a list made anew. Asked for
             the block sizes of groups, and for ``align_tokens`` where a group keeps states.
-        align_tokens: hits end at multiples of this, which is a multiple of every block size but that of
-            state groups.
-        row_bytes: bytes of a row, by group, as the workers have them.
-        draft_groups: groups with layers of a draft model that read one token ahead.
+        row_bytes: bytes of a row, by group that is kept, as the workers have them.
         num_ranks: worker ranks; each of them reports each job.
-        lower_tiers: the tiers below host memory, nearest first.
         clock: any clock that does not go back, in seconds.
-        lag_tokens: tokens that the stack may have begun to compute beyond what ``launched`` was given.
-        job_timeout_s: how long a job of the workers may take before no request waits for it any more.
 
     Raises:
-        ConfigError: block sizes are not aligned, or the memory does not suffice for a single hit.
+        ConfigError: the memory does not suffice for a single hit.
     """
 
     def __init__(
         self,
         config: OffloadConfig,
         groups: Sequence[KVCacheGroup],
+        requirements: HitRequirements,
         *,
         hashes: Hashes,
-        align_tokens: int,
         row_bytes: Mapping[int, int],
-        draft_groups: Iterable[int] = (),
         num_ranks: int = 1,
-        lower_tiers: Sequence[str] = (),
         clock: Callable[[], float],
-        lag_tokens: int = 0,
-        job_timeout_s: float = JOB_TIMEOUT_S,
     ) -> None:
         self._config, self._clock = config, clock
-        kept = hit_groups(groups, row_bytes, align_tokens, draft_groups)
-        requirements = HitRequirements(kept, align_tokens)
         self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        self.host = host = Host(
-            requirements,
-            TierIndex(self.plan),
-            LowerIndex(num_ranks),
-            Jobs(num_ranks, job_timeout_s),
-            FailureCounts(),
-            hashes,
-        )
-        self._lookup = PrefixLookup(host, config, lower_tiers)
+        self.host = Host(requirements, TierIndex(self.plan), hashes, num_ranks)
+        self._lookup = PrefixLookup(self.host, config)
         self._stores = Stores(
-            host,
+            self.host,
+            self._lookup,
             most_tokens=requirements.most_tokens(self.plan.limits),
-            lag_tokens=lag_tokens,
             decoded=config.decoded,
-            keep=bool(lower_tiers),
+            keep=bool(lower_tier_names(config)),
         )
-        self._restores = Restores(host)
-        self._reports = Reports(host, self._lookup)
+        self._restores = Restores(self.host)
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
+        self._changes: list[TierChange] | None = None
         self._clear = False
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
@@ -117,12 +93,11 @@ class OffloadScheduler:
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
         params: object = request.kv_transfer_params
         most = params.get(_MOST_OFFLOAD_TOKENS) if isinstance(params, Mapping) else None
-        if most is None:
-            most = NEVER
-        elif not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            self.host.failures.count("offload_parameters_refused")
-            most = NEVER
-        self._requests[request.request_id] = OffloadRequest(request, reads, writes, most)
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+            self.host.count("offload_parameters_refused")
+            most = None
+        most = 0 if not writes else NEVER if most is None else most
+        self._requests[request.request_id] = OffloadRequest(request, reads, most)
         self._stores.due[request.request_id] = 0
 
     @property
@@ -131,22 +106,22 @@ class OffloadScheduler:
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         # What was promised stays in host memory until the request is admitted, or ends.
-        record = self._record(request)
-        now = self._clock()
-        if (
-            not record.reads
-            or record.restore_failed
-            or request.request_id in self._restores
-            or now < self._resumes_at
-        ):
+        record, now = self._record(request), self._clock()
+        if not record.reads or request.request_id in self._restores or now < self._resumes_at:
             return 0, False
         count = self._lookup.find(record, num_computed_tokens, now)
+        record.is_offered |= bool(count)
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
         """What was promised to a request is not wanted: it gets its blocks from elsewhere."""
         if (record := self._requests.get(request_id)) is not None:
             self._lookup.release(record)
+            record.is_offered = False
+
+    def is_restored(self, request_id: str) -> bool:
+        record = self._requests.get(request_id)
+        return record is not None and record.is_offered
 
     def offers(self, request_id: str) -> bool:
         """Whether a request was promised something that it has not taken yet."""
@@ -163,12 +138,12 @@ class OffloadScheduler:
         record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
-            self._restores.begin(record, record.offer, block_ids, num_external_tokens)
+            self._restores.begin(record, block_ids, num_external_tokens)
         self._lookup.release(record)
 
     def checkpoints(self, request: RequestView) -> tuple[int, ...]:
         record = self._requests.get(request.request_id)
-        if record is None or not record.writes or not self._state_groups:
+        if record is None or not record.most_tokens or not self._state_groups:
             return ()
         return self._record(request).checkpoints(self.host.requirements)
 
@@ -186,9 +161,7 @@ class OffloadScheduler:
             if request_id in grown:
                 self._stores.collect(grown.values())
                 grown = {}
-            if new_block_ids is not None:
-                record.add_blocks(self.host.requirements.groups, new_block_ids)
-            record.computed_before, record.computed_tokens = record.computed_tokens, num_tokens
+            record.computed(num_tokens, self.host.requirements.groups, new_block_ids)
             if num_tokens >= self._stores.due[request_id]:
                 grown[request_id] = record
         if grown:
@@ -209,20 +182,8 @@ class OffloadScheduler:
             return
         del self._stores.due[request.request_id]
         self._lookup.release(record)
-        if request.request_id in self._restores:
-            return
-        record.block_ids = {
-            group.group: list(block_ids[group.group])
-            for group in self.host.requirements.groups
-            if not group.is_state
-        }
-        self._stores.collect_last(record)
-        for group in self.host.requirements.whole:
-            # So that of a prompt the end makes room first: without its beginning it would be of no use.
-            end = record.next_position.get(group.group, 0)
-            if end:
-                names = self.host.names(request, group, (range(end),))
-                self.host.index.touch(group.group, names)
+        if request.request_id not in self._restores:
+            self._stores.collect_last(record, block_ids)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         self._stores.overwritten(block_ids)
@@ -236,25 +197,21 @@ class OffloadScheduler:
             if taken := min(count, left):
                 found[tier] = taken
                 left -= taken
-        if left > 0:
-            found[HOST] = left
-        return found
+        return {**found, HOST: left} if left > 0 else found
 
     # Once per step
 
     def build_orders(self) -> OffloadOrders:
-        self._reports.check_deadlines(self._clock())
+        # No request waits any more for what is overdue; its rows stay out of use.
+        for job in self.host.jobs.tick(self._clock()):
+            self._lookup.overdue(job)
         fetches, seeks = self._lookup.take()
-        stores = self._stores.take()
-        restores = self._restores.take()
-        if not (fetches or seeks or stores or restores or self._clear):
-            return _NOTHING
         clear, self._clear = self._clear, False
-        return OffloadOrders(stores, restores, fetches, seeks, clear)
+        return OffloadOrders(self._stores.take(), self._restores.take(), fetches, seeks, clear)
 
     def update_results(self, results: Results) -> None:
         for report in results.offload:
-            self._reports.settle(report)
+            self._settle(report)
         for request_id in results.received:
             failed = request_id in results.failed
             if self._restores.end(request_id, failed=failed):
@@ -262,15 +219,32 @@ class OffloadScheduler:
                 if failed:
                     self._restore_failed(request_id)
 
+    def _settle(self, report: OffloadReport) -> None:
+        """A rank has reported. Jobs that are not known are over already, or were never ordered."""
+        if not 0 <= report.rank < self.host.jobs.num_ranks:
+            self.host.count("offload_unknown_rank")
+            return
+        ends = {
+            JobKind.STORE: self._stores.settle,
+            JobKind.FETCH: self._lookup.fetched,
+            JobKind.SEEK: self._lookup.found,
+        }
+        for job in self.host.jobs.report(report):
+            ends[job.kind](job)
+        if report.changes:
+            self.host.lower.update(report.rank, report.changes)
+            if report.rank == 0 and self._changes is not None:
+                self._changes.extend(report.changes)
+
     def _restore_failed(self, request_id: str) -> None:
         """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
-        self.host.failures.count("offload_restore_failed")
+        self.host.count("offload_restore_failed")
         for record in self._requests.values():
             self._lookup.withdraw(record)
         if request_id in self._requests:
-            self._requests[request_id].restore_failed = True
+            self._requests[request_id].reads = False
         if self._failed_in_a_row >= _MOST_FAILURES:
-            self.host.failures.count("offload_restores_paused")
+            self.host.count("offload_restores_paused")
             self._resumes_at = self._clock() + _PAUSE_S
 
     def clear(self) -> None:
@@ -283,18 +257,22 @@ class OffloadScheduler:
         for record in self._requests.values():
             self._lookup.release(record)
             if record.is_admitted:
-                record.writes = False
+                record.most_tokens = 0
         self.host.jobs.invalidate()
         self.host.index.clear()
         self.host.lower.clear()
 
     def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
-        """What host memory has got and lost since the last call, and what lower tiers of rank 0 have."""
-        return self.host.index.take_events(), self._reports.take_changes()
+        """What host memory has got and lost since the last call, and what lower tiers of rank 0 have.
+
+        Changes of lower tiers are not noted before the first call.
+        """
+        changes, self._changes = self._changes or (), []
+        return self.host.index.take_events(), tuple(changes)
 
     def take_failures(self) -> tuple[str, ...]:
         """What went wrong since the last call, by reason, to be counted."""
-        return self.host.failures.take()
+        return self.host.take_failures()
 
     @property
     def pending(self) -> bool:
@@ -316,7 +294,7 @@ class OffloadScheduler:
         return {
             "host": {str(group): asdict(counts) for group, counts in self.host.index.counts().items()},
             "lower": self.host.lower.counts(),
-            "totals": dict(self.host.failures.totals),
+            "totals": dict(self.host.totals),
         }
 
     def _record(self, request: RequestView) -> OffloadRequest:
@@ -324,5 +302,8 @@ class OffloadScheduler:
         if request.request_id not in self._requests:
             self.new_request(request)
         record = self._requests[request.request_id]
-        record.arrive(self.host.requirements, self._config.checkpoint_tokens)
+        if not record.prompt_tokens:
+            # Looked at for the first time: its prompt is what it will be.
+            record.prompt_tokens = request.num_tokens
+            record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
         return record

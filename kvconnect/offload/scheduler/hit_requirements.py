@@ -7,7 +7,7 @@ last token. What is kept is derived from what a hit needs, so that nothing is ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvconnect.arithmetic import div_ceil
@@ -50,8 +50,7 @@ class HitGroup:
 
         Of these tokens ``start_tokens`` are at hand.
         """
-        first = start_tokens // self.block_tokens
-        parts = self.retention.blocks(num_tokens, self.block_tokens)
+        first, parts = start_tokens // self.block_tokens, self.retention.blocks(num_tokens, self.block_tokens)
         return tuple(range(max(first, part.start), part.stop) for part in parts if part.stop > first)
 
     def held(self, num_tokens: int) -> tuple[range, ...]:
@@ -66,30 +65,9 @@ class HitGroup:
         """What the blocks at ``first`` to ``end - 1`` are known by, as far as ``hashes`` of blocks go."""
         return hashes[first + self.is_draft : max(0, end + self.is_draft)]
 
-    def names_at(self, hashes: Sequence[bytes], parts: Iterable[range]) -> list[bytes]:
-        """The same of several ranges of positions."""
-        return [name for part in parts for name in self.names(hashes, part.start, part.stop)]
-
-
-def hit_groups(
-    groups: Sequence[KVCacheGroup], kept: Iterable[int], align_tokens: int, draft_groups: Iterable[int] = ()
-) -> tuple[HitGroup, ...]:
-    """The groups of a cache that are kept. A state is known by the hash at its token count."""
-    drafts = frozenset(draft_groups)
-    made = []
-    for index in sorted(kept):
-        rule = groups[index].retention
-        block_tokens = groups[index].block_size if rule.by_position else align_tokens
-        made.append(HitGroup(index, block_tokens, Draft(rule) if index in drafts else rule))
-    return tuple(made)
-
 
 class HitRequirements:
-    """What hits need, and what is kept for them.
-
-    Args:
-        groups: the cache groups that are kept.
-        align_tokens: hits end at multiples of this.
+    """What hits need of ``groups``, which end at multiples of ``align_tokens``, and what is kept for them.
 
     Raises:
         ConfigError: a group's blocks do not fit in ``align_tokens``, or there is no group.
@@ -115,13 +93,29 @@ class HitRequirements:
         self.whole = tuple(group for group in groups if group.is_whole)
         self.partial = tuple(group for group in groups if not group.is_whole)
 
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[KVCacheGroup],
+        kept: Iterable[int],
+        align_tokens: int,
+        draft_groups: Collection[int] = (),
+    ) -> HitRequirements:
+        """Those of a cache's groups that are ``kept``.
+
+        A state is known by the hash at its token count. ``draft_groups`` have layers of a draft model that
+        read one token ahead.
+        """
+        made = []
+        for index in sorted(kept):
+            rule = groups[index].retention
+            block_tokens = groups[index].block_size if rule.by_position else align_tokens
+            made.append(HitGroup(index, block_tokens, Draft(rule) if index in draft_groups else rule))
+        return cls(made, align_tokens)
+
     def last_boundary(self, num_tokens: int) -> int:
         """The last boundary that a hit can end at when ``num_tokens`` tokens are known; 0 for none."""
         return max(0, num_tokens - self.ahead_tokens) // self.align_tokens * self.align_tokens
-
-    def needed(self, boundary: int, start_tokens: int = 0) -> dict[int, tuple[range, ...]]:
-        """By group the positions that a hit of this length needs, of which ``start_tokens`` are at hand."""
-        return {group.group: group.needed(boundary, start_tokens) for group in self.groups}
 
     def boundaries(self, num_tokens: int, checkpoint_tokens: int) -> tuple[int, ...]:
         """Where windows and states are kept of a prompt, in order.
@@ -150,36 +144,6 @@ class HitRequirements:
         boundary = div_ceil((position + 1) * group.block_tokens, self.align_tokens) * self.align_tokens
         return any(position in part for part in group.needed(boundary))
 
-    def longest(self, start_tokens: int, limit_tokens: int, flags: Mapping[int, bytes]) -> int:
-        """The longest hit up to ``limit_tokens``; ``start_tokens`` if none is longer than that.
-
-        ``flags`` say, for every group with a window or a state, which positions are known, from the one that
-        holds token ``start_tokens`` on, 1 for each that is; whatever is before that is at hand.
-        """
-        end = limit_tokens
-        while end > start_tokens:
-            missing = (self._first_missing(group, start_tokens, end, flags) for group in self.partial)
-            token = next((token for token in missing if token is not None), None)
-            if token is None:
-                return end
-            # What is seen from here is seen from every boundary after it.
-            end = token // self.align_tokens * self.align_tokens
-        return start_tokens
-
-    def _first_missing(
-        self, group: HitGroup, start_tokens: int, end: int, flags: Mapping[int, bytes]
-    ) -> int | None:
-        """Where a block begins that is not known, and that all hits from there to ``end`` need."""
-        offset, known = start_tokens // group.block_tokens, flags[group.group]
-        last = end // group.block_tokens - offset
-        if group.retention.sees_previous and not known[last - 1]:
-            return (offset + known.rfind(1, 0, last) + 1) * group.block_tokens
-        for part in group.needed(end, start_tokens):
-            at = known.find(0, part.start - offset, part.stop - offset)
-            if at >= 0:
-                return (offset + at) * group.block_tokens
-        return None
-
     def hit(
         self,
         start_tokens: int,
@@ -199,13 +163,36 @@ class HitRequirements:
         limit = limit // self.align_tokens * self.align_tokens
         if limit <= start_tokens:
             return start_tokens, start_tokens
-        if not self.partial:
-            return limit, limit
         flags = {}
         for group in self.partial:
             first, end = start_tokens // group.block_tokens, limit // group.block_tokens
             flags[group.group] = bytes(known(group, first, end)).ljust(end - first, b"\0")
-        return self.longest(start_tokens, limit, flags), limit
+        longest = limit
+        while longest > start_tokens:
+            missing = (self._first_missing(group, start_tokens, longest, flags) for group in self.partial)
+            token = next((token for token in missing if token is not None), None)
+            if token is None:
+                return longest, limit
+            # What is seen from here is seen from every boundary after it.
+            longest = token // self.align_tokens * self.align_tokens
+        return start_tokens, limit
+
+    def _first_missing(
+        self, group: HitGroup, start_tokens: int, end: int, flags: Mapping[int, bytes]
+    ) -> int | None:
+        """Where a block begins that is not known, and that all hits from there to ``end`` need.
+
+        ``flags`` are 1 for each position that is known, from that of ``start_tokens`` on.
+        """
+        offset, known = start_tokens // group.block_tokens, flags[group.group]
+        last = end // group.block_tokens - offset
+        if group.retention.sees_previous and not known[last - 1]:
+            return (offset + known.rfind(1, 0, last) + 1) * group.block_tokens
+        for part in group.needed(end, start_tokens):
+            at = known.find(0, part.start - offset, part.stop - offset)
+            if at >= 0:
+                return (offset + at) * group.block_tokens
+        return None
 
     def least_rows(self, min_tokens: int = 1) -> dict[int, int]:
         """By group the rows without which there can be no hit at all, of at least ``min_tokens``."""

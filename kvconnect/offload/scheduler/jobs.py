@@ -7,29 +7,32 @@ over in time is overdue: no request waits for it any more, and its rows stay out
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.orders import OffloadReport
+
+_TIMEOUT_S = 60.0
 _LONGEST_STEP_S = 1.0
 
 
 class JobKind(enum.Enum):
-    """What a job does with its contents, which are of one group."""
+    """What a job does with its contents, which are of one group; the value is where reports have it."""
 
-    STORE = "store"
-    FETCH = "fetch"
-    SEEK = "seek"
+    STORE = "stored"
+    FETCH = "fetched"
+    SEEK = "found"
 
 
 @dataclass(eq=False)
 class Job:
     """One job.
 
-    ``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept. ``named``
-    are the contents that ranks have reported, and how many of them did. ``pinned`` are those that must stay
-    until the job was kept, ``committed`` whether those that are right count as there. ``stale``: everything
-    was cleared since it was ordered.
+    ``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept; ``named``
+    the contents that ranks have reported, and how many did. Of a store that all have done, ``failed`` are
+    those that are not right, and ``pinned`` those that must stay until it was kept. ``stale``: everything was
+    cleared since it was ordered.
     """
 
     number: int
@@ -40,24 +43,18 @@ class Job:
     unreported: int
     unkept: int
     deadline: float
-    named: dict[bytes, int] = field(default_factory=dict)
+    named: Counter[bytes] = field(default_factory=Counter)
+    failed: Sequence[bytes] | None = None
     pinned: Sequence[bytes] = ()
-    committed: bool = False
     stale: bool = False
     overdue: bool = False
 
 
 class Jobs:
-    """All jobs that are not over.
+    """All jobs that are not over. Each of ``num_ranks`` reports each of them."""
 
-    Args:
-        num_ranks: how many ranks report each job.
-        timeout_s: after which a job is overdue.
-    """
-
-    def __init__(self, num_ranks: int, timeout_s: float) -> None:
-        self.num_ranks, self._timeout_s = num_ranks, timeout_s
-        self._all_ranks = (1 << num_ranks) - 1
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
         self._jobs: dict[int, Job] = {}
         self._by_deadline: deque[Job] = deque()
         self._serial = 0
@@ -89,36 +86,37 @@ class Jobs:
     ) -> Job:
         """A job is ordered of all ranks."""
         self._serial += 1
-        unkept = self._all_ranks if keep else 0
-        deadline = self._now + self._timeout_s
-        job = Job(self._serial, kind, group, hashes, tier, self._all_ranks, unkept, deadline)
+        all_ranks = (1 << self.num_ranks) - 1
+        deadline = self._now + _TIMEOUT_S
+        job = Job(self._serial, kind, group, hashes, tier, all_ranks, all_ranks if keep else 0, deadline)
         self._jobs[job.number] = job
         self._by_deadline.append(job)
         self.num_awaited += 1
         return job
 
-    def report(self, number: int, rank: int, kind: JobKind, named: Iterable[bytes]) -> Job | None:
-        """A rank has done a job; a second report is ignored. The job, after its last rank."""
-        job = self._jobs.get(number)
-        bit = 1 << rank
-        if job is None or job.kind is not kind or not job.unreported & bit:
-            return None
-        job.unreported &= ~bit
-        for content in named:
-            job.named[content] = job.named.get(content, 0) + 1
-        if job.unreported:
-            return None
-        self.num_awaited -= not job.overdue
-        return job
+    def report(self, report: OffloadReport) -> tuple[Job, ...]:
+        """Take what a rank has done; what it reports twice is ignored, and so are jobs that are not known.
 
-    def report_kept(self, number: int, rank: int) -> Job | None:
-        """A rank does not read a job's rows any more. The job, after its last rank."""
-        job = self._jobs.get(number)
-        bit = 1 << rank
-        if job is None or not job.unkept & bit:
-            return None
-        job.unkept &= ~bit
-        return None if job.unkept else job
+        Returns the jobs that all ranks have done, or kept, with this report.
+        """
+        bit, ended = 1 << report.rank, {}
+        for kind in JobKind:
+            for number, named in getattr(report, kind.value).items():
+                job = self._jobs.get(number)
+                if job is None or job.kind is not kind or not job.unreported & bit:
+                    continue
+                job.unreported &= ~bit
+                job.named.update(named)
+                if not job.unreported:
+                    self.num_awaited -= not job.overdue
+                    ended[number] = job
+        for number in report.kept:
+            job = self._jobs.get(number)
+            if job is not None and job.unkept & bit:
+                job.unkept &= ~bit
+                if not job.unkept:
+                    ended[number] = job
+        return tuple(ended.values())
 
     def close(self, job: Job) -> None:
         """A job is over."""

@@ -13,9 +13,8 @@ from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host
 from kvconnect.offload.scheduler.jobs import Job, JobKind
-from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins, Search
-from kvconnect.offload.tier import Content
-from kvconnect.offload.tiers import sought_tier_names
+from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Search
+from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.orders import Fetch, Seek
 
 _NEGATIVE_TTL_S = 0.05
@@ -29,11 +28,10 @@ _REST_WAITS = 10
 
 
 class PrefixLookup:
-    """Looks for hits, and has them brought to host memory. ``tiers`` are the lower tiers, nearest first."""
+    """Looks for hits, and has them brought to host memory."""
 
-    def __init__(self, host: Host, config: OffloadConfig, tiers: Sequence[str]) -> None:
-        self._host = host
-        self._tiers, self._sought = tuple(tiers), sought_tier_names(config)
+    def __init__(self, host: Host, config: OffloadConfig) -> None:
+        self._host, self._tiers = host, lower_tier_names(config)
         self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
         self._waiters: dict[Content, list[Search]] = {}
         self._seekers: dict[int, Search] = {}
@@ -41,8 +39,7 @@ class PrefixLookup:
         self._resting: dict[str, float] = {}
         self._fetches: list[Fetch] = []
         self._seeks: list[Seek] = []
-        self.version = 0
-        """Grows with what is in host memory."""
+        self._version = 0  # Grows with what is in host memory.
 
     def __len__(self) -> int:
         return len(self._waiters) + len(self._seekers)
@@ -57,7 +54,7 @@ class PrefixLookup:
             offer is not None
             and offer.start_tokens == start_tokens
             and offer.num_tokens == num_tokens
-            and (offer.length or offer.version == self.version or now < offer.looked_at + _NEGATIVE_TTL_S)
+            and (offer.length or offer.version == self._version or now < offer.looked_at + _NEGATIVE_TTL_S)
         ):
             return offer.length
         search = request.search
@@ -66,7 +63,7 @@ class PrefixLookup:
         if search.is_waiting:
             if now < search.deadline:
                 return None
-            self._host.failures.count("offload_wait_timeout")
+            self._host.count("offload_wait_timeout")
             for tier in {*search.waits_for.values(), *search.asked.values()}:
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
             self._stuck.update(search.waits_for)
@@ -77,20 +74,19 @@ class PrefixLookup:
             return None
         if boundary - start_tokens < self._min_tokens:
             boundary = start_tokens
-        offer = Offer(start_tokens, num_tokens, boundary, looked_at=now, version=self.version)
+        request.offer = offer = Offer(start_tokens, num_tokens, boundary, now, self._version)
         if offer.length:
-            for group, names in self._needed(request, start_tokens, boundary):
-                self._host.index.pin(group.group, names)
-                offer.pins[group.group] = list(names)
+            for index, names in self._needed(request, start_tokens, boundary):
+                self._host.index.pin(index, names)
+                offer.pins[index] = names
             request.sources = self._sources(offer, search)
-        self._unpin(search.pins)
-        request.offer = offer
+        self._host.unpin(search.pins)
         return offer.length
 
     def withdraw(self, request: OffloadRequest) -> None:
         """What was promised to a request is not wanted any more."""
         if request.offer is not None:
-            self._unpin(request.offer.pins)
+            self._host.unpin(request.offer.pins)
             request.offer = None
 
     def release(self, request: OffloadRequest) -> None:
@@ -98,7 +94,7 @@ class PrefixLookup:
         self.withdraw(request)
         if request.search is not None:
             self._abandon(request.search)
-            self._unpin(request.search.pins)
+            self._host.unpin(request.search.pins)
             request.search = None
 
     def take(self) -> tuple[tuple[Fetch, ...], tuple[Seek, ...]]:
@@ -112,7 +108,7 @@ class PrefixLookup:
 
     def arrived(self, group: int, names: Iterable[bytes], tier: str = "") -> None:
         """Contents are in host memory now, brought from ``tier`` if by one."""
-        self.version += 1
+        self._version += 1
         self._resting.pop(tier, None)
         for name in names if self._waiters or self._stuck else ():
             content = (group, name)
@@ -132,16 +128,32 @@ class PrefixLookup:
 
     def overdue(self, job: Job) -> None:
         """No request waits for a job any more."""
+        self._host.count("offload_overdue")
         if job.kind is JobKind.SEEK:
-            self.answered(job)
-            return
-        if job.unreported:
+            # It has no rows: a late answer changes nothing.
+            self.found(job)
+        elif job.unreported:
             for name in job.hashes:
                 self._stuck.add((job.group, name))
                 self._give_up((job.group, name))
 
-    def answered(self, job: Job) -> None:
+    def fetched(self, job: Job) -> None:
+        """All ranks have read what they could into the rows of a job."""
+        missing = [name for name in job.hashes if job.stale or name in job.named]
+        if job.named:
+            self._host.count("offload_fetch_missed")
+            self._host.lower.drop(job.tier, job.group, list(job.named))
+        if not job.stale:
+            fetched = [name for name in job.hashes if name not in job.named]
+            self._host.index.commit(job.group, fetched)
+            self.arrived(job.group, fetched, job.tier)
+        self._host.index.drop(job.group, missing)
+        self.lost(job.group, missing)
+        self._host.jobs.close(job)
+
+    def found(self, job: Job) -> None:
         """A tier was asked what it has. What all ranks have counts; from an overdue job, nothing."""
+        self._host.jobs.close(job)
         if not job.unreported:
             self._resting.pop(job.tier, None)
         search = self._seekers.pop(job.number, None)
@@ -149,9 +161,8 @@ class PrefixLookup:
             return
         search.asked.pop(job.number, None)
         if not job.unreported and not job.stale:
-            found = {
-                (job.group, name) for name, ranks in job.named.items() if ranks == self._host.jobs.num_ranks
-            }
+            num_ranks = self._host.jobs.num_ranks
+            found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
             search.found.setdefault(job.tier, set()).update(found)
 
     def _give_up(self, content: Content) -> None:
@@ -172,11 +183,6 @@ class PrefixLookup:
         search.asked.clear()
         search.is_settled = True
 
-    def _unpin(self, pins: Pins) -> None:
-        for group, names in pins.items():
-            self._host.index.unpin(group, names)
-        pins.clear()
-
     # The search
 
     def _search(self, request: OffloadRequest, search: Search, start_tokens: int, now: float) -> int | None:
@@ -186,8 +192,7 @@ class PrefixLookup:
         if here >= limit or search.is_settled or now >= search.deadline:
             search.is_settled = True
             return here
-        for tier in [tier for tier, until in self._resting.items() if until <= now]:
-            del self._resting[tier]
+        self._resting = {tier: until for tier, until in self._resting.items() if until > now}
         if not search.was_asked:
             search.was_asked = True
             if self._seek(request, search, start_tokens):
@@ -251,7 +256,7 @@ class PrefixLookup:
         """The nearest tier that has each; empty where none has."""
         found = [""] * len(names)
         for tier in self._tiers if names else ():
-            if tier in self._sought:
+            if tier in SOUGHT:
                 answered = search.found.get(tier, ())
                 has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
             else:
@@ -263,33 +268,32 @@ class PrefixLookup:
 
     def _needed(
         self, request: OffloadRequest, start_tokens: int, boundary: int
-    ) -> list[tuple[HitGroup, Sequence[bytes]]]:
+    ) -> list[tuple[int, list[bytes]]]:
         """The contents that a hit needs, by group, beyond those that are at hand."""
-        needed = self._host.requirements.needed(boundary, start_tokens)
         return [
-            (group, self._host.names(request.view, group, needed[group.group]))
+            (group.group, self._host.names(request.view, group, group.needed(boundary, start_tokens)))
             for group in self._host.requirements.groups
         ]
 
     def _bring(self, request: OffloadRequest, search: Search, start_tokens: int, boundary: int) -> None:
         """Order what a hit needs and is not here, and wait for what is under way."""
-        self._unpin(search.pins)
+        self._host.unpin(search.pins)
         missing: dict[tuple[int, str], list[bytes]] = {}
-        for group, names in self._needed(request, start_tokens, boundary):
+        for index, names in self._needed(request, start_tokens, boundary):
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
-            for name, state in zip(names, self._host.index.states(group.group, names), strict=True):
+            for name, state in zip(names, self._host.index.states(index, names), strict=True):
                 by_state[state].append(name)
             # Before any row is taken: what is here must not make room for what is not.
-            self._host.index.pin(group.group, by_state[ContentState.READY])
-            search.pins[group.group] = by_state[ContentState.READY]
-            self._await(search, group.group, by_state[ContentState.PENDING])
+            search.pins[index] = by_state[ContentState.READY]
+            self._host.index.pin(index, search.pins[index])
+            self._await(search, index, by_state[ContentState.PENDING])
             absent = by_state[ContentState.ABSENT]
-            for name, tier in zip(absent, self._tiers_of(group.group, absent, search), strict=True):
-                missing.setdefault((group.group, tier), []).append(name)
+            for name, tier in zip(absent, self._tiers_of(index, absent, search), strict=True):
+                missing.setdefault((index, tier), []).append(name)
         for (index, tier), names in missing.items():
             taken, rows = self._host.index.reserve(index, names)
             if len(taken) < len(names):
-                self._host.failures.count("offload_rows_short")
+                self._host.count("offload_rows_short")
                 search.lost.update((index, name) for name in set(names) - set(taken))
             if taken:
                 job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
@@ -304,10 +308,10 @@ class PrefixLookup:
     def _seek(self, request: OffloadRequest, search: Search, start_tokens: int) -> bool:
         """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
-        for tier in [tier for tier in self._sought if tier not in self._resting]:
+        for tier in [tier for tier in self._tiers if tier in SOUGHT and tier not in self._resting]:
             for group in self._host.requirements.groups:
-                first, end = start_tokens // group.block_tokens, limit // group.block_tokens
-                names = group.names(self._host.hashes(request.view, group.block_tokens), first, end)
+                every = range(start_tokens // group.block_tokens, limit // group.block_tokens)
+                names = self._host.names(request.view, group, (every,))
                 known = self._known(group.group, names, search)
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:

@@ -27,9 +27,9 @@ class Offer:
     start_tokens: int
     num_tokens: int
     boundary: int
+    looked_at: float
+    version: int
     pins: Pins = field(default_factory=dict)
-    looked_at: float = 0.0
-    version: int = 0
 
     @property
     def length(self) -> int:
@@ -66,18 +66,19 @@ class Search:
 class OffloadRequest:
     """One request, from its arrival to its end.
 
-    ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
-    ``computed_tokens`` those that the device was given since, ``computed_before`` the same a step earlier.
-    ``boundaries`` are where windows and states are kept of the known tokens. ``block_ids`` are by group and
-    position, ``next_position`` by group the first one that was not considered for a store. ``trail`` is, by
-    group, what was kept while decoding, and is superseded as the answer grows. ``is_admitted``: it had blocks
-    at some time. ``sources`` are, of the last promise, tokens that lower tiers brought.
+    ``reads``: it may be promised something. ``most_tokens`` of it may be kept. ``known_tokens`` are those
+    that it had when it was admitted last, and which need no sampling; ``computed_tokens`` those that the
+    device was given since, ``computed_before`` the same a step earlier. ``boundaries`` are where windows and
+    states are kept of the known tokens; one is at ``junction``, where other prompts begin to differ.
+    ``block_ids`` are by group and position, ``next_position`` by group the first one that was not considered
+    for a store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
+    ``is_admitted``: it had blocks at some time. ``is_offered``: the last promise to it was of what is kept;
+    ``sources`` are the tokens of that which lower tiers brought.
     """
 
     view: RequestView
-    reads: bool = True
-    writes: bool = True
-    most_tokens: int = NEVER
+    reads: bool
+    most_tokens: int
     prompt_tokens: int = 0
     known_tokens: int = 0
     computed_tokens: int = 0
@@ -90,20 +91,14 @@ class OffloadRequest:
     trail: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
     offer: Offer | None = None
     search: Search | None = None
-    restore_failed: bool = False
     is_admitted: bool = False
+    is_offered: bool = False
     sources: dict[str, int] = field(default_factory=dict)
 
     @property
-    def request_id(self) -> str:
-        """The serving stack's name of the request."""
-        return self.view.request_id
-
-    def arrive(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
-        """The request is looked at for the first time: its prompt is what it will be."""
-        if not self.prompt_tokens:
-            self.prompt_tokens = self.view.num_tokens
-            self.lay_out(requirements, checkpoint_tokens)
+    def last_boundary(self) -> int:
+        """Where what is kept of the known tokens ends, and of an answer begins."""
+        return self.boundaries[-1] if self.boundaries else 0
 
     def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
         """Work out what is to be kept of the tokens that it has now."""
@@ -112,7 +107,7 @@ class OffloadRequest:
         if 0 < self.junction < self.known_tokens:
             found.add(self.junction)
         self.boundaries = tuple(sorted(found))
-        self.kept = requirements.kept(self.boundaries) if self.writes else {}
+        self.kept = requirements.kept(self.boundaries)
 
     def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
         """Where its state is of use: its boundaries, and those that an answer can make one."""
@@ -127,8 +122,13 @@ class OffloadRequest:
         self.next_position = {}
         self.computed_tokens = self.computed_before = 0
 
-    def add_blocks(self, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]]) -> None:
-        """It got these blocks."""
+    def computed(
+        self, num_tokens: int, groups: Sequence[HitGroup], new_block_ids: Sequence[Sequence[int]] | None
+    ) -> None:
+        """The device was given so many of its tokens, and it has got these blocks."""
+        self.computed_before, self.computed_tokens = self.computed_tokens, num_tokens
+        if new_block_ids is None:
+            return
         for group in groups:
             if not group.is_state and (ids := new_block_ids[group.group]):
                 self.block_ids.setdefault(group.group, []).extend(ids)
@@ -147,23 +147,22 @@ class OffloadRequest:
             return self.view.num_tokens - 1
         return self.valid_tokens()
 
-    def held(self, group: HitGroup, lag_tokens: int) -> tuple[range, ...]:
+    def held(self, group: HitGroup) -> tuple[range, ...]:
         """The positions of a group whose blocks were still the request's in the last ``computed`` step.
 
         While decoding not every step is reported; a step is of one token at least.
         """
         is_prefill = self.computed_before < self.known_tokens
-        before = self.computed_before if is_prefill else self.computed_tokens - 1 + lag_tokens
-        return group.held(max(0, before))
+        return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 
     def worth_keeping(
-        self, requirements: HitRequirements, group: HitGroup, first: int, end: int, *, decoded: bool
+        self, requirements: HitRequirements, group: HitGroup, positions: range, *, decoded: bool
     ) -> list[int]:
-        """Positions of a group with a window that are to be kept, among ``first`` to ``end - 1``."""
+        """Those positions of a group with a window that are to be kept."""
         found: list[int] = []
         for span in self.kept.get(group.group, ()):
-            found.extend(range(max(first, span.start), min(end, span.stop)))
+            found.extend(range(max(positions.start, span.start), min(positions.stop, span.stop)))
         if decoded:
-            begin = max(first, (self.boundaries[-1] if self.boundaries else 0) // group.block_tokens)
-            found.extend(p for p in range(begin, end) if requirements.lasts(group, p))
+            begin = max(positions.start, self.last_boundary // group.block_tokens)
+            found.extend(at for at in range(begin, positions.stop) if requirements.lasts(group, at))
         return found

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from kvconnect.errors import LocalError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host
-from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Pins
+from kvconnect.offload.scheduler.requests import OffloadRequest, Pins
 from kvconnect.orders import Restore, RowCopies
-
-
-class _Impossible(Exception):
-    """What a serving stack asks for cannot be restored. The text says why."""
 
 
 class Restores:
@@ -29,27 +25,20 @@ class Restores:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pins
 
-    def begin(
-        self,
-        request: OffloadRequest,
-        offer: Offer | None,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int,
-    ) -> None:
+    def begin(self, request: OffloadRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
-        request_id = request.request_id
+        request_id, offer = request.view.request_id, request.offer
         pins = self._pins[request_id] = {}
         try:
             if offer is None or num_tokens > offer.length:
-                raise _Impossible(f"{num_tokens} tokens are not what was promised")
+                raise LocalError(f"{num_tokens} tokens are not what was promised")
             start, end = offer.start_tokens, offer.start_tokens + num_tokens
             wanted = [
-                (group.group, *found)
+                self._copies(request, group, block_ids[group.group], start, end)
                 for group in self._host.requirements.groups
-                if (found := self._copies(request, group, block_ids[group.group], start, end)) is not None
             ]
-        except _Impossible as error:
-            self._host.failures.count("offload_refused")
+        except LocalError as error:
+            self._host.count("offload_refused")
             self._orders.append(Restore(request_id, (), f"it cannot be restored: {error}"))
             return
         if num_tokens == offer.length:
@@ -57,20 +46,19 @@ class Restores:
             pins.update(offer.pins)
             offer.pins = {}
         else:
-            for index, names, _ in wanted:
-                self._host.index.pin(index, names)
-                pins[index] = names
-        self._orders.append(Restore(request_id, tuple(copies for _, _, copies in wanted)))
+            for names, copies in wanted:
+                self._host.index.pin(copies.group, names)
+                pins[copies.group] = names
+        self._orders.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
 
     def end(self, request_id: str, *, failed: bool) -> bool:
         """A request was reported, whose load may be one of these. Whether it was."""
         pins = self._pins.pop(request_id, None)
         if pins is None:
             return False
-        for group, names in pins.items():
-            if failed:
-                self._host.index.drop(group, names)
-            self._host.index.unpin(group, names)
+        for group, names in pins.items() if failed else ():
+            self._host.index.drop(group, names)
+        self._host.unpin(pins)
         return True
 
     def take(self) -> tuple[Restore, ...]:
@@ -80,27 +68,19 @@ class Restores:
 
     def _copies(
         self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
-    ) -> tuple[list[bytes], RowCopies] | None:
-        """The names and copies that bring a group from ``start`` to ``end`` tokens; None for none."""
+    ) -> tuple[list[bytes], RowCopies]:
+        """The names and copies that bring a group from ``start`` to ``end`` tokens. Raises ``LocalError``."""
         if group.is_state and end % group.block_tokens:
-            raise _Impossible(f"no state is kept after {end} tokens")
+            raise LocalError(f"no state is kept after {end} tokens")
         parts = group.needed(end, start)
         count = sum(map(len, parts))
         names = self._host.names(request.view, group, parts)
         ids = ids[-1:] if group.is_state else [at for part in parts for at in ids[part.start : part.stop]]
         if not len(ids) == len(names) == count:
-            raise _Impossible(f"cache group {group.group} has {len(ids)} blocks for {count}")
+            raise LocalError(f"cache group {group.group} has {len(ids)} blocks for {count}")
         if (group.is_whole or group.is_state) and 0 in ids:
-            raise _Impossible(f"cache group {group.group} has no block for some of {end} tokens")
-        if 0 in ids:
-            # A window may be kept for fewer tokens than it is wide.
-            names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
-            ids = [block_id for block_id in ids if block_id]
-        if not ids:
-            return None
-        try:
-            rows = tuple(self._host.index.rows_of(group.group, names))
-        except LocalError as error:
-            reason = f"what cache group {group.group} needs after {end} tokens is not here"
-            raise _Impossible(reason) from error
-        return names, RowCopies(group.group, tuple(ids), rows)
+            raise LocalError(f"cache group {group.group} has no block for some of {end} tokens")
+        # A window may be kept for fewer tokens than it is wide.
+        names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
+        ids = tuple(block_id for block_id in ids if block_id)
+        return names, RowCopies(group.group, ids, tuple(self._host.index.rows_of(group.group, names)))

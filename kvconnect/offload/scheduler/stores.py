@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host
-from kvconnect.offload.scheduler.jobs import JobKind
+from kvconnect.offload.scheduler.jobs import Job, JobKind
+from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.orders import RowCopies, Store
-from kvconnect.scheduler.stack import StateBlock
+from kvconnect.scheduler.stack import BlockIdsByGroup, StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
@@ -42,27 +43,17 @@ class _Part:
 
 
 class Stores:
-    """Blocks that are to be stored with the next orders.
+    """Blocks that are to be stored with the next orders, and jobs that store.
 
-    Args:
-        most_tokens: contents beyond this many tokens can be part of no hit, for want of rows.
-        lag_tokens: tokens that the stack may have begun to compute beyond what it reports.
-        decoded: keep blocks that were filled while decoding too.
-        keep: write what is stored to lower tiers too.
+    Contents beyond ``most_tokens`` can be part of no hit, for want of rows. With ``keep`` what is stored is
+    written to lower tiers too.
     """
 
     def __init__(
-        self,
-        host: Host,
-        *,
-        most_tokens: int,
-        lag_tokens: int,
-        decoded: bool,
-        keep: bool,
+        self, host: Host, lookup: PrefixLookup, *, most_tokens: int, decoded: bool, keep: bool
     ) -> None:
-        self._host = host
-        self._most_tokens, self._lag_tokens = most_tokens, lag_tokens
-        self._decoded, self._keep = decoded, keep
+        self._host, self._lookup = host, lookup
+        self._most_tokens, self._decoded, self._keep = most_tokens, decoded, keep
         self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
         self._batches: dict[int, _Batch] = {}
         self.due: dict[str, int] = {}
@@ -79,9 +70,18 @@ class Stores:
         for first in range(0, len(each), at_once):
             self._collect(each[first : first + at_once], is_last=False)
 
-    def collect_last(self, request: OffloadRequest) -> None:
-        """The same of a request that has ended: its blocks are those that it holds now."""
+    def collect_last(self, request: OffloadRequest, block_ids: BlockIdsByGroup) -> None:
+        """The same of a request that has ended, with these blocks."""
+        request.block_ids = {
+            group.group: list(block_ids[group.group])
+            for group in self._host.requirements.groups
+            if not group.is_state
+        }
         self._collect([(request, request.final_tokens())], is_last=True)
+        for group in self._host.requirements.whole:
+            # So that of a prompt the end makes room first: without its beginning it would be of no use.
+            end = request.next_position.get(group.group, 0)
+            self._host.index.touch(group.group, self._host.names(request.view, group, (range(end),)))
 
     def collect_state(self, request: OffloadRequest, group: HitGroup, state: StateBlock) -> None:
         """Take a row for a state, where a hit can end."""
@@ -92,7 +92,7 @@ class Stores:
         if state.is_chosen and num_tokens not in request.boundaries and num_tokens <= request.known_tokens:
             request.boundaries = tuple(sorted({*request.boundaries, num_tokens}))
             request.kept = self._host.requirements.kept(request.boundaries)
-        is_decoded = num_tokens > (request.boundaries[-1] if request.boundaries else 0)
+        is_decoded = num_tokens > request.last_boundary
         if not is_decoded and num_tokens not in request.boundaries:
             return
         position = num_tokens // align - 1
@@ -110,7 +110,7 @@ class Stores:
             for name, block_id, row in zip(batch.names, batch.block_ids, batch.rows, strict=True):
                 if block_id in gone:
                     self._host.index.drop(group, [name])
-                    self._host.failures.count("offload_overwritten")
+                    self._host.count("offload_overwritten")
                 else:
                     kept.names.append(name)
                     kept.block_ids.append(block_id)
@@ -128,6 +128,33 @@ class Stores:
                 stores.append(Store(job.number, copies, names, self._keep))
         return tuple(stores)
 
+    def settle(self, job: Job) -> None:
+        """All ranks have stored what they could, or have kept it, or both.
+
+        A content is there once every rank has it. A row is out of use until no rank reads or writes it any
+        more, whatever became of its content.
+        """
+        if job.unreported:
+            return
+        if job.failed is None:
+            if job.named:
+                self._host.count("offload_store_failed")
+            job.failed = [name for name in job.hashes if name in job.named] if job.named else ()
+            if job.stale:
+                job.failed = job.hashes
+            else:
+                stored = [name for name in job.hashes if name not in job.named] if job.named else job.hashes
+                self._host.index.commit(job.group, stored)
+                if job.unkept:
+                    self._host.index.pin(job.group, stored)
+                    job.pinned = stored
+                self._lookup.arrived(job.group, stored)
+            self._lookup.lost(job.group, job.failed)
+        if not job.unkept:
+            self._host.index.unpin(job.group, job.pinned)
+            self._host.index.drop(job.group, job.failed)
+            self._host.jobs.close(job)
+
     def clear(self) -> None:
         """Forget what was taken since the last orders."""
         for group, batch in self._batches.items():
@@ -136,8 +163,6 @@ class Stores:
 
     def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
         """Of so many tokens those that may be kept."""
-        if not request.writes:
-            return 0
         most = min(request.most_tokens, self._most_tokens)
         return min(num_tokens, most if self._decoded else min(most, request.prompt_tokens))
 
@@ -151,15 +176,15 @@ class Stores:
                 first = request.next_position.get(group.group, 0)
                 if end > first + MOST_AT_ONCE and not is_last:
                     end = first + MOST_AT_ONCE
-                    behind.add(request.request_id)
+                    behind.add(request.view.request_id)
                 if first < end:
                     parts.append(self._part(request, group, first, end))
             if parts:
                 self._collect_whole(group, parts)
         for request, tokens in valid:
             due = self._collect_partial(request, tokens, is_last)
-            if request.request_id in self.due:
-                self.due[request.request_id] = 0 if request.request_id in behind else due
+            if request.view.request_id in self.due:
+                self.due[request.view.request_id] = 0 if request.view.request_id in behind else due
 
     def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
         """Take what groups with windows have. The token count at which there is more to take of any group."""
@@ -194,7 +219,7 @@ class Stores:
             absent = states[first:at].count(ContentState.ABSENT)
             if ContentState.ABSENT in states[first - len(part.before) : first]:
                 # What it began with has made room for others; then what follows is of no use.
-                self._host.failures.count("offload_rows_short")
+                self._host.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first
                 continue
             part.request.next_position[group.group] = part.first + len(part.names)
@@ -208,7 +233,7 @@ class Stores:
         for part in wanted if taken < num_absent else ():
             states = self._host.index.states(group.group, part.names)
             if ContentState.ABSENT in states:
-                self._host.failures.count("offload_rows_short")
+                self._host.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first + states.index(ContentState.ABSENT)
 
     def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
@@ -220,9 +245,10 @@ class Stores:
         if first >= end:
             return
         request.next_position[group.group] = end
-        wanted = request.worth_keeping(self._host.requirements, group, first, end, decoded=self._decoded)
+        positions = range(first, end)
+        wanted = request.worth_keeping(self._host.requirements, group, positions, decoded=self._decoded)
         if not is_last:
-            held = request.held(group, self._lag_tokens)
+            held = request.held(group)
             wanted = [at for at in wanted if any(at in part for part in held)]
         there = [at for at in wanted if block_ids[at]]
         if not there:
@@ -232,10 +258,9 @@ class Stores:
         absent = [at for at, state in zip(there, states, strict=True) if state is ContentState.ABSENT]
         taken = self._reserve(group, names, [block_ids[at] for at in there])
         if taken < len(absent):
-            self._host.failures.count("offload_rows_short")
-        begin = request.boundaries[-1] if request.boundaries else 0
+            self._host.count("offload_rows_short")
         for at in absent[:taken]:
-            if at * group.block_tokens >= begin:
+            if at * group.block_tokens >= request.last_boundary:
                 trail = request.trail.setdefault(group.group, deque())
                 trail.append((at, hashes[at + group.is_draft]))
 

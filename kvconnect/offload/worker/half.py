@@ -26,8 +26,8 @@ from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, worker_facts
-from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.tiers import lower_tier_names, make_lower_tiers
+from kvconnect.offload.tier import LowerTier, lower_tier_names
+from kvconnect.offload.tiers import make_lower_tiers
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
 from kvconnect.offload.worker.lower import LowerTiers
 from kvconnect.offload.worker.snapshots import Copies
