@@ -198,14 +198,14 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
 class OffloadReport(msgspec.Struct, frozen=True):
     """What the tiers of one rank have done since the last report. Jobs come back exactly once in each list.
 
-    ``stored`` and ``kept``, by job, are the hashes that failed, none as a rule. ``fetched`` are, by job, the
-    hashes that are not there or not right; their rows hold nothing of use. ``found`` are, by job, the hashes
-    that a tier has.
+    ``stored`` are, by job, the hashes that failed, none as a rule; ``kept`` the jobs whose rows no lower tier
+    reads any more. ``fetched`` are, by job, the hashes that are not there or not right; their rows hold
+    nothing of use. ``found`` are, by job, the hashes that a tier has.
     """
 
     rank: int
     stored: Mapping[int, tuple[bytes, ...]] = {}
-    kept: Mapping[int, tuple[bytes, ...]] = {}
+    kept: tuple[int, ...] = ()
     fetched: Mapping[int, tuple[bytes, ...]] = {}
     found: Mapping[int, tuple[bytes, ...]] = {}
     changes: tuple[TierChange, ...] = ()

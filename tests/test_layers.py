@@ -97,8 +97,6 @@ LARGER = {
     "engine/store_process.py StoreProcess.__init__": "parameters",
     "offload/disk/row_files.py RowFiles.__init__": "parameters",
     "offload/disk/tier.py DiskTier.__init__": "parameters",
-    "offload/worker/half.py OffloadWorker.__init__": "parameters",
-    "offload/worker/half.py OffloadWorker": "attributes",
     "runner_kit/block_table.py BlockTables": "attributes",
 }
 

@@ -134,13 +134,17 @@ def make_worker_half(
             config.extra.offload,
             cache.config,
             cache.kernel_block_sizes,
-            facts=stack_facts(vllm_config, kv_cache_config),
-            weights=weights,
+            facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights},
             rank=rank,
             world_size=world_size,
+        )
+        offload.register_kv_caches(
+            cache.tensors,
+            cache.heads,
+            cache.scales,
+            reserved_bytes=reserved_bytes,
             least_rows=hit_requirements(kv_cache_config).least_rows(config.extra.offload.min_tokens),
         )
-        offload.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     return WorkerComposite(transfer, offload)
 
 

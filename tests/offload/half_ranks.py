@@ -71,7 +71,7 @@ class Ranks:
         for rank in range(len(self.rows)):
             if rank in self.silent:
                 continue
-            told = {"stored": {}, "kept": {}, "fetched": {}, "found": {}}
+            told = {"stored": {}, "kept": [], "fetched": {}, "found": {}}
             changes = []
             later = []
             todo, self.todo[rank] = self.todo[rank], []
@@ -89,6 +89,7 @@ class Ranks:
                         gone = self.rng.choice(sorted(kept))
                         del kept[gone]
                         changes.append(TierChange(tier, gone[0], (), (gone[1],)))
+            told["kept"] = tuple(told["kept"])
             reports.append(OffloadReport(rank, **told, changes=tuple(changes)))
         self.rng.shuffle(reports)
         failed = {name: self.failed.pop(name) for name in received if name in self.failed}
@@ -128,11 +129,9 @@ class Ranks:
     def _keep(self, rank, job, told, changes, received, later) -> None:
         _, number, about, good = job
         store, broken = about
-        failed = []
         for name, place, held in good:
             assert self.rows[rank][place] == held, "a row was reused while it was read"
             if self._breaks():
-                failed.append(name)
                 continue
             for tier in self.tiers:
                 self.lower[rank][tier][store.copies.group, name] = held
@@ -141,7 +140,7 @@ class Ranks:
         for place in broken:
             assert self.rows[rank][place] == "busy"
             self.rows[rank][place] = GARBAGE
-        told["kept"][number] = tuple(failed)
+        told["kept"].append(number)
 
     def _fetch(self, rank, job, told, changes, received, later) -> None:
         fetch = job[2]

@@ -194,15 +194,15 @@ def test_reports_come_in_any_order_and_more_than_once():
     def report(*reports):
         stack.half.update_results(Results(offload=reports))
 
-    report(OffloadReport(1, kept={store.job: ()}), OffloadReport(5, stored={store.job: ()}))
+    report(OffloadReport(1, kept=(store.job,)), OffloadReport(5, stored={store.job: ()}))
     report(OffloadReport(1, stored={store.job: (lost,), 999: ()}, found={store.job: ()}))
-    report(OffloadReport(1, stored={store.job: store.hashes}, kept={store.job: ()}))
+    report(OffloadReport(1, stored={store.job: store.hashes}, kept=(store.job,)))
     assert stack.half.host.index.lookup(0, store.hashes) == 0
     report(OffloadReport(0, stored={store.job: ()}))
     assert stack.half.host.index.lookup(0, store.hashes) == 2
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 3, 1)
-    report(OffloadReport(0, kept={store.job: ()}, fetched={store.job: ()}))
+    report(OffloadReport(0, kept=(store.job,), fetched={store.job: ()}))
     counts = stack.half.host.index.counts()[0]
     assert (counts.ready, counts.pinned, counts.pending) == (3, 0, 0)
     stack.half.request_finished(request, ids)

@@ -106,7 +106,6 @@ def test_two_nodes_over_one_store_find_each_others_blocks(master):
         )
     )
     here.until(lambda: len(here.kept) == NUM_GROUPS, 30)
-    assert set(here.kept.values()) == {()}
     for rig, found in ((there, names), (stranger, ())):
         rig.order(seeks=tuple(Seek(group, "store", group, (*names, b"no")) for group in range(NUM_GROUPS)))
         rig.until(lambda rig=rig: len(rig.found) == NUM_GROUPS, 30)

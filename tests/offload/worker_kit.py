@@ -47,26 +47,25 @@ def caches():
 class Rig:
     """A worker, its caches, and what it reported so far, by job and by request."""
 
-    def __init__(self, *tiers, seed=0, register=True, least_rows=None, **settings):
+    def __init__(self, *tiers, seed=0, register=True, weights="", **settings):
         config, sizes, self.tensors = caches()
         for at, cache in enumerate(self.tensors.values()):
             fill_random(cache, seed * 100 + at)
         self.registry = CollectorRegistry()
         given = {"cpu_bytes": CPU_BYTES, "shares": (0.4, 0.3, 0.3), **settings}
-        make = (lambda namespace, facts: tiers) if tiers else None
         self.worker = OffloadWorker(
             OffloadConfig(**given),
             config,
             sizes,
-            facts={"model": "m"},
-            least_rows=least_rows or {},
+            facts={"model": "m", "weights": weights},
             registry=self.registry,
-            tiers=make,
         )
+        if tiers:
+            self.worker._make_tiers = lambda namespace, plan: tiers
         if register:
             self.worker.register_kv_caches(self.tensors)
         self.received, self.failed, self.changes = [], {}, []
-        self.stored, self.kept, self.fetched, self.found = {}, {}, {}, {}
+        self.stored, self.fetched, self.found, self.kept = {}, {}, {}, set()
 
     def image(self):
         return Image(self.table, self.tensors)
@@ -108,7 +107,9 @@ class Rig:
             self.failed[request] = reason
         for report in results.offload:
             self.changes += report.changes
-            for name in ("stored", "kept", "fetched", "found"):
+            assert self.kept.isdisjoint(report.kept), "a job came back twice as kept"
+            self.kept.update(report.kept)
+            for name in ("stored", "fetched", "found"):
                 for job, told in getattr(report, name).items():
                     ours = getattr(self, name)
                     assert job not in ours, f"job {job} came back twice as {name}"

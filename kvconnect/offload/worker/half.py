@@ -26,11 +26,10 @@ from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, worker_facts
-from kvconnect.offload.tier import LowerTier, lower_tier_names
-from kvconnect.offload.tiers import make_lower_tiers
+from kvconnect.offload.tier import LowerTier
+from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.offload.worker.snapshots import Copies
 from kvconnect.offload.worker.tier_loop import TierLoop
 from kvconnect.orders import OffloadOrders, Results, RowCopies, Store
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
@@ -38,8 +37,6 @@ from kvconnect.runner_kit.kernel_blocks import sync_block_size
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 20.0
-
-Tiers = Callable[[Namespace, ArenaPlan], Sequence[LowerTier]]
 
 
 class OffloadWorker:
@@ -52,13 +49,11 @@ class OffloadWorker:
         cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index; only groups that are in it are kept.
         facts: what the bytes of blocks depend on that only the serving stack knows: the model, how the hashes
-            of contents are made. Values as JSON has them.
-        weights: the serving stack's name of the weights that it runs with.
+            of contents are made, and as ``weights`` its name of those that it runs with. Values as JSON has
+            them.
         rank: tensor-parallel rank of this worker.
         world_size: number of tensor-parallel ranks.
-        least_rows: by group the rows without which there is never a hit.
         registry: where the metrics are exported.
-        tiers: makes the lower tiers, in place of those that are configured.
     """
 
     def __init__(
@@ -68,30 +63,21 @@ class OffloadWorker:
         kernel_block_sizes: Mapping[int, int],
         *,
         facts: Mapping[str, Any],
-        weights: str = "",
         rank: int = 0,
         world_size: int = 1,
-        least_rows: Mapping[int, int] = MappingProxyType({}),
         registry: CollectorRegistry = REGISTRY,
-        tiers: Tiers | None = None,
     ) -> None:
-        self._config, self._cache_config, self._least_rows = config, cache_config, least_rows
-        self._rank, self._world_size, self._facts, self._weights = rank, world_size, dict(facts), weights
+        self._config, self._cache_config = config, cache_config
+        self._rank, self._world_size, self._facts = rank, world_size, facts
         self._kernel_block_sizes = {
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
         }
-        self._make_tiers = tiers or self._configured_tiers
         self._metrics = OffloadMetrics(registry)
         self._jobs = Jobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
         self._is_closed = False
-
-    @property
-    def lower_tiers(self) -> tuple[str, ...]:
-        """The names of the tiers below host memory that are configured, nearest first."""
-        return lower_tier_names(self._config)
 
     # These, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
 
@@ -119,11 +105,13 @@ class OffloadWorker:
         scales: Mapping[str, Scales] | None = None,
         *,
         reserved_bytes: int = 0,
+        least_rows: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Describe the caches, take the host memory, open the lower tiers, and begin to take orders.
 
         On a GPU, called with the stream current that runs the model's steps. ``heads`` and ``scales`` as for
-        ``RegionTable.build``; ``reserved_bytes`` of the GPU's free memory are the serving stack's.
+        ``RegionTable.build``; ``reserved_bytes`` of the GPU's free memory are the serving stack's. With fewer
+        than ``least_rows`` of a group there would never be a hit.
 
         Raises:
             LayoutError: a cache cannot be expressed.
@@ -132,25 +120,27 @@ class OffloadWorker:
         """
         if self._copier is not None:
             raise LocalError("register_kv_caches was called twice")
-        table = RegionTable.build(self._cache_config, self._kernel_block_sizes, tensors, heads, scales)
+        self._table = table = RegionTable.build(
+            self._cache_config, self._kernel_block_sizes, tensors, heads, scales
+        )
         # The tensors must outlive the copier, whatever the serving stack does with its own.
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
-        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, self._least_rows)
-        self._table = table
+        plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, least_rows)
         self._namespace = self._name()
         with ExitStack() as undo:
             # Tiers first: what is wrong with a folder is found before memory is taken.
-            tiers = tuple(self._make_tiers(self._namespace, plan))
+            tiers = self._make_tiers(self._namespace, plan)
             for tier in tiers:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
             undo.callback(arena.close)
             copier = make_copier(layout, arena, device, reserved_bytes=reserved_bytes)
             undo.pop_all()
+        self._jobs.class_of = plan.class_of
         lower = LowerTiers(tiers, arena, self._jobs, self._metrics)
-        copies = Copies(copier, arena, self._jobs, lower, self._metrics)
+        copies = DeviceCopies(copier, plan, self._jobs, lower, self._metrics)
 
         def release() -> None:
             copier.close()
@@ -170,8 +160,7 @@ class OffloadWorker:
 
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
-        stack = {**self._facts, "weights": self._weights}
-        return Namespace.of(worker_facts(self._cache_config, self._table, stack=stack, **own))
+        return Namespace.of(worker_facts(self._cache_config, self._table, stack=self._facts, **own))
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: nothing that is kept is theirs, in any tier.
@@ -179,17 +168,27 @@ class OffloadWorker:
         After the scheduler half was cleared, and before the first orders whose KV is of the new ones.
         """
         _, loop = self._registered()
-        self._weights = weights
+        self._facts = {**self._facts, "weights": weights}
         self._namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
         loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
-    def _configured_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
-        most = max(rows.row_bytes for rows in plan.classes)
-        rank, world_size = self._rank, self._world_size
-        return make_lower_tiers(
-            self._config, namespace, rank=rank, world_size=world_size, most_row_bytes=most
-        )
+    def _make_tiers(self, namespace: Namespace, plan: ArenaPlan) -> Sequence[LowerTier]:
+        """The lower tiers, nearest first. Raises ``ConfigError``: one cannot be used as it is configured."""
+        config, made = self._config, list[LowerTier]()
+        with ExitStack() as undo:
+            if config.disk_path:
+                from kvconnect.offload.disk.tier import open_disk_tier
+
+                made.append(open_disk_tier(config, namespace, self._rank, self._world_size))
+                undo.callback(made[-1].close)
+            if config.store:
+                from kvconnect.offload.store.tier import open_store_tier
+
+                most = max(rows.row_bytes for rows in plan.classes)
+                made.append(open_store_tier(config, namespace, most_row_bytes=most))
+            undo.pop_all()
+        return made
 
     # The thread that gives the device its steps
 
@@ -218,6 +217,10 @@ class OffloadWorker:
 
         loop.order(take)
 
+    def _open_store(self, store: Store) -> Job:
+        owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
+        return self._jobs.open(store.job, store.hashes, *owed, copies=store.copies)
+
     def start(self, orders: OffloadOrders) -> None:
         """Take the rest of a step's orders. Never waits."""
         if not (orders.restores or orders.fetches or orders.seeks):
@@ -227,17 +230,18 @@ class OffloadWorker:
         work: list[tuple[Job, Callable[[float], None]]] = []
         # What a request waits for to find more comes before the copies, which keep the thread busy.
         for fetch in orders.fetches:
-            job = opened(fetch.job, fetch.hashes, Report.FETCHED)
-            work.append((job, partial(loop.lower.fetch, job, fetch)))
+            rows = RowCopies(fetch.group, (), fetch.rows)
+            job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
+            work.append((job, partial(loop.lower.fetch, job, fetch.tier)))
         for seek in orders.seeks:
-            job = opened(seek.job, seek.hashes, Report.FOUND)
-            work.append((job, partial(loop.lower.seek, job, seek)))
+            job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
+            work.append((job, partial(loop.lower.seek, job, seek.tier)))
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:
                 self._jobs.fail(job, restore.refusal)
             else:
-                work.append((job, partial(loop.copies.restore, job, restore, after, now)))
+                work.append((job, partial(loop.copies.restore, job, restore.copies, after, now)))
 
         def take(later: float) -> None:
             self._metrics.wait_seconds.labels("turn").inc(later - now)
@@ -312,16 +316,3 @@ class OffloadWorker:
         if self._copier is None or self._loop is None:
             raise LocalError("orders came before register_kv_caches was called")
         return self._copier, self._loop
-
-    def _open_store(self, store: Store) -> Job:
-        owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
-        job = self._jobs.open(store.job, store.hashes, *owed)
-        job.copies, job.copied = store.copies, store.hashes
-        if len(self._jobs.held):
-            group, block_ids, rows = store.copies.group, store.copies.block_ids, store.copies.rows
-            index = self._arena.plan.class_of.get(group, -1)
-            free = [at for at, row in enumerate(rows) if (index, row) not in self._jobs.held]
-            job.copied = tuple(store.hashes[at] for at in free)
-            job.refused = tuple(set(store.hashes) - set(job.copied))
-            job.copies = RowCopies(group, tuple(block_ids[at] for at in free), tuple(rows[at] for at in free))
-        return job

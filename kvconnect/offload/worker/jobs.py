@@ -12,8 +12,8 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvconnect.orders import OffloadReport, Results, RowCopies, TierChange
 
@@ -25,7 +25,7 @@ CHANGES_AT_ONCE = 2048
 HostRow = tuple[int, int]
 """A row of host memory: its class, and its number there."""
 
-_NO_COPIES = RowCopies(0, (), ())
+NO_COPIES = RowCopies(0, (), ())
 
 
 class Report(enum.Enum):
@@ -43,58 +43,40 @@ class Job:
     """One order.
 
     ``key`` is the scheduler half's name of it: a number, or the request of a restore. ``hashes`` are its
-    contents; those in ``refused`` have a row that a given-up job may still touch. ``owed`` are the reports to
-    come, in order. Of a store ``copies`` are the blocks and rows of all but the refused, named ``copied``;
-    ``is_void`` is set where everything was cleared since. While its rows are written to tiers ``num_writing``
-    of these have not answered, and ``unkept`` counts how many do not have a content.
+    contents, ``owed`` the reports to come, in order. ``named`` are the contents of ``copies``: all but those
+    ``refused``, whose row a job that was given up may still touch. Where everything was cleared since,
+    ``is_void`` is set. ``num_writing`` tiers are to answer yet that they do not read its rows any more.
     """
 
     number: int
     key: int | str
     hashes: tuple[bytes, ...]
     owed: tuple[Report, ...]
+    copies: RowCopies
+    row_class: int
+    named: Sequence[bytes]
     refused: tuple[bytes, ...] = ()
-    copies: RowCopies = _NO_COPIES
-    copied: tuple[bytes, ...] = ()
     is_void: bool = False
     num_writing: int = 0
-    unkept: Counter[bytes] = field(default_factory=Counter)
 
-
-class HeldRows:
-    """Rows that a tier or a copy may still read or write although their job was given up.
-
-    The job was reported failed, so the scheduler half uses the rows for something else; until they are
-    released, whatever is ordered for them fails. For any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: Counter[HostRow] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, row: HostRow) -> bool:
-        return row in self._held
-
-    def hold(self, rows: Iterable[HostRow]) -> None:
-        """These may be touched until ``release``, which is due as often."""
-        with self._lock:
-            self._held.update(rows)
-
-    def release(self, rows: Iterable[HostRow]) -> None:
-        """One job does not touch these any more."""
-        with self._lock:
-            self._held.subtract(rows)
-            self._held = +self._held
+    @property
+    def rows(self) -> list[HostRow]:
+        """Its rows, whichever group of their class uses them."""
+        return [(self.row_class, row) for row in self.copies.rows]
 
 
 class Jobs:
     """All jobs of one rank that owe something, and reports that were not taken yet. For any thread."""
 
     def __init__(self, rank: int) -> None:
-        self.held = HeldRows()
+        self.class_of: Mapping[int, int] = {}
+        """Classes of rows by cache group, once they are known."""
+        self.held: Counter[HostRow] = Counter()
+        """Rows that a tier or a copy may still read or write although their job was given up.
+
+        The job was reported failed, so the scheduler half uses the rows for something else: until they are
+        released, whatever is ordered for them fails.
+        """
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -112,22 +94,30 @@ class Jobs:
         """Have ``wake`` called, from any thread, whenever there is something to take."""
         self._wake = wake
 
-    def open(self, key: int | str, hashes: Sequence[bytes], *owed: Report) -> Job:
-        """A job begins."""
-        job = Job(next(self._numbers), key, tuple(hashes), owed)
+    def open(
+        self, key: int | str, hashes: tuple[bytes, ...], *owed: Report, copies: RowCopies = NO_COPIES
+    ) -> Job:
+        """A job begins. Rows are held before the job that had them is reported: held ones are seen here."""
+        job = Job(next(self._numbers), key, hashes, owed, copies, self.class_of.get(copies.group, -1), hashes)
+        if self.held:
+            free = [at for at, row in enumerate(job.rows) if row not in self.held]
+            if len(free) < len(copies.rows):
+                blocks = tuple(copies.block_ids[at] for at in free if copies.block_ids)
+                job.copies = RowCopies(copies.group, blocks, tuple(copies.rows[at] for at in free))
+                job.named = tuple(hashes[at] for at in free)
+                job.refused = tuple(set(hashes) - set(job.named))
         with self._lock:
             self._open[job.number] = job
         return job
 
-    def end(self, job: Job, report: Report, named: Iterable[bytes] = ()) -> bool:
-        """A job has come to what it owes next, and names these contents. False: it was given up before."""
+    def end(self, job: Job, report: Report, named: Iterable[bytes] = ()) -> None:
+        """A job has come to what it owes next, and names these contents, unless it was given up before."""
         with self._lock:
             is_owed = job.owed[:1] == (report,)
             if is_owed:
                 self._report(job, tuple(named), "")
         if is_owed:
             self._notify()
-        return is_owed
 
     def fail(self, job: Job, error: str) -> None:
         """Nothing comes of what a job owes yet."""
@@ -140,13 +130,13 @@ class Jobs:
         self._fail(left, error)
 
     def _fail(self, jobs: Sequence[Job], error: str) -> None:
-        is_news = False
+        is_new = False
         with self._lock:
             for job in jobs:
                 while job.owed:
-                    is_news = True
+                    is_new = True
                     self._report(job, () if job.owed[0] is Report.FOUND else job.hashes, error)
-        if is_news:
+        if is_new:
             self._notify()
 
     def _report(self, job: Job, named: tuple[bytes, ...], error: str) -> None:
@@ -159,6 +149,17 @@ class Jobs:
             self._named[report][job.key] = named
         if not job.owed:
             del self._open[job.number]
+
+    def hold(self, job: Job) -> None:
+        """The rows of a job may be touched until ``release``, which is due as often."""
+        with self._lock:
+            self.held.update(job.rows)
+
+    def release(self, job: Job) -> None:
+        """The rows of a job are not touched any more for one of the reasons to hold them."""
+        with self._lock:
+            self.held.subtract(job.rows)
+            self.held = +self.held
 
     def change(self, changes: Iterable[TierChange]) -> None:
         """A tier has got contents, or has them no more: at most ``CHANGES_AT_ONCE`` in each change."""
@@ -186,7 +187,7 @@ class Jobs:
         report = OffloadReport(
             self._rank,
             stored=named[Report.STORED],
-            kept=named[Report.KEPT],
+            kept=tuple(named[Report.KEPT]),
             fetched=named[Report.FETCHED],
             found=named[Report.FOUND],
             changes=tuple(changes),

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from kvconnect.errors import LocalError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
-from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, HostRow, Job, Jobs, Report
-from kvconnect.orders import Fetch, Seek, TierChange
+from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, Job, Jobs, Report
+from kvconnect.orders import TierChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,17 +28,14 @@ READ_TIMEOUT_S = 20.0
 """How long it may take to read them, or to answer whether it has them."""
 
 _Key = tuple[str, str, int]
-"""A call of a tier: the tier's name, the verb, and the number of the job."""
+"""A call of a tier: the tier's name, its method, and the number of the job."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """What one tier was asked to do for a job, with these contents and rows."""
+    """What one tier was asked to do for a job."""
 
     job: Job
-    group: int
-    hashes: Sequence[bytes]
-    rows: Sequence[HostRow]
     began_s: float
     deadline_s: float
     given_up: bool = False
@@ -51,7 +47,7 @@ class LowerTiers:
     def __init__(
         self, tiers: Sequence[LowerTier], arena: RowArena, jobs: Jobs, metrics: OffloadMetrics
     ) -> None:
-        self._tiers = {tier.name: tier for tier in tiers}
+        self.tiers = tiers
         self._arena, self._jobs, self._metrics = arena, jobs, metrics
         self._write_timeout_s, self._read_timeout_s = WRITE_TIMEOUT_S, READ_TIMEOUT_S
         self._calls: dict[_Key, _Call] = {}
@@ -63,48 +59,29 @@ class LowerTiers:
         """Calls that were not answered, those given up included."""
         return len(self._calls)
 
-    @property
-    def tiers(self) -> tuple[LowerTier, ...]:
-        """All of them, in order."""
-        return tuple(self._tiers.values())
-
     def keep(self, job: Job, now: float) -> None:
         """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
-        if not self._tiers or not job.copied:
-            self._jobs.end(job, Report.KEPT, job.hashes)
+        if not self.tiers or not job.named:
+            self._jobs.end(job, Report.KEPT)
             return
-        group, numbers = job.copies.group, job.copies.rows
-        job.num_writing = len(self._tiers)
-        memory, rows = self._memory(group, job.copied, numbers), self._rows(group, numbers)
+        job.num_writing = len(self.tiers)
+        rows = self._memory(job)
         for tier in self.tiers:
-            call = _Call(job, group, job.copied, rows, now, now + self._write_timeout_s)
-            self._begin((tier.name, "write", job.number), call, partial(tier.write, job.number, memory))
+            self._begin(tier, "write", job, rows, now)
 
-    def fetch(self, job: Job, order: Fetch, now: float) -> None:
+    def fetch(self, job: Job, name: str, now: float) -> None:
         """Read contents into rows; the job ends once the tier does not write them any more."""
-        tier = self._tier(job, order.tier)
-        if tier is None:
-            return
-        # What is read into a row that another job may still write would be neither's bytes.
-        every = zip(order.hashes, self._rows(order.group, order.rows), strict=True)
-        free = [(hash_, row) for hash_, row in every if row not in self._jobs.held]
-        hashes, rows = [hash_ for hash_, _ in free], [row for _, row in free]
-        job.refused = tuple(set(order.hashes) - set(hashes))
-        if not hashes:
+        tier = self._tier(job, name)
+        if tier is not None and not job.named:
             self._jobs.end(job, Report.FETCHED, job.refused)
-            return
-        memory = self._memory(order.group, hashes, [number for _, number in rows])
-        call = _Call(job, order.group, hashes, rows, now, now + self._read_timeout_s)
-        self._begin((order.tier, "read", job.number), call, partial(tier.read, job.number, memory))
+        elif tier is not None:
+            self._begin(tier, "read", job, self._memory(job), now)
 
-    def seek(self, job: Job, order: Seek, now: float) -> None:
+    def seek(self, job: Job, name: str, now: float) -> None:
         """Ask a tier what it has; the job ends with its answer."""
-        tier = self._tier(job, order.tier)
-        if tier is None:
-            return
-        call = _Call(job, order.group, order.hashes, (), now, now + self._read_timeout_s)
-        contents = [(order.group, hash_) for hash_ in order.hashes]
-        self._begin((order.tier, "seek", job.number), call, partial(tier.seek, job.number, contents))
+        tier = self._tier(job, name)
+        if tier is not None:
+            self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
 
     def clear(self, now: float) -> None:
         """Have all tiers forget everything that they were given before."""
@@ -125,12 +102,8 @@ class LowerTiers:
             self._give_up_late(now)
         return progress
 
-    def replace(self, tiers: Sequence[LowerTier]) -> None:
-        """Use these from now on, in place of those that were closed."""
-        self._tiers = {tier.name: tier for tier in tiers}
-
     def close(self, now: float, *, with_changes: bool = True) -> None:
-        """Close all tiers. Whatever they did not do fails."""
+        """Close all tiers, and have none. Whatever they did not do fails."""
         for tier in self.tiers:
             is_quiescent = self._safely(tier, "close", tier.close) is True
             self._take(tier, self._poll(tier), now, with_changes=with_changes)
@@ -138,21 +111,22 @@ class LowerTiers:
                 self._give_up(key, "closed")
                 call = self._calls.pop(key)
                 if is_quiescent:
-                    self._jobs.held.release(call.rows)
-        self.next_deadline_s = None
+                    self._jobs.release(call.job)
+        self.tiers, self.next_deadline_s = (), None
 
-    def _begin(self, key: _Key, call: _Call, begin: Callable[[], None]) -> None:
-        name, verb, _ = key
-        self._calls[key] = call
+    def _begin(self, tier: LowerTier, verb: str, job: Job, given: Sequence[object], now: float) -> None:
+        name, key = tier.name, (tier.name, verb, job.number)
+        deadline_s = now + (self._write_timeout_s if verb == "write" else self._read_timeout_s)
+        self._calls[key] = _Call(job, now, deadline_s)
         next_s = self.next_deadline_s
-        self.next_deadline_s = call.deadline_s if next_s is None else min(next_s, call.deadline_s)
+        self.next_deadline_s = deadline_s if next_s is None else min(next_s, deadline_s)
         try:
-            begin()
+            getattr(tier, verb)(job.number, given)
         except LocalError as error:
             # It did not begin.
             self._log(name, verb, "an order to %s was refused: %s", verb, error)
             self._give_up(key, "refused")
-            self._jobs.held.release(self._calls.pop(key).rows)
+            self._jobs.release(self._calls.pop(key).job)
         except Exception:
             # It may have begun: the rows are held until it answers or is closed.
             self._log(name, verb, "an error of its own in %s", verb, exc_info=True)
@@ -173,31 +147,30 @@ class LowerTiers:
         if call is None:
             self._log(name, "answer", "an answer to job %d that was not asked", number)
             return
+        job = call.job
         if call.given_up:
-            self._jobs.held.release(call.rows)
+            self._jobs.release(job)
             return
-        named_by_tier = {hash_ for group, hash_ in contents if group == call.group}
-        named = [hash_ for hash_ in call.hashes if hash_ in named_by_tier]
+        named_by_tier = {hash_ for group, hash_ in contents if group == job.copies.group}
+        named = [hash_ for hash_ in job.named if hash_ in named_by_tier]
         if verb == "seek":
-            self._jobs.end(call.job, Report.FOUND, named)
+            self._jobs.end(job, Report.FOUND, named)
             return
-        row_bytes = self._arena.plan.row_class(call.group).row_bytes
-        num_moved = len(call.hashes) - len(named)
+        row_bytes = self._arena.plan.row_class(job.copies.group).row_bytes
+        num_moved = len(job.named) - len(named)
         good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
         self._metrics.moved(good, name, num_moved, num_moved * row_bytes, now - call.began_s)
         self._metrics.moved(bad, name, len(named), len(named) * row_bytes)
         if verb == "write":
-            self._kept(call.job, named)
+            self._kept(job)
         else:
-            self._jobs.end(call.job, Report.FETCHED, (*named, *call.job.refused))
+            self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
 
-    def _kept(self, job: Job, unkept: Iterable[bytes]) -> None:
+    def _kept(self, job: Job) -> None:
         """One of the tiers that a job's rows are written to has ended."""
         job.num_writing -= 1
-        job.unkept.update(unkept)
         if not job.num_writing:
-            nowhere = [hash_ for hash_, times in job.unkept.items() if times >= len(self._tiers)]
-            self._jobs.end(job, Report.KEPT, (*nowhere, *job.refused))
+            self._jobs.end(job, Report.KEPT)
 
     def _give_up_late(self, now: float) -> None:
         for key in [key for key, call in self._calls.items() if not call.given_up]:
@@ -214,10 +187,10 @@ class LowerTiers:
         if call.given_up:
             return
         call.given_up = True
-        self._jobs.held.hold(call.rows)
+        self._jobs.hold(call.job)
         self._metrics.failures.labels(f"{key[0]}_{key[1]}_{why}").inc()
         if key[1] == "write":
-            self._kept(call.job, call.hashes)
+            self._kept(call.job)
         else:
             self._jobs.fail(call.job, why)
 
@@ -235,12 +208,13 @@ class LowerTiers:
 
     def _tier(self, job: Job, name: str) -> LowerTier | None:
         """The tier that a job is for; the job fails where there is none."""
-        tier = self._tiers.get(name)
-        if tier is None:
-            self._log(name, "unknown", "orders for it, but there is no such tier")
-            self._metrics.failures.labels("offload_unknown_tier").inc()
-            self._jobs.fail(job, "there is no such tier")
-        return tier
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        self._log(name, "unknown", "orders for it, but there is no such tier")
+        self._metrics.failures.labels("offload_unknown_tier").inc()
+        self._jobs.fail(job, "there is no such tier")
+        return None
 
     def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
         """Log once of each tier and kind what went wrong there; the count has the others."""
@@ -248,14 +222,11 @@ class LowerTiers:
             self._logged.add((name, kind))
             logger.error("lower tier %s: " + text, name, *about, exc_info=exc_info)
 
-    def _rows(self, group: int, numbers: Sequence[int]) -> list[HostRow]:
-        index = self._arena.plan.class_of[group]
-        return [(index, number) for number in numbers]
-
-    def _memory(self, group: int, hashes: Sequence[bytes], rows: Sequence[int]) -> list[TierRow]:
+    def _memory(self, job: Job) -> list[TierRow]:
+        group = job.copies.group
         return [
             TierRow(group, hash_, self._arena.row(group, row))
-            for hash_, row in zip(hashes, rows, strict=True)
+            for hash_, row in zip(job.named, job.copies.rows, strict=True)
         ]
 
 

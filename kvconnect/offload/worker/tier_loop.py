@@ -13,9 +13,9 @@ import torch
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.tier import LowerTier
+from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Jobs
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.offload.worker.snapshots import Copies
 from kvconnect.pack.packer_torch import use_one_thread
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class TierLoop:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: DeviceCopies,
         lower: LowerTiers,
         jobs: Jobs,
         metrics: OffloadMetrics,
@@ -70,24 +70,16 @@ class TierLoop:
 
     def clear(self) -> None:
         """Have everything forgotten that was kept, or ordered to be kept, before."""
-
-        def clear(now: float) -> None:
-            self.copies.clear()
-            self.lower.clear(now)
-            self._jobs.forget_changes()
-
-        self.order(clear)
+        self.order(self._forget)
 
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
 
         def replace(now: float) -> None:
-            self.copies.clear()
             self.lower.close(now, with_changes=False)
-            self._jobs.forget_changes()
-            self.lower.replace(())
+            self._forget(now)
             try:
-                self.lower.replace(make())
+                self.lower.tiers = make()
             except ConfigError as error:
                 self._metrics.failures.labels("offload_tiers_lost").inc()
                 logger.error("lower tiers cannot be used any more: %s", error)
@@ -101,6 +93,11 @@ class TierLoop:
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _forget(self, now: float) -> None:
+        self.copies.clear()
+        self.lower.clear(now)
+        self._jobs.forget_changes()
 
     def _listen(self) -> None:
         for tier in self.lower.tiers:
