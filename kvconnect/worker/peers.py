@@ -23,7 +23,7 @@ from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
-from kvconnect.worker.breaker import Breaker, BreakerEvent, BreakerState
+from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.routes import Route
@@ -69,7 +69,7 @@ class Peer:
     """
 
     key: PeerKey
-    breaker: Breaker
+    breaker: Breaker = field(default_factory=Breaker)
     links: dict[int, RankLink] = field(default_factory=dict)
     directory: tuple[RankAddress, ...] = ()
     partners: tuple[int, ...] = ()
@@ -196,17 +196,14 @@ class Peers:
         """The peer of this name; it is greeted if that was not done, and is of use."""
         peer = self.peers.get(key)
         if peer is None:
-            engine_id, host, port = key
-            breaker = Breaker(f"{engine_id or 'any engine'} at {host}:{port}")
-            peer = self.peers[key] = Peer(key, breaker)
+            peer = self.peers[key] = Peer(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
             self._connect(peer, 0, key[1], key[2], now)
         return peer
 
     def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
-        if peer.breaker.state is BreakerState.OPEN:
-            peer.breaker.move(BreakerEvent.TRY)
+        peer.breaker.tried()
         session = Session(Side.DECODE, self._local.introduce(), self._config)
         link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", peer, rank, session)
         peer.links[rank] = self._links[link.name] = link

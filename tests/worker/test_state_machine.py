@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Load
-from kvconnect.worker.breaker import BREAKER_TRANSITIONS, Breaker, BreakerEvent, BreakerState
+from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.leases import Lease
 from kvconnect.worker.loads import (
@@ -60,7 +60,6 @@ class PooledSlot:
 TABLES = {
     "load": (LOAD_TRANSITIONS, LoadState, LoadEvent, loading),
     "rank_fetch": (RANK_FETCH_TRANSITIONS, RankFetchState, RankFetchEvent, lambda: RankFetch(loading(), 0)),
-    "peer": (BREAKER_TRANSITIONS, BreakerState, BreakerEvent, lambda: Breaker("p")),
     "slot": (SLOT_TRANSITIONS, SlotState, SlotEvent, PooledSlot),
 }
 CASES = [
@@ -96,7 +95,7 @@ def test_every_state_can_be_reached_and_only_the_last_one_be_stayed_in(name):
     assert {event for _, event in moves} == set(events)
     ends = {state for state in states if not any(origin is state for origin, _ in moves)}
     assert len(ends) <= 2
-    if name in ("peer", "slot"):
+    if name == "slot":
         assert not ends
 
 
@@ -165,7 +164,7 @@ class TestBreaker:
     """How long a peer that could not be reached is left alone."""
 
     def test_each_failure_doubles_the_while_up_to_the_bound(self):
-        breaker, chance = Breaker("p"), random.Random(1)
+        breaker, chance = Breaker(), random.Random(1)
         whiles, now = [], 100.0
         for _ in range(12):
             breaker.failed("no", 10.0, chance, now)
@@ -173,27 +172,27 @@ class TestBreaker:
             assert not breaker.may_try(now)
             now = breaker.retry_at
             assert breaker.may_try(now)
-            breaker.move(BreakerEvent.TRY)
+            breaker.tried()
             assert not breaker.may_try(now), "one at a time"
         for turn, seconds in enumerate(whiles):
             longest = min(10.0, 0.25 * 2**turn)
             assert longest / 2 <= seconds <= longest
 
     def test_who_was_met_is_tried_at_once_the_next_time(self):
-        breaker, chance = Breaker("p"), random.Random(1)
+        breaker, chance = Breaker(), random.Random(1)
         for _ in range(6):
             breaker.failed("no", 10.0, chance, 0.0)
-        breaker.move(BreakerEvent.TRY)
+        breaker.tried()
         breaker.met()
         assert breaker.may_try(0.0)
         breaker.failed("no", 10.0, chance, 0.0)
         assert breaker.retry_at <= 0.25
 
     def test_loads_are_refused_for_a_reason_but_not_while_the_peer_is_being_tried(self):
-        breaker = Breaker("p")
+        breaker = Breaker()
         assert breaker.refusal(0.0) == ""
         breaker.failed("nothing listens", 10.0, random.Random(1), 0.0)
         assert "it was tried just now: nothing listens" in breaker.refusal(0.01)
         assert breaker.refusal(1.0) == "", "whoever comes next may try"
-        breaker.move(BreakerEvent.TRY)
+        breaker.tried()
         assert breaker.refusal(1.0) == "", "a load waits for what comes of it"
