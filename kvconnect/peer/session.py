@@ -235,10 +235,9 @@ class Session:
             self._push(Alive())
         return []
 
-    def next_tick(self) -> float | None:
-        """The time by which ``tick`` has something to do, or None."""
-        first = min(self._times())
-        return None if first == math.inf else first
+    def next_tick(self) -> float:
+        """The time by which ``tick`` has something to do; endless for never."""
+        return min(self._times())
 
     def _times(self) -> tuple[float, float]:
         """When to ask the peer for a sign of life, and when it counts as silent. Only D waits for P."""

@@ -150,9 +150,8 @@ class DecodeSide:
     def next_deadline(self) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
         times = [load.deadline for load in self.loads.values() if not load.error]
-        times.append(self.renewals.next_deadline())
-        others = (self.peers.next_deadline(), self.rank_fetches.next_deadline())
-        return min((*times, *(time for time in others if time is not None)))
+        times += [part.next_deadline() for part in (self.peers, self.renewals, self.rank_fetches)]
+        return min(times)
 
     @property
     def waiting_for_writes(self) -> bool:

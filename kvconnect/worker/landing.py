@@ -8,6 +8,7 @@ Owned by the transfer thread.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -184,9 +185,9 @@ class LandingBay:
         yield from self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
-    def next_deadline(self) -> float | None:
-        """The time by which ``advance`` has something to do even if nothing arrives."""
-        return min((lost.until for lost in self._quarantines()), default=None)
+    def next_deadline(self) -> float:
+        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
+        return min((lost.until for lost in self._quarantines()), default=math.inf)
 
     def close(
         self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None

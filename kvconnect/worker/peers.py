@@ -19,14 +19,15 @@ from kvconnect.cache.shard import consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
+from kvconnect.plan.cutting import RequestCutter
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.routes import Route
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,14 @@ _KEPT_S = 300.0
 """How long after its last use the connection to a peer is made again when it breaks."""
 
 
+PackedPath = tuple[RequestCutter, Packer]
+"""What cuts a request into the chunks that a peer sends, and what unpacks them."""
+
+
 @dataclass(eq=False)
 class RankLink:
-    """Our connection to one rank of a peer. ``route`` is made when something is first asked over it.
+    """Our connection to one rank of a peer. ``packed`` is made when something is first asked over it, and the
+    text says why that path is closed.
 
     The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
     """
@@ -48,7 +54,7 @@ class RankLink:
     peer: Peer
     rank: int
     session: Session
-    route: Route | None = None
+    packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
 
     @property
@@ -147,11 +153,11 @@ class Peers:
             for event in link.session.tick(now):
                 yield link, event
 
-    def next_deadline(self) -> float | None:
-        """The time by which ``tick`` or ``advance`` has something to do."""
+    def next_deadline(self) -> float:
+        """The time by which ``tick`` or ``advance`` has something to do; endless for never."""
         times = [link.session.next_tick() for link in self._links.values()]
         times += [peer.breaker.retry_at for peer in self.peers.values() if peer.is_to_meet]
-        return min((time for time in times if time is not None), default=None)
+        return min(times, default=math.inf)
 
     def advance(self, now: float) -> None:
         """Let time pass: meet those that are to be warm, and meet again those that were lost."""

@@ -27,11 +27,12 @@ from kvconnect.peer.messages import (
     Written,
 )
 from kvconnect.plan.chunks import Chunk
+from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S
+from kvconnect.plan.cutting import RequestCutter
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.local import Local
-from kvconnect.worker.peers import Peers, RankLink
-from kvconnect.worker.routes import Route, make_route
+from kvconnect.worker.peers import PackedPath, Peers, RankLink
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class RankFetches:
     def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
         self.bay = LandingBay(local.landing, config.check_digest, metrics)
         self._config = config
+        self._is_direct_open = config.path != "packed"
         self._peers = peers
         self._local = local
         self._metrics = metrics
@@ -75,18 +77,15 @@ class RankFetches:
             if fetch is not None and fetch.state is RankFetchState.ASKED:
                 self._peers.send(fetch.link, CreditGrant(transfer_id, grants))
 
-    def next_deadline(self) -> float | None:
+    def next_deadline(self) -> float:
         """The time by which something is to be done about these fetches even if nothing arrives."""
-        times = [fetch.quarantine.until for fetch in self._lost()]
-        slots_at = self.bay.next_deadline()
-        return min(times if slots_at is None else [*times, slots_at], default=None)
+        return min(self.bay.next_deadline(), *(fetch.quarantine.until for fetch in self._lost()), math.inf)
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
         try:
-            route = link.route or self._make_route(link)
-            chunks = self._open(fetch, route, link, transfer_id)
+            chunks = self._open(fetch, link, transfer_id)
         except LayoutError as error:
             load.fail(str(error))
             return
@@ -106,7 +105,7 @@ class RankFetches:
             transfer_id=transfer_id,
             handle=order.handle,
             num_tokens=order.num_tokens,
-            groups=order.groups if route.direct else (),
+            groups=order.groups if self._is_direct_open else (),
             consumers=link.peer.consumers[link.rank],
             timeout_s=max(0.001, load.deadline - now),
             chunks=chunks,
@@ -115,38 +114,47 @@ class RankFetches:
         )
         self._peers.send(link.name, message)
 
-    def _make_route(self, link: RankLink) -> Route:
-        link.route = make_route(self._config, self._local, link.session)
-        if link.route.refusal:
-            logger.info("%s: the packed path is closed: %s", link.name, link.route.refusal)
-        return link.route
-
-    def _open(self, fetch: RankFetch, route: Route, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
+    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
         """The chunks of a fetch, with their landing prepared; none where only the direct path is open.
 
         Raises:
             LayoutError: no path is.
         """
-        order = fetch.load.order
+        order, is_direct_open = fetch.load.order, self._is_direct_open
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
-        if route.packed is None and not route.direct:
-            raise LayoutError(f"no path is open: {route.refusal}")
-        if route.packed is None:
+        packed = link.packed = link.packed or self._packed_path(link)
+        if isinstance(packed, str):
+            if not is_direct_open:
+                raise LayoutError(f"no path is open: {packed}")
             return ()
-        cutter, packer = route.packed
+        cutter, packer = packed
         try:
             chunks = cutter.cut(order.groups, order.num_tokens)
             if chunks:
-                holder = link.peer.address
-                fetch.landing = self.bay.open(transfer_id, order, chunks, packer, holder, link.name)
+                fetch.landing = self.bay.open(
+                    transfer_id, order, chunks, packer, link.peer.address, link.name
+                )
+                fetch.path = "" if is_direct_open else "packed"
         except LayoutError as error:
-            if not route.direct:
+            if not is_direct_open:
                 raise
             fetch.closed = str(error)
             return ()
-        if chunks:
-            fetch.path = "" if route.direct else "packed"
         return chunks
+
+    def _packed_path(self, link: RankLink) -> PackedPath | str:
+        """The packed path over a connection whose peer has introduced itself, or why it is closed."""
+        ours, peer = link.session.ours, link.session.peer
+        slot_bytes = min(ours.slot_bytes, peer.slot_bytes) if peer is not None else 0
+        try:
+            if peer is None or not slot_bytes:
+                raise LayoutError(f"the {'peer' if ours.slot_bytes else 'decode node'} has no slots")
+            packer = self._local.packer(peer, ours, "target", self._config.convert_dtype)
+        except LayoutError as error:
+            logger.info("%s: the packed path is closed: %s", link.name, error)
+            return str(error)
+        rate = self._local.pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
+        return RequestCutter(packer.chunker, peer.table, ours.table, slot_bytes, rate), packer
 
     # Messages of the peer
 
