@@ -19,7 +19,7 @@ from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import Accepted, CreditRequest, Declined, Landed, Renewed, Written
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.worker.error_counting import ErrorsCounted
-from kvconnect.worker.loads import LoadEvent, LoadRecord, LoadState, PeerKey, RankFetch, RankFetchState
+from kvconnect.worker.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
 from kvconnect.worker.peers import Peers, RankLink
 from kvconnect.worker.rank_fetches import RankFetches
@@ -243,7 +243,7 @@ class DecodeSide:
     # Loads
 
     def _queued(self) -> Iterator[LoadRecord]:
-        return (load for load in self.loads.values() if load.state is LoadState.QUEUED)
+        return (load for load in self.loads.values() if load.is_queued)
 
     def _admit(self, now: float) -> None:
         """Move queued loads on: meet their peer, then ask it."""
@@ -257,11 +257,10 @@ class DecodeSide:
                 load.fail(reason)
                 continue
             active += 1
-            load.move(LoadEvent.ADMIT)
             load.admitted = True
             self.peers.reach(load.peer, now)
         for load in self.loads.values():
-            if load.state is LoadState.FETCHING and load.is_to_ask:
+            if load.admitted and not load.error and load.is_to_ask:
                 self._ask(load, now)
 
     def _ask(self, load: LoadRecord, now: float) -> None:
@@ -280,7 +279,6 @@ class DecodeSide:
                 return
 
     def _finish(self, load: LoadRecord, now: float) -> None:
-        load.move(LoadEvent.END)
         request_id = load.order.request_id
         del self.loads[request_id]
         try:
@@ -296,6 +294,6 @@ class DecodeSide:
     def _count(self) -> None:
         loads = self.loads.values()
         self._metrics.loads.set(len(loads))
-        self._metrics.loads_waiting.set(sum(load.state is LoadState.QUEUED for load in loads))
+        self._metrics.loads_waiting.set(sum(load.is_queued for load in loads))
         is_lost = [any(f.state is RankFetchState.BUSY for f in load.fetches.values()) for load in loads]
         self._metrics.quarantined.set(sum(is_lost))

@@ -144,17 +144,19 @@ class FetchService:
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """End a fetch early, whether it is served or pending."""
-        early = self.pending.take(key)
+        early = self.pending.find(key)
         inbound = self._inbound_peers.get(key[0])
-        if early is not None and inbound is not None:
-            self._answer_failure(inbound, early, reason)
+        if early is not None:
+            self.pending.fetches.remove(early)
+            if inbound is not None:
+                self._answer_failure(inbound, early, reason)
         self.sender.cancel(key, reason)
 
     def cancelled(self, link: str, transfer_id: int, now: float) -> None:
         """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
         key = (link, transfer_id)
         sending = self.sender.sendings.get(key)
-        known = sending is not None or self.pending.has(key)
+        known = sending is not None or self.pending.find(key) is not None
         if sending is not None and not sending.error:
             sending.cancelled = True
         self.cancel(key, "the peer cancelled it")
@@ -175,7 +177,7 @@ class FetchService:
             spared = outbox.grant(granted.grants) if isinstance(outbox, SlotOutbox) else ()
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
-        elif self.pending.has(key):
+        elif self.pending.find(key) is not None:
             self._inbound_peers.tell(key, CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _is_ready(self, early: PendingFetch) -> bool:

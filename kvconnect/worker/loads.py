@@ -16,33 +16,6 @@ from kvconnect.worker.landing import Landing
 from kvconnect.worker.state_machine import next_state
 
 
-class LoadState(enum.Enum):
-    """A request that D fetches."""
-
-    QUEUED = "waits for its turn"
-    FETCHING = "being fetched"
-    FAILED = "failed, and not all of it is quiescent yet"
-    OVER = "reported"
-
-
-class LoadEvent(enum.Enum):
-    """What can happen to a load."""
-
-    ADMIT = "it is its turn"
-    FAIL = "something went wrong with it"
-    END = "all of its rank fetches are over"
-
-
-LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
-    (LoadState.QUEUED, LoadEvent.ADMIT): LoadState.FETCHING,
-    (LoadState.QUEUED, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.FETCHING, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.FAILED, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.FETCHING, LoadEvent.END): LoadState.OVER,
-    (LoadState.FAILED, LoadEvent.END): LoadState.OVER,
-}
-
-
 class RankFetchState(enum.Enum):
     """One rank's part of a request that D fetches."""
 
@@ -166,12 +139,16 @@ class LoadRecord:
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf
     aborted: bool = False
-    state: LoadState = LoadState.QUEUED
 
     @property
     def handle(self) -> str:
         """Empty where there is nothing to fetch."""
         return self.order.handle
+
+    @property
+    def is_queued(self) -> bool:
+        """It waits for its turn."""
+        return not self.admitted and not self.error
 
     def counts_on(self, rank: int) -> bool:
         """Whether it still wants what a rank of its peer holds."""
@@ -187,21 +164,12 @@ class LoadRecord:
         """A rank of its peer, or the peer for its ranks, is still to be asked."""
         return not self.fetches or any(map(self.is_to_ask_of, self.fetches))
 
-    def move(self, event: LoadEvent) -> None:
-        """Change state, or raise ``IllegalTransition``."""
-        self.state = next_state(LOAD_TRANSITIONS, self.state, event, f"load of {self.order.request_id}")
-
     def fail(self, reason: str) -> None:
-        """It will not be loaded. The first reason is the one that is reported.
-
-        Raises:
-            IllegalTransition: it was reported already.
-        """
-        self.move(LoadEvent.FAIL)
+        """It will not be loaded. The first reason is the one that is reported."""
         self.error = self.error or reason
 
     def abort(self) -> None:
-        """Its client left. That is no failure, unless it had failed before. Raises what ``fail`` does."""
+        """Its client left. That is no failure, unless it had failed before."""
         self.aborted = self.aborted or not self.error
         self.fail(ABORTED)
 

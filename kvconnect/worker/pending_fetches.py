@@ -43,17 +43,23 @@ class PendingFetch:
     has_waited: bool = False
 
     @property
+    def handle(self) -> str:
+        """What it is fetched under."""
+        return self.fetch.handle
+
+    @property
     def key(self) -> TransferKey:
         """The fetch as both sides know it."""
         return self.link, self.fetch.transfer_id
 
     @functools.cached_property
     def deadline(self) -> float:
-        """When the time is over that the peer gives for all of it, by our clock."""
-        until = self.fetch.until_s
-        return (
-            self.received_at if math.isnan(until) else min(self.received_at + patience_s(self.fetch), until)
-        )
+        """When the time is over that the peer gives for all of it, by our clock, within what is sensible."""
+        fetch = self.fetch
+        if math.isnan(fetch.until_s) or not math.isfinite(fetch.timeout_s):
+            return self.received_at
+        patience_s = min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S)
+        return min(self.received_at + patience_s, fetch.until_s)
 
     @functools.cached_property
     def first_tokens(self) -> float:
@@ -70,11 +76,6 @@ class EarlyRelease:
     consumers: int
     received_at: float
     ranks: set[Consumer] = field(default_factory=set)
-
-
-def patience_s(fetch: Fetch) -> float:
-    """How long a peer gives us for a fetch, within what is sensible."""
-    return min(max(fetch.timeout_s, 0.0), _LONGEST_FETCH_S) if math.isfinite(fetch.timeout_s) else 0.0
 
 
 def check_fetch(fetch: Fetch) -> None:
@@ -125,28 +126,6 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
         )
 
 
-class Tombstones:
-    """Handles that were valid once, and why they are not any more. The oldest are forgotten."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._reasons: OrderedDict[str, str] = OrderedDict()
-
-    def bury(self, handle: str, reason: str) -> None:
-        """Remember why a handle ended."""
-        self._reasons[handle] = reason
-        while len(self._reasons) > self._capacity:
-            self._reasons.popitem(last=False)
-
-    def lift(self, handle: str) -> None:
-        """The handle is in use again."""
-        self._reasons.pop(handle, None)
-
-    def reason(self, handle: str) -> str | None:
-        """Why a handle ended, or None if it was never known or is forgotten."""
-        return self._reasons.get(handle)
-
-
 class PendingFetches:
     """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended."""
 
@@ -155,7 +134,7 @@ class PendingFetches:
         self.expected: set[str] = set()
         self.let_go: dict[str, EarlyRelease] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
-        self._tombstones = Tombstones(config.max_leases)
+        self._over: OrderedDict[str, str] = OrderedDict()
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -166,7 +145,7 @@ class PendingFetches:
 
     def expect(self, handle: str) -> bool:
         """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
-        self._tombstones.lift(handle)
+        self._over.pop(handle, None)
         self._learn_epoch(handle)
         if len(self.expected) >= self._capacity:
             return False
@@ -177,7 +156,9 @@ class PendingFetches:
         """Nothing will come of a handle, or nothing more."""
         self.expected.discard(handle)
         self.let_go.pop(handle, None)
-        self._tombstones.bury(handle, reason)
+        self._over[handle] = reason
+        if len(self._over) > self._capacity:
+            self._over.popitem(last=False)
 
     def watch(self, handle: str, link: str) -> None:
         """The peer of a connection is to be told what becomes of a handle. The oldest are forgotten."""
@@ -193,7 +174,7 @@ class PendingFetches:
         """The request is held now. Who said before that they will not fetch it."""
         self._learn_epoch(handle)
         self.expected.discard(handle)
-        self._tombstones.lift(handle)
+        self._over.pop(handle, None)
         return self.let_go.pop(handle, None)
 
     def admit(
@@ -203,15 +184,14 @@ class PendingFetches:
 
         ``held`` are the handles of all leases; ``is_served``: what it asks for is there, its link is not.
         """
-        handle = early.fetch.handle
-        is_held = is_served or handle in held
-        buried = self._tombstones.reason(handle)
-        if buried is not None:
-            return buried
-        if not is_held and handle not in self.expected and self._is_of_former_start(handle):
+        handle = early.handle
+        is_held, is_expected = is_served or handle in held, handle in self.expected
+        if handle in self._over:
+            return self._over[handle]
+        if not (is_held or is_expected) and self._is_of_former_start(handle):
             return "the handle is of an earlier start of this node, which holds nothing of that any more"
         if now >= self._deadline(early, is_held):
-            if is_held or handle in self.expected:
+            if is_held or is_expected:
                 return "the KV was not complete in the time that the fetch gives"
             if self._is_of_other_prompt(handle, held, now):
                 return f"no request is held under this handle: {OTHER_PROMPT}"
@@ -222,34 +202,23 @@ class PendingFetches:
         self.fetches.append(replace(early, fetch=fetch, has_waited=True))
         return ""
 
-    def has(self, key: TransferKey) -> bool:
-        """This fetch waits."""
-        return any(early.key == key for early in self.fetches)
-
     def reason(self, handle: str) -> str | None:
         """Why nothing is held under a handle any more; None if that is not so, or not known."""
-        return self._tombstones.reason(handle)
+        return self._over.get(handle)
 
     def refuse(self, handle: str, consumer: Consumer, consumers: int, now: float) -> None:
         """A rank of a peer will not fetch what is not held yet."""
         self._watchers.pop(handle, None)
-        if self._tombstones.reason(handle) is not None:
+        if handle in self._over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
             return
-        said = self.let_go.get(handle)
-        if said is None:
-            if len(self.let_go) >= self._capacity:
-                return
-            said = self.let_go[handle] = EarlyRelease(consumer[0], consumers, now)
+        said = self.let_go.setdefault(handle, EarlyRelease(consumer[0], consumers, now))
         if said.owner == consumer[0]:
             said.consumers = consumers
             said.ranks.add(consumer)
 
-    def take(self, key: TransferKey) -> PendingFetch | None:
-        """A fetch that is cancelled."""
-        found = next((early for early in self.fetches if early.key == key), None)
-        if found is not None:
-            self.fetches.remove(found)
-        return found
+    def find(self, key: TransferKey) -> PendingFetch | None:
+        """The fetch that waits under a number."""
+        return next((early for early in self.fetches if early.key == key), None)
 
     def take_due(
         self, held: Container[str], is_ready: Callable[[PendingFetch], bool], now: float
@@ -261,23 +230,17 @@ class PendingFetches:
         due: list[PendingFetch] = []
         staying: list[PendingFetch] = []
         for early in self.fetches:
-            handle = early.fetch.handle
-            goes = (
-                is_ready(early)
-                or self._tombstones.reason(handle) is not None
-                or now >= self._deadline(early, handle in held)
-            )
-            (due if goes else staying).append(early)
+            is_over = early.handle in self._over or now >= self._deadline(early, early.handle in held)
+            (due if is_over or is_ready(early) else staying).append(early)
         self.fetches = staying
         for handle in [handle for handle, at in self._refusal_deadlines() if now >= at]:
             del self.let_go[handle]
         return due
 
-    def next_deadline(self, held: Container[str]) -> float | None:
-        """The time by which ``take_due`` has something to give."""
-        times = [self._deadline(early, early.fetch.handle in held) for early in self.fetches]
-        times += [at for _, at in self._refusal_deadlines()]
-        return min(times, default=None)
+    def next_deadline(self, held: Container[str]) -> float:
+        """The time by which ``take_due`` has something to give; endless for never."""
+        times = [self._deadline(early, early.handle in held) for early in self.fetches]
+        return min((*times, *(at for _, at in self._refusal_deadlines())), default=math.inf)
 
     def _learn_epoch(self, handle: str) -> None:
         # All handles of our scheduler name one, but for transfer ids, which name none.
@@ -298,7 +261,7 @@ class PendingFetches:
         return transfer_id in self._announced[1]
 
     def _deadline(self, early: PendingFetch, is_held: bool) -> float:
-        if is_held or early.fetch.handle in self.expected:
+        if is_held or early.handle in self.expected:
             return early.deadline
         return min(early.deadline, early.received_at + self._early_fetch_s)
 

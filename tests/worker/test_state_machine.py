@@ -14,11 +14,8 @@ from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.leases import Lease
 from kvconnect.worker.loads import (
-    LOAD_TRANSITIONS,
     RANK_FETCH_TRANSITIONS,
-    LoadEvent,
     LoadRecord,
-    LoadState,
     RankFetch,
     RankFetchEvent,
     RankFetchState,
@@ -27,7 +24,7 @@ from kvconnect.worker.outbox import PageOutbox
 from kvconnect.worker.sender import Sending
 from kvconnect.worker.slots import SLOT_TRANSITIONS, SlotEvent, SlotPool, SlotState
 from kvconnect.worker.state_machine import IllegalTransition
-from tests.worker.pair import D_IDS, P_IDS, Pair
+from tests.worker.pair import Pair
 
 
 def loading():
@@ -58,7 +55,6 @@ class PooledSlot:
 
 
 TABLES = {
-    "load": (LOAD_TRANSITIONS, LoadState, LoadEvent, loading),
     "rank_fetch": (RANK_FETCH_TRANSITIONS, RankFetchState, RankFetchEvent, lambda: RankFetch(loading(), 0)),
     "slot": (SLOT_TRANSITIONS, SlotState, SlotEvent, PooledSlot),
 }
@@ -99,14 +95,10 @@ def test_every_state_can_be_reached_and_only_the_last_one_be_stayed_in(name):
         assert not ends
 
 
-def test_a_load_keeps_its_first_reason_and_a_reported_one_takes_none():
+def test_a_load_keeps_its_first_reason():
     record = loading()
     record.fail("first")
     record.fail("second")
-    assert record.error == "first"
-    record.move(LoadEvent.END)
-    with pytest.raises(IllegalTransition):
-        record.fail("third")
     assert record.error == "first"
 
 
@@ -119,32 +111,33 @@ def test_a_sending_keeps_its_first_reason():
 
 def test_illegal_moves_are_counted_apart_from_other_errors():
     metrics = Metrics(CollectorRegistry())
-    record = loading()
-    record.move(LoadEvent.ADMIT)
+    record = RankFetch(loading(), 0)
+    record.move(RankFetchEvent.ASK)
     with ErrorsCounted(metrics, "a request"):
-        record.move(LoadEvent.ADMIT)
+        record.move(RankFetchEvent.ASK)
     with ErrorsCounted(metrics, "a request"):
         raise KeyError(1)
     assert metrics.failures.values() == {("illegal_move",): 1, ("internal",): 1}
 
 
 def test_an_illegal_move_of_one_request_keeps_no_other_from_landing(pair):
-    """A bug of ours, planted: the record of one request is in a state that it cannot be in."""
+    """A bug of ours, planted: the record of one request cannot take what happens to it."""
     pair.prefill.engine.hold()
     pair.start()
     pair.start("b", (11, 12), (31, 32))
     pair.run(0.2)
-    broken = pair.decode.transfers.decode.loads["a"]
-    broken.state = LoadState.OVER
+    (broken,) = pair.decode.transfers.decode.loads["a"].fetches.values()
+    broken.move = lambda event: (_ for _ in ()).throw(IllegalTransition("x"))
     pair.prefill.engine.release()
     pair.run(1)
     assert pair.decode.received == ["b"]
     assert pair.landed((11, 12), (31, 32))
     assert pair.decode.count("failures", reason="illegal_move") > 0
-    broken.state = LoadState.FETCHING
-    pair.run(0.2)
+    del broken.move
+    pair.run(pair.config.load_timeout_s + 1, step_s=1)
     assert sorted(pair.decode.received) == ["a", "b"]
-    assert pair.landed(P_IDS, D_IDS)
+    assert "did not arrive within" in pair.decode.failed["a"]
+    pair.run(pair.config.quarantine_s + 1, step_s=1)
     pair.assert_idle()
 
 
