@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import TierRow
 
@@ -193,8 +194,8 @@ def _plain_read(folder: Path, memory: np.ndarray, is_forgotten: bool) -> float:
 
 
 def _open(folder: Path, limit_bytes: int) -> DiskTier:
-    tier = DiskTier(folder / "tier", _NAMESPACE, limit_bytes, max_queued_bytes=limit_bytes)
-    if not tier.wait_recovered(_HANG_S):
+    tier = DiskTier(folder / "tier", FolderOwner(_NAMESPACE), limit_bytes, max_queued_bytes=limit_bytes)
+    if not tier.recovered.wait(_HANG_S):
         raise KVConnectError("the disk tier is not recovered after ten minutes")
     return tier
 

@@ -29,13 +29,11 @@ Names = Annotated[
 @cache_app.command("ls")
 def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     """Show what is kept: model, rank, records, bytes, age, and the process that uses it."""
-    from dataclasses import asdict
-
     from kvconnect.offload.disk.survey import cache_folders, look
 
     found = [look(folder) for folder in cache_folders(path)]
     if json_output:
-        typer.echo(json.dumps({"path": str(path), "folders": [asdict(one) for one in found]}))
+        typer.echo(json.dumps({"path": str(path), "folders": found}))
         return
     if not found:
         typer.echo(f"{path}: nothing is kept here")
@@ -43,31 +41,30 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     typer.echo(f"{'RECORDS':>9} {'SIZE':>9} {'AGE':>13}  {'USED BY':>8} {'RANK':>4}  NAME  MODEL")
     now_s = time.time()
     for one in found:
-        age = f"{_duration(now_s - one.newest_s)}..{_duration(now_s - one.oldest_s)}" if one.records else "-"
+        age = f"{_duration(now_s - one['newest_s'])}..{_duration(now_s - one['oldest_s'])}"
         typer.echo(
-            f"{one.records:>9} {_size(one.length_bytes):>9} {age:>13}  {one.holder or '-':>8} {one.rank:>4}  "
-            f"{one.name}  {one.model or '-'}"
+            f"{one['records']:>9} {_size(one['length_bytes']):>9} {age if one['records'] else '-':>13}  "
+            f"{one['holder'] or '-':>8} {one['rank']:>4}  {one['name']}  {one['model'] or '-'}"
         )
 
 
 @cache_app.command()
 def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
     """Read and check every record; say what is wrong. Exit 1 if anything is."""
-    from kvconnect.offload.disk.survey import Finding
     from kvconnect.offload.disk.survey import verify as verify_folder
 
     reports = []
     for folder in _chosen(path, name):
         records = length_bytes = 0
         findings = []
-        for found in verify_folder(folder):
-            if isinstance(found, Finding):
-                findings.append(found._asdict())
+        for file, file_bytes, text in verify_folder(folder):
+            if text:
+                findings.append({"file": file, "text": text})
                 if not json_output:
-                    typer.echo(f"{folder / found.file}: {found.text}")
+                    typer.echo(f"{folder / file}: {text}")
             else:
                 records += 1
-                length_bytes += found
+                length_bytes += file_bytes
         reports.append(
             {"name": folder.name, "records": records, "length_bytes": length_bytes, "wrong": findings}
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.offload.disk.folder import row_name
+from kvconnect.offload.disk.folder import FolderOwner, row_name
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.record import HEADER_BYTES
 from tests.faults import disk_rows
@@ -217,8 +217,8 @@ KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
 
 
 def _open(path: Path, namespace: str = disk_rows.NAMESPACE) -> DiskTier:
-    tier = DiskTier(path, namespace, _LIMIT_BYTES, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
-    if not tier.wait_recovered(60.0):
+    tier = DiskTier(path, FolderOwner(namespace), _LIMIT_BYTES, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
+    if not tier.recovered.wait(60.0):
         raise TimeoutError(f"{path} is not recovered after a minute")
     return tier
 

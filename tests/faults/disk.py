@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
 from tests.faults import disk_rows
 from tests.faults.reports import RowReport
@@ -103,7 +104,9 @@ def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[
 
 
 def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng: random.Random) -> None:
-    tier = DiskTier(path, disk_rows.NAMESPACE, limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
+    tier = DiskTier(
+        path, FolderOwner(disk_rows.NAMESPACE), limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES
+    )
     number = (life + 1) * _NUMBERS_PER_LIFE
     rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
     while True:
@@ -133,9 +136,11 @@ def _look(
 ) -> None:
     """Open what a life left, and read all of it."""
     start = time.monotonic()
-    tier = DiskTier(path, disk_rows.NAMESPACE, limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
+    tier = DiskTier(
+        path, FolderOwner(disk_rows.NAMESPACE), limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES
+    )
     try:
-        if not tier.wait_recovered(60.0):
+        if not tier.recovered.wait(60.0):
             report.problems.append(f"life {life}: not recovered after a minute")
             return
         report.slowest_open_s = max(report.slowest_open_s, time.monotonic() - start)

@@ -7,31 +7,44 @@ import os
 import time
 from pathlib import Path
 
-from kvconnect.offload.disk.files import Files
+from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, row_name
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.testing.tier_suite import HANG_S, TierDriver
 
 NAMESPACE = "0123456789abcdef" * 4
 
 
-class FaultyFiles(Files):
-    """Raises what a test asks for: ``faults`` are errnos by the name of a call. ``room_bytes`` is what may
-    still be written, None for any."""
+class Faults:
+    """What goes wrong in a folder: ``faults`` are errnos by the name of a call. ``room_bytes`` is what may
+    still be written, None for any. Called, it opens a folder of ``folder_type``."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder_type=None) -> None:
+        self.folder_type = folder_type or FaultyFolder
         self.faults: dict[str, int] = {}
         self.room_bytes: int | None = None
         self.no_room = errno.ENOSPC
         self.calls: dict[str, int] = {}
 
-    def _may_fail(self, call: str) -> None:
-        self.calls[call] = self.calls.get(call, 0) + 1
-        if call in self.faults:
-            raise OSError(self.faults[call], os.strerror(self.faults[call]))
+    def __call__(self, path, *, is_made=True):
+        return self.folder_type(self, path, is_made=is_made)
 
-    def open(self, folder, name, flags):
+
+class FaultyFolder(DiskFolder):
+    """Raises what a test asks for."""
+
+    def __init__(self, faults, path, *, is_made) -> None:
+        self.faults = faults
+        super().__init__(path, is_made=is_made)
+
+    def _may_fail(self, call: str) -> None:
+        faults = self.faults
+        faults.calls[call] = faults.calls.get(call, 0) + 1
+        if call in faults.faults:
+            raise OSError(faults.faults[call], os.strerror(faults.faults[call]))
+
+    def open(self, name, flags):
         self._may_fail("create" if flags & os.O_CREAT and ".kv" in name else "open")
-        return super().open(folder, name, flags)
+        return super().open(name, flags)
 
     def read(self, file, buffers, offset):
         self._may_fail("read")
@@ -39,34 +52,43 @@ class FaultyFiles(Files):
 
     def write(self, file, buffers, offset):
         self._may_fail("write")
-        if self.room_bytes is None:
+        faults = self.faults
+        if faults.room_bytes is None:
             return super().write(file, buffers, offset)
-        if not self.room_bytes:
-            raise OSError(self.no_room, os.strerror(self.no_room))
-        data = b"".join(bytes(buffer) for buffer in buffers)[: self.room_bytes]
-        self.room_bytes -= len(data)
+        if not faults.room_bytes:
+            raise OSError(faults.no_room, os.strerror(faults.no_room))
+        data = b"".join(bytes(buffer) for buffer in buffers)[: faults.room_bytes]
+        faults.room_bytes -= len(data)
         return super().write(file, [data], offset)
 
-    def rename(self, folder, name, new_name):
+    def rename(self, name, new_name):
         self._may_fail("rename")
-        super().rename(folder, name, new_name)
+        super().rename(name, new_name)
 
-    def listing(self, folder):
+    def listing(self):
         self._may_fail("listing")
-        return super().listing(folder)
+        return super().listing()
 
-    def remove(self, folder, name):
+    def remove(self, name):
         self._may_fail("remove")
-        if self.room_bytes is not None and os.path.exists(f"/proc/self/fd/{folder}/{name}"):
-            self.room_bytes += os.stat(name, dir_fd=folder).st_size
-        super().remove(folder, name)
+        if self.faults.room_bytes is not None and (self.path / name).exists():
+            self.faults.room_bytes += (self.path / name).stat().st_size
+        super().remove(name)
 
 
-def open_tier(path: Path, limit_bytes: int = 8 << 20, *, rank=0, world_size=1, **settings) -> DiskTier:
+def open_tier(
+    path: Path,
+    limit_bytes: int = 8 << 20,
+    *,
+    namespace=NAMESPACE,
+    rank=0,
+    world_size=1,
+    facts=None,
+    **settings,
+) -> DiskTier:
     """A disk tier that has found what was there before."""
-    namespace = settings.pop("namespace", NAMESPACE)
-    tier = DiskTier(path, namespace, limit_bytes, owner=(rank, world_size), **settings)
-    assert tier.wait_recovered(HANG_S)
+    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, facts or {}), limit_bytes, **settings)
+    assert tier.recovered.wait(HANG_S)
     return tier
 
 
@@ -75,6 +97,14 @@ def open_driver(path: Path, *args, **settings) -> TierDriver:
     driver = TierDriver(open_tier(path, *args, **settings))
     driver.poll()
     return driver
+
+
+def check(tier: DiskTier) -> None:
+    """That what a tier knows of its rows agrees with itself."""
+    catalog = tier._catalog
+    with catalog._lock:
+        assert not catalog._doomed.keys() & {row_name(content) for content in catalog._rows}
+        assert catalog.taken_bytes == sum(catalog._rows.values()) + sum(catalog._doomed.values())
 
 
 def row_paths(tier: DiskTier) -> list[Path]:

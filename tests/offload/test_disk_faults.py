@@ -14,14 +14,14 @@ import pytest
 
 from kvconnect.testing.tier_suite import lengths_of, rows_of, some_rows
 from tests.faults.disk_rows import taken_bytes
-from tests.offload.disk_kit import FaultyFiles, open_driver, row_paths, wait_until
+from tests.offload.disk_kit import Faults, FaultyFolder, open_driver, row_paths, wait_until
 
 SOON = {"retry_s": (0.01, 0.05)}
 
 
 @pytest.fixture
 def files():
-    return FaultyFiles()
+    return Faults()
 
 
 def is_off(driver):
@@ -55,7 +55,7 @@ def writes_again(driver, seed=999):
     ],
 )
 def test_a_disk_that_refuses_is_tried_again(tmp_path, files, call, error, reason):
-    driver = open_driver(tmp_path, files=files, **SOON)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     before, rows = some_rows(10, 1), some_rows(10, 2)
     if call == "write":
         assert driver.write(before) == ()
@@ -77,7 +77,7 @@ def test_a_disk_that_refuses_is_tried_again(tmp_path, files, call, error, reason
 
 
 def test_a_full_disk_makes_room_with_the_oldest_and_goes_on(tmp_path, files):
-    driver = open_driver(tmp_path, 64 << 20, files=files, **SOON)
+    driver = open_driver(tmp_path, 64 << 20, open_folder=files, **SOON)
     files.room_bytes = 1 << 20
     kept = {}
     for seed in range(30):
@@ -99,7 +99,7 @@ def test_a_full_disk_makes_room_with_the_oldest_and_goes_on(tmp_path, files):
 
 
 def test_a_full_disk_with_nothing_of_ours_to_give(tmp_path, files):
-    driver = open_driver(tmp_path, files=files, **SOON)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     files.room_bytes = 0
     rows = some_rows(20, 1)
     assert set(driver.write(rows)) == set(rows)
@@ -110,7 +110,7 @@ def test_a_full_disk_with_nothing_of_ours_to_give(tmp_path, files):
 
 
 def test_a_row_that_was_written_in_part_is_removed(tmp_path, files):
-    driver = open_driver(tmp_path, files=files, **SOON)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     whole = some_rows(5, 1, length=1000)
     assert driver.write(whole) == ()
     files.room_bytes, files.no_room = 500, errno.EIO
@@ -136,7 +136,7 @@ def test_a_row_that_was_written_in_part_is_removed(tmp_path, files):
 
 
 def test_bad_sectors_are_misses(tmp_path, files):
-    driver = open_driver(tmp_path, files=files)
+    driver = open_driver(tmp_path, open_folder=files)
     rows = some_rows(50, 1)
     driver.write(rows)
     files.faults["read"] = errno.EIO
@@ -151,7 +151,7 @@ def test_bad_sectors_are_misses(tmp_path, files):
 
 
 def test_too_many_open_files_lose_nothing(tmp_path, files):
-    driver = open_driver(tmp_path, files=files)
+    driver = open_driver(tmp_path, open_folder=files)
     rows = some_rows(50, 1)
     driver.write(rows)
     files.faults["open"] = errno.EMFILE
@@ -164,7 +164,7 @@ def test_too_many_open_files_lose_nothing(tmp_path, files):
 
 def test_old_rows_that_cannot_be_removed_stop_writing(tmp_path, files):
     limit_bytes = 1 << 20
-    driver = open_driver(tmp_path, limit_bytes, files=files, **SOON)
+    driver = open_driver(tmp_path, limit_bytes, open_folder=files, **SOON)
     files.faults["remove"] = errno.EPERM
     for seed in range(20):
         driver.write(some_rows(100, seed, length=1000))
@@ -234,7 +234,7 @@ def test_rows_that_somebody_removes_are_misses(tmp_path):
 
 def test_a_folder_that_cannot_be_used_at_the_start_is_tried_again(tmp_path, files):
     files.faults["open"] = errno.EACCES
-    driver = open_driver(tmp_path, files=files, **SOON)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     rows = some_rows(10, 1)
     assert driver.read(lengths_of(rows)) == {}
     assert set(driver.write(rows)) == set(rows)
@@ -250,7 +250,7 @@ def test_what_was_cleared_while_it_could_not_be_reached_does_not_come_back(tmp_p
     first.write(rows)
     first.tier.close()
     files.faults["open"] = errno.EACCES
-    driver = open_driver(tmp_path, files=files, **SOON)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     driver.tier.clear()
     del files.faults["open"]
     writes_again(driver)
@@ -269,15 +269,15 @@ def test_a_read_only_folder_still_gives_back(tmp_path, files, monkeypatch):
     first = open_driver(tmp_path)
     first.write(rows)
     first.tier.close()
-    usual_open = FaultyFiles.open
+    usual_open = FaultyFolder.open
 
-    def open_read_only(self, folder, name, flags):
+    def open_read_only(self, name, flags):
         if flags & (os.O_RDWR | os.O_WRONLY):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return usual_open(self, folder, name, flags)
+        return usual_open(self, name, flags)
 
-    monkeypatch.setattr(FaultyFiles, "open", open_read_only)
-    driver = open_driver(tmp_path, files=files, **SOON)
+    monkeypatch.setattr(FaultyFolder, "open", open_read_only)
+    driver = open_driver(tmp_path, open_folder=files, **SOON)
     assert driver.read(lengths_of(rows)) == rows
     assert driver.write(some_rows(5, 2))
     assert driver.failures == {"disk_read_only": 1, "disk_paused": 4}
@@ -303,16 +303,16 @@ assert driver.tier.close()
 
 
 def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
-    driver = open_driver(tmp_path, files=files)
+    driver = open_driver(tmp_path, open_folder=files)
     rows = some_rows(20, 1)
     driver.write(rows)
 
     def fail(*_args):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(FaultyFiles, "read", fail)
+    monkeypatch.setattr(FaultyFolder, "read", fail)
     assert driver.read(lengths_of(rows)) == {}
-    monkeypatch.setattr(FaultyFiles, "write", fail)
+    monkeypatch.setattr(FaultyFolder, "write", fail)
     assert driver.write(some_rows(5, 2))
     assert driver.failures["disk_internal"] >= 2
     monkeypatch.undo()
@@ -324,10 +324,10 @@ def test_threads_live_on_whatever_is_raised(tmp_path, files, monkeypatch):
 
 
 def test_a_disk_that_hangs_is_left_behind(tmp_path, files, monkeypatch):
-    driver = open_driver(tmp_path, files=files)
+    driver = open_driver(tmp_path, open_folder=files)
     monkeypatch.setattr("kvconnect.offload.disk.tier._CLOSE_TIMEOUT_S", 0.2)
     is_begun, is_free = threading.Event(), threading.Event()
-    monkeypatch.setattr(FaultyFiles, "write", lambda *_args: is_begun.set() or (is_free.wait() and 0))
+    monkeypatch.setattr(FaultyFolder, "write", lambda *_args: is_begun.set() or (is_free.wait() and 0))
     driver.tier.write(100, rows_of(some_rows(3, 1)))
     assert is_begun.wait(30.0)
     assert not driver.tier.close()
@@ -365,15 +365,15 @@ assert driver.tier.close()
 
 def test_rows_that_are_cleared_while_room_is_made_take_none_of_it(tmp_path, files, monkeypatch):
     """Clearing is another thread's: it can come between any two looks at what is taken."""
-    driver = open_driver(tmp_path, 1 << 20, files=files, **SOON)
+    driver = open_driver(tmp_path, 1 << 20, open_folder=files, **SOON)
     for seed in range(4):
         driver.write(some_rows(30, seed, length=10_000))
     catalog, doom = driver.tier._catalog, type(driver.tier._catalog).doom_oldest
 
-    def doom_what_was_just_cleared(self):
+    def doom_what_was_just_cleared(self, length_bytes):
         monkeypatch.setattr(type(catalog), "doom_oldest", doom)
         catalog.clear()
-        return doom(self)
+        return doom(self, length_bytes)
 
     monkeypatch.setattr(type(catalog), "doom_oldest", doom_what_was_just_cleared)
     driver.write(some_rows(30, 9, length=10_000))
@@ -388,7 +388,7 @@ def test_a_folder_that_cannot_be_listed_is_opened_anew(tmp_path, files):
     assert driver.write(rows) == ()
     assert driver.tier.close()
     files.faults["listing"] = errno.EIO
-    again = open_driver(tmp_path, files=files, **SOON)
+    again = open_driver(tmp_path, open_folder=files, **SOON)
     more = some_rows(3, 2)
     assert set(again.write(more)) == set(more)
     del files.faults["listing"]

@@ -50,7 +50,7 @@ def on_disk(tmp_path):
 
 def recovered(rig):
     (tier,) = rig.worker._loop.lower.tiers
-    assert tier.wait_recovered(10)
+    assert tier.recovered.wait(10)
 
 
 def test_two_fine_tunes_in_one_folder_find_nothing_of_each_other(rigs, tmp_path):

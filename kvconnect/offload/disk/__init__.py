@@ -1,1 +1,1 @@
-"""A tier on disk: rows in append-only segments under a hard bound, found after a crash, and verified."""
+"""A tier on disk: a file for each row under a hard bound, found after a crash, and verified."""

@@ -7,118 +7,99 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
+from kvconnect.offload.completion_tracker import CompletionTracker
+from kvconnect.offload.disk.folder import UNFINISHED, RowFile, row_name
 from kvconnect.offload.tier import Content
 
 
-class Row:
-    """A row's file, and what it takes on the disk at most."""
-
-    __slots__ = ("length_bytes", "name")
-
-    def __init__(self, name: str, length_bytes: int) -> None:
-        self.name = name
-        self.length_bytes = length_bytes
-
-
 class Catalog:
-    """Contents by their files, least recently used first.
+    """Contents and what their files take, least recently used first. Changes are reported to a tracker.
 
-    Args:
-        on_change: called when there is something for ``take_changes`` to tell.
+    ``taken_bytes`` is what all files take at most; ``epoch`` is another number after every ``clear``.
     """
 
-    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
-        self._on_change = on_change
+    def __init__(self, tracker: CompletionTracker) -> None:
+        self.taken_bytes = self.epoch = 0
+        self._tracker = tracker
         self._lock = threading.Lock()
-        self._rows: OrderedDict[Content, Row] = OrderedDict()
+        self._rows: OrderedDict[Content, int] = OrderedDict()
         # Files that are of no content any more, and still take room: by name how many bytes.
         self._doomed: dict[str, int] = {}
-        self._changes: dict[Content, bool] = {}
-        self._taken_bytes = 0
-        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def epoch(self) -> int:
-        """Another number after every ``clear``."""
-        return self._epoch
-
-    @property
-    def taken_bytes(self) -> int:
-        """What all files take at most."""
-        return self._taken_bytes
 
     def has(self, contents: Sequence[Content]) -> list[bool]:
         """Which of these are there."""
         with self._lock:
             return [content in self._rows for content in contents]
 
-    def use(self, contents: Sequence[Content]) -> list[Row | None]:
-        """The rows of these, None for those that are not there. They make room last."""
+    def use(self, contents: Sequence[Content]) -> list[bool]:
+        """Which of these are there; these make room last."""
         with self._lock:
-            found = [self._rows.get(content) for content in contents]
+            found = [content in self._rows for content in contents]
             # Of a sequence the end makes room before the beginning, without which it is of no use.
-            for content, row in zip(reversed(contents), reversed(found), strict=True):
-                if row is not None:
+            for content, is_there in zip(reversed(contents), reversed(found), strict=True):
+                if is_there:
                     self._rows.move_to_end(content)
         return found
 
-    def begin(self, name: str, length_bytes: int) -> None:
-        """A file is about to be made: from now on it takes room, and is of no content."""
+    def begin(self, length_bytes: int) -> None:
+        """A row is about to be written: from now on its file takes room, and is of no content."""
         with self._lock:
-            self._taken_bytes += length_bytes - self._doomed.get(name, 0)
-            self._doomed[name] = length_bytes
+            self.taken_bytes += length_bytes - self._doomed.get(UNFINISHED, 0)
+            self._doomed[UNFINISHED] = length_bytes
 
-    def add(self, content: Content, row: Row, epoch: int, unfinished_name: str = "") -> bool:
-        """A content is in a file, which was ``unfinished_name`` before; not if all was cleared meanwhile."""
+    def add(self, content: Content, epoch: int) -> None:
+        """The row that was begun is whole; its file is to go if all was cleared since ``epoch``."""
+        name = row_name(content)
         with self._lock:
-            length_bytes = self._doomed.pop(unfinished_name, 0)
-            replaced = self._doomed.pop(row.name, 0)
-            self._taken_bytes += row.length_bytes - length_bytes - replaced
-            if epoch != self._epoch:
-                self._doomed[row.name] = row.length_bytes
-                return False
-            self._rows[content] = row
-            self._changes[content] = True
-        self._on_change()
-        return True
+            length_bytes = self._doomed.pop(UNFINISHED)
+            # The file that had the name before is replaced.
+            self.taken_bytes -= self._doomed.pop(name, 0)
+            if epoch != self.epoch:
+                self._doomed[name] = length_bytes
+                return
+            self._rows[content] = length_bytes
+            self._tracker.add([content])
 
-    def adopt(self, rows: Sequence[tuple[Content, Row]], epoch: int) -> None:
-        """Files that were there before, least recently used first; to go, if all was cleared since."""
+    def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
+        """Files that were there before, least recently used first; all are to go if all was cleared since."""
+        rows = {file.content: file.disk_bytes for file in files if file.content is not None}
+        every = {file.name: file.disk_bytes for file in files}
+        remains = {file.name: file.disk_bytes for file in files if file.content is None}
         with self._lock:
-            self._taken_bytes += sum(row.length_bytes for _content, row in rows)
-            if epoch == self._epoch:
-                self._rows.update(rows)
-                self._changes.update((content, True) for content, _row in rows)
-            else:
-                self._doomed.update((row.name, row.length_bytes) for _content, row in rows)
-        self._on_change()
+            self.taken_bytes += sum(every.values())
+            if epoch != self.epoch:
+                self._doomed.update(every)
+                return
+            self._doomed.update(remains)
+            self._rows.update(rows)
+            self._tracker.add(list(rows))
 
-    def drop(self, wrong: Iterable[tuple[Content, Row]]) -> None:
-        """Forget contents whose rows are not right, unless they were written again by now."""
+    def forget(self, missing: Sequence[Content], wrong: Sequence[Content]) -> None:
+        """Some contents were ordered in vain: report those that are not there, or whose rows are wrong."""
         with self._lock:
-            for content, row in wrong:
-                if self._rows.get(content) is row:
-                    self._forget(content)
-        self._on_change()
+            for content in wrong:
+                if content in self._rows:
+                    self._doom(content)
+            self._tracker.remove([content for content in missing if content not in self._rows])
 
-    def _forget(self, content: Content) -> None:
-        row = self._rows.pop(content)
-        self._doomed[row.name] = row.length_bytes
-        self._changes[content] = False
-
-    def doom_oldest(self) -> bool:
-        """Forget what was used least recently; its file goes next. False if nothing is there."""
+    def doom_oldest(self, length_bytes: int) -> bool:
+        """Forget what was used least recently, so many bytes; its files go next. False: nothing is there."""
+        doomed = []
         with self._lock:
-            if not self._rows:
-                return False
-            self._forget(next(iter(self._rows)))
-        self._on_change()
-        return True
+            while self._rows and length_bytes > 0:
+                doomed.append(next(iter(self._rows)))
+                length_bytes -= self._rows[doomed[-1]]
+                self._doom(doomed[-1])
+            self._tracker.remove(doomed)
+        return bool(doomed)
+
+    def _doom(self, content: Content) -> None:
+        self._doomed[row_name(content)] = self._rows.pop(content)
 
     def doomed(self) -> list[str]:
         """The files that are to go."""
@@ -128,42 +109,20 @@ class Catalog:
     def gone(self, name: str) -> None:
         """A doomed file takes no room any more."""
         with self._lock:
-            self._taken_bytes -= self._doomed.pop(name, 0)
-
-    def deny(self, contents: Iterable[Content]) -> None:
-        """Report contents as removed that are not there, though a read of them was ordered."""
-        with self._lock:
-            for content in contents:
-                if content not in self._rows:
-                    self._changes[content] = False
-        self._on_change()
-
-    def take_changes(self) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
-        """What is there that was not, and what is not there any more, since the last call."""
-        with self._lock:
-            changes, self._changes = self._changes, {}
-        added = tuple(content for content, is_there in changes.items() if is_there)
-        return added, tuple(content for content, is_there in changes.items() if not is_there)
+            self.taken_bytes -= self._doomed.pop(name, 0)
 
     def clear(self) -> None:
         """Forget everything: all files are to go."""
         with self._lock:
-            self._epoch += 1
-            self._doomed.update((row.name, row.length_bytes) for row in self._rows.values())
-            self._rows, self._changes = OrderedDict(), {}
+            self.epoch += 1
+            self._doomed.update((row_name(content), length) for content, length in self._rows.items())
+            self._rows = OrderedDict()
+            self._tracker.forget_changes()
 
     def lose(self) -> None:
         """All files are gone."""
         with self._lock:
-            self._changes.update(dict.fromkeys(self._rows, False))
+            self._tracker.remove(list(self._rows))
             self._rows.clear()
             self._doomed.clear()
-            self._taken_bytes = 0
-        self._on_change()
-
-    def check(self) -> None:
-        """For tests: that all of this agrees with itself."""
-        with self._lock:
-            assert not self._doomed.keys() & {row.name for row in self._rows.values()}
-            total = sum(row.length_bytes for row in self._rows.values()) + sum(self._doomed.values())
-            assert self._taken_bytes == total
+            self.taken_bytes = 0

@@ -8,36 +8,224 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload.disk.files import FOLDER_MODE, FileFacts, Files
+from kvconnect.arithmetic import div_ceil
+from kvconnect.errors import ConfigError
 from kvconnect.offload.tier import Content
 
-LOCK = "lock"
-FACTS = "facts.json"
 OVERHEAD_BYTES = 64 << 10
 """What a folder takes beside its rows, at most."""
 
-_MAX_FACTS_BYTES = 40 << 10
+UNFINISHED = "new.kv.unfinished"
+"""The file of the row that is being written; it gets the row's name once it is whole."""
+
+_LOCK, _FACTS = "lock", "facts.json"
+_CLEARED = "cleared"
+"""While this file is there, all rows in the folder are void."""
+
+_MAX_FACT_BYTES = 12 << 10
+_FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
-_UNFINISHED = ".unfinished"
-_FORMER_NAME = re.compile(r"[0-9]{12}\.kv")
-_NAMESPACE = re.compile(r"[0-9a-f]{16,64}")
+# Beginnings of rows, and segments as former versions wrote them.
+_REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv")
 
 
-def folder_name(namespace: str, rank: int) -> str:
-    """The folder of a rank's rows in a namespace.
+@dataclass(frozen=True)
+class FolderOwner:
+    """Whose rows a folder holds: those of one rank of ``world_size``, in a namespace.
+
+    ``namespace`` is a digest in hexadecimal; ``facts`` are those it is of, for people who look.
+    """
+
+    namespace: str
+    rank: int = 0
+    world_size: int = 1
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.namespace[:32]}-rank{self.rank}"
+
+
+class RowFile(NamedTuple):
+    """A file in a folder; without ``content`` it is none of a whole row. It was used last at ``used_s``."""
+
+    name: str
+    content: Content | None
+    length_bytes: int
+    used_s: float
+
+    @property
+    def disk_bytes(self) -> int:
+        return bytes_on_disk(self.length_bytes)
+
+
+class FolderHeld(ConfigError):
+    """Another process uses the folder."""
+
+
+class DiskFolder:
+    """An open and locked folder, closed with its last reference: others may read from it when it is lost.
+
+    Each system call on its files is a method of its own, so that a test can make it fail.
+
+    Args:
+        path: of the folder itself.
+        is_made: whether it may be made; if not, it must be there.
 
     Raises:
-        LocalError: the namespace is no hexadecimal digest.
+        FolderHeld: another process, or another tier of this one, uses it.
+        ConfigError: the path is of no folder, or another user's.
+        OSError: it cannot be made, opened or locked.
     """
-    if not _NAMESPACE.fullmatch(namespace):
-        raise LocalError(f"namespace is {namespace!r}; accepted: 16 to 64 hexadecimal digits")
-    return f"{namespace[:32]}-rank{rank}"
+
+    def __init__(self, path: Path, *, is_made: bool = True) -> None:
+        self.path = path
+        self._folder = self._lock = -1
+        try:
+            if is_made:
+                _make(path)
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            facts = os.fstat(self._folder)
+            if facts.st_uid != os.geteuid():
+                raise ConfigError(f"disk_path: {path} belongs to user {facts.st_uid}; accepted: our own")
+            with contextlib.suppress(OSError):
+                os.fchmod(self._folder, 0o700)
+            self._take_lock()
+            self.is_cleared = os.path.lexists(path / _CLEARED)
+        except NotADirectoryError as error:
+            raise ConfigError(f"disk_path: {path} is not a folder; accepted: a path of a folder") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            # A disk that takes nothing any more can still give back what is on it.
+            self._lock = self.open(_LOCK, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise FolderHeld(
+                f"disk_path: {self.path} is used by process {holder_of(self.path) or 'unknown'}; accepted: a "
+                "folder that no other process uses"
+            ) from error
+        # The owner of the lock may remove the folder: what was locked may be gone.
+        if not self.is_there:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        # On a disk that is full or read-only it goes without.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is still in its place, and its lock in it."""
+        try:
+            lock = os.stat(_LOCK, dir_fd=self._folder, follow_symlinks=False)
+            return os.path.samestat(os.stat(self.path), os.fstat(self._folder)) and os.path.samestat(
+                lock, os.fstat(self._lock)
+            )
+        except OSError:
+            return False
+
+    # ---- system calls
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a file, which only its owner may open if this makes it."""
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder)
+
+    def read(self, file: int, buffers: Sequence[Any], offset: int) -> int:
+        """Read into buffers from an offset; how many bytes there were."""
+        return os.preadv(file, buffers, offset)
+
+    def write(self, file: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write buffers at an offset; how many bytes were taken."""
+        return os.pwritev(file, buffers, offset)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file another name, at once, in place of the file that had it."""
+        os.rename(name, new_name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def remove(self, name: str) -> None:
+        """Take a file from the disk, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+
+    def listing(self) -> list[RowFile]:
+        """The files of rows, whole and otherwise, least recently used first."""
+        return list_files(self._folder)
+
+    # ---- what they are for
+
+    def write_row(self, name: str, buffers: Sequence[Any]) -> None:
+        """Write the file of a row: under its name it is whole, or not there."""
+        file = self.open(UNFINISHED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            if _move_all(self.write, file, buffers) < sum(map(len, buffers)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
+        self.rename(UNFINISHED, name)
+
+    def read_row(self, file: int, buffers: Sequence[Any]) -> int:
+        """Fill buffers from the beginning of an open file, as far as it goes; how many bytes that were."""
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        return _move_all(self.read, file, buffers)
+
+    def mark_cleared(self, is_cleared: bool) -> None:
+        """Note that all rows in it are void, also for the next process; or that none is left of them."""
+        if is_cleared:
+            os.close(self.open(_CLEARED, os.O_WRONLY | os.O_CREAT))
+        else:
+            self.remove(_CLEARED)
+        self.is_cleared = is_cleared
+
+    def describe(self, owner: FolderOwner) -> None:
+        """Leave in the folder what it is of, for people who look: the short facts."""
+        texts = {name: json.dumps(fact, default=str) for name, fact in owner.facts.items()}
+        facts = {name: owner.facts[name] for name, text in texts.items() if len(text) <= _MAX_FACT_BYTES}
+        said = {"namespace": owner.namespace, "rank": owner.rank, "facts": facts}
+        file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self.write(file, [json.dumps(said, default=str).encode()], 0)
+        finally:
+            os.close(file)
+
+    def delete(self) -> None:
+        """Remove the folder and all that is ours in it.
+
+        Raises:
+            OSError: something cannot be removed, or something else is in the folder.
+        """
+        for file in self.listing():
+            self.remove(file.name)
+        for name in (_FACTS, _CLEARED, _LOCK):
+            self.remove(name)
+        os.rmdir(self.path)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        for file in (self._lock, self._folder):
+            if file >= 0:
+                os.close(file)
+        self._lock = self._folder = -1
+
+    __del__ = close
+
+
+OpenFolder = Callable[..., DiskFolder]
+"""``DiskFolder``, or what a test takes for it."""
 
 
 def parse_folder_name(name: str) -> tuple[str, int] | None:
@@ -47,214 +235,65 @@ def parse_folder_name(name: str) -> tuple[str, int] | None:
 
 
 def row_name(content: Content) -> str:
-    """The file of a row."""
-    group, digest = content
-    return f"{group:x}-{digest.hex()}.kv"
+    return f"{content[0]:x}-{content[1].hex()}.kv"
 
 
-def unfinished_name(name: str) -> str:
-    """The file of a row that is being written; it gets its own name once it is whole."""
-    return name + _UNFINISHED
+def bytes_on_disk(length_bytes: int) -> int:
+    """What a file of this length takes on a disk at most: whole blocks, and some for its name and place."""
+    return (div_ceil(length_bytes, _FILE_SYSTEM_BLOCK_BYTES) + 1) * _FILE_SYSTEM_BLOCK_BYTES
 
 
-def parse_row_name(name: str) -> Content | None:
-    """Which row a file is; None if it is none."""
-    match = _ROW_NAME.fullmatch(name)
-    return (int(match[1], 16), bytes.fromhex(match[2])) if match else None
-
-
-def is_remains(name: str) -> bool:
-    """Whether a file is the beginning of a row, or a segment as former versions wrote them."""
-    if name.endswith(_UNFINISHED):
-        return parse_row_name(name.removesuffix(_UNFINISHED)) is not None
-    return is_former(name)
-
-
-def is_former(name: str) -> bool:
-    """Whether a file is a segment as former versions wrote them."""
-    return _FORMER_NAME.fullmatch(name) is not None
-
-
-class FolderHeld(ConfigError):
-    """Another process uses the folder."""
-
-
-class DiskFolder:
-    """An open and locked folder.
-
-    Args:
-        path: of the folder itself.
-        files: how files are reached.
-        is_made: whether it may be made; if not, it must be there.
-
-    Raises:
-        FolderHeld: another process, or another tier of this one, uses it.
-        ConfigError: the path is of no folder, or another user's.
-        OSError: it cannot be made, opened or locked.
-    """
-
-    def __init__(self, path: Path, files: Files, *, is_made: bool = True) -> None:
-        self.path = path
-        self.files = files
-        self.is_read_only = False
-        self.folder = -1
-        self._lock = -1
-        try:
-            if is_made:
-                _make(path)
-            self._open()
-        except NotADirectoryError as error:
-            raise ConfigError(f"disk_path: {path} is not a folder; accepted: a path of a folder") from error
-
-    def _open(self) -> None:
-        self.folder = self.files.open_folder(str(self.path))
-        try:
-            owner = os.fstat(self.folder)
-            if owner.st_uid != os.geteuid():
-                raise ConfigError(f"disk_path: {self.path} belongs to user {owner.st_uid}; accepted: our own")
-            if owner.st_mode & 0o077:
-                with contextlib.suppress(OSError):
-                    os.fchmod(self.folder, FOLDER_MODE)
-            self._lock = self._take_lock()
-        except BaseException:
-            self.files.close(self.folder)
-            self.folder = -1
-            raise
-
-    def _take_lock(self) -> int:
-        while True:
-            try:
-                lock = self.files.open(self.folder, LOCK, os.O_RDWR | os.O_CREAT)
-            except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                    raise
-                # A disk that takes nothing any more can still give back what is on it.
-                self.is_read_only = True
-                lock = self.files.open(self.folder, LOCK, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self.files.close(lock)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                holder = holder_of(self.path)
-                raise FolderHeld(
-                    f"disk_path: {self.path} is used by process {holder}; accepted: a folder that no other "
-                    "process uses"
-                ) from error
-            # Who removes a folder holds its lock: what was locked may be gone.
-            if self._is_lock_there(lock):
-                break
-            self.files.close(lock)
-        if not self.is_read_only:
-            # On a disk that is full it goes without.
-            with contextlib.suppress(OSError):
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        return lock
-
-    def _is_lock_there(self, lock: int) -> bool:
-        try:
-            there = os.stat(LOCK, dir_fd=self.folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        held = os.fstat(lock)
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it is still in its place, and its lock in it."""
-        try:
-            there, ours = os.stat(self.path), os.fstat(self.folder)
-            return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino) and self._is_lock_there(
-                self._lock
-            )
-        except OSError:
-            return False
-
-    def describe(self, namespace: str, rank: int, facts: Mapping[str, Any]) -> None:
-        """Leave in the folder what it is of, for people who look: as many facts as there is room for.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        said: dict[str, Any] = {}
-        left_bytes = _MAX_FACTS_BYTES - 1024
-        for name in sorted(facts, key=lambda name: len(json.dumps(facts[name], default=str))):
-            left_bytes -= len(json.dumps({name: facts[name]}, default=str))
-            if left_bytes < 0:
-                break
-            said[name] = facts[name]
-        text = json.dumps({"namespace": namespace, "rank": rank, "facts": said}, default=str).encode()
-        file = self.files.open(self.folder, FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self.files.write(file, [text], 0)
-        finally:
-            self.files.close(file)
-
-    def listing(self) -> list[FileFacts]:
-        """The files of rows, whole and otherwise, least recently used first.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
-        found = [
-            facts
-            for facts in self.files.listing(self.folder)
-            if parse_row_name(facts.name) or is_remains(facts.name)
-        ]
-        return sorted(found, key=lambda facts: facts.used_s)
-
-    def remove(self) -> None:
-        """Remove the folder and all that is ours in it, and close it.
-
-        Raises:
-            OSError: something cannot be removed, or something else is in the folder.
-        """
-        for facts in self.listing():
-            self.files.remove(self.folder, facts.name)
-        for name in (FACTS, LOCK):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self.folder)
-        os.rmdir(self.path)
-        self.close()
-
-    def close(self) -> None:
-        """Let another process have it."""
-        for file in (self._lock, self.folder):
-            if file >= 0:
-                self.files.close(file)
-        self._lock = self.folder = -1
+def list_files(folder: int | Path) -> list[RowFile]:
+    """The files of rows in a folder, whole and otherwise, least recently used first. Raises ``OSError``."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            match = _ROW_NAME.fullmatch(entry.name)
+            if match or _REMAINS.fullmatch(entry.name):
+                content = (int(match[1], 16), bytes.fromhex(match[2])) if match else None
+                with contextlib.suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    used_s = max(facts.st_mtime, facts.st_atime)
+                    if stat.S_ISREG(facts.st_mode):
+                        found.append(RowFile(entry.name, content, facts.st_size, used_s))
+    return sorted(found, key=lambda file: file.used_s)
 
 
 def holder_of(path: Path) -> str:
-    """The process that says it uses a folder; ``unknown`` if none does."""
-    try:
-        text = (path / LOCK).read_text()[:32].strip()
-    except (OSError, UnicodeDecodeError):
-        return "unknown"
-    return text if text.isdecimal() else "unknown"
+    """The process that uses a folder; empty if none does."""
+    with contextlib.suppress(OSError), open(path / _LOCK, errors="replace") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = lock.read(32).strip()
+            return text if text.isdecimal() else "unknown"
+    return ""
 
 
 def read_facts(path: Path) -> dict[str, Any]:
     """What a folder says that it is of; empty if it says nothing that can be read."""
-    try:
-        with open(path / FACTS, "rb") as file:
-            found = json.loads(file.read(_MAX_FACTS_BYTES + 1))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(OSError, ValueError), open(path / _FACTS, "rb") as file:
+        found = json.loads(file.read(OVERHEAD_BYTES))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _make(path: Path) -> None:
-    missing = []
-    for folder in (path, *path.parents):
-        if folder.is_dir():
+    if not path.is_dir():
+        _make(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+
+
+def _move_all(move: Callable[[int, Sequence[Any], int], int], file: int, buffers: Sequence[Any]) -> int:
+    views, total = [memoryview(buffer) for buffer in buffers], 0
+    while views:
+        moved = move(file, views, total)
+        if moved <= 0:
             break
-        missing.append(folder)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder, FOLDER_MODE)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+        total += moved
+        while views and moved >= len(views[0]):
+            moved -= len(views.pop(0))
+        if moved:
+            views[0] = views[0][moved:]
+    return total

@@ -11,13 +11,10 @@ from collections.abc import Callable
 class IoThreads:
     """A few threads for work that waits for a disk. Work is done in the order it came, several at once.
 
-    Args:
-        name: what the threads are called.
-        count: how many.
-        on_error: called with what a piece of work raised.
+    An executor of the standard library would keep the process from ending while a disk hangs.
     """
 
-    def __init__(self, name: str, count: int, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, name: str, count: int, on_error: Callable[[Exception], object]) -> None:
         self._on_error = on_error
         self._lock = threading.Lock()
         self._is_closed = False
@@ -29,7 +26,7 @@ class IoThreads:
             thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have this done by one of the threads; by the caller, where they were told to end."""
+        """Have this done by one of the threads; by the caller, once they were closed."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(work)
@@ -39,10 +36,9 @@ class IoThreads:
     def close(self, deadline_s: float) -> bool:
         """Let them finish what was submitted, until a moment of ``time.monotonic``; whether all ended."""
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                for _ in self._threads:
-                    self._queue.put(None)
+            self._is_closed = True
+            for _ in self._threads:
+                self._queue.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

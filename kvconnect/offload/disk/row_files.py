@@ -1,4 +1,9 @@
-"""The rows of one folder: how they are written and read, what makes room, and how a folder is lost."""
+"""The rows of one folder: how they are written and read, what makes room, and how a folder is lost.
+
+Folders of other namespaces that no process uses, as they are left after a change of the model, count within
+the bound of the rank that took their place, and make room before anything else does: a disk does not hold two
+caches.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,24 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.abandoned import Abandoned
-from kvconnect.offload.disk.catalog import Catalog, Row
-from kvconnect.offload.disk.failures import DISK_FULL, DISK_TRUNCATED, reason_of
-from kvconnect.offload.disk.files import Files, bytes_on_disk, read_all, write_all
+from kvconnect.offload.disk import failures
+from kvconnect.offload.disk.catalog import Catalog
 from kvconnect.offload.disk.folder import (
     OVERHEAD_BYTES,
     DiskFolder,
     FolderHeld,
-    is_former,
-    parse_row_name,
+    FolderOwner,
+    OpenFolder,
+    RowFile,
+    bytes_on_disk,
+    holder_of,
+    list_files,
+    parse_folder_name,
     row_name,
-    unfinished_name,
 )
 from kvconnect.offload.record import HEADER_BYTES, RecordFormat
 from kvconnect.offload.tier import TierRow
@@ -32,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _HELD_WAIT_S = 1.0
 _HELD_PAUSE_S = 0.05
+_NO_EPOCH = -1
+# What is removed of another folder at once: its lock is taken for it.
+_LEAST_BYTES = 16 << 20
 # What is freed on a disk that is full before the bound is reached, as a part of what is there: room for the
 # rows that come next, which would find it full too.
 _FULL_DISK_PART = 16
@@ -46,132 +55,86 @@ class RowFiles:
 
     Args:
         path: of the folder.
-        namespace: the digest of what the rows depend on beside their content, in hexadecimal.
+        owner: of the rows in it.
         limit_bytes: most bytes on the disk, of all that is in the folder, and of what others left beside it.
         catalog: which rows there are.
-        files: how files are reached.
-        on_error: told what went wrong and is over, to be counted and logged.
-        owner: the rank of this worker, and how many workers there are.
-        facts: of the namespace, for people who look.
+        open_folder: how a folder is opened.
+        on_error: called with what went wrong and is over.
     """
 
     def __init__(
         self,
         path: Path,
-        namespace: str,
+        owner: FolderOwner,
         limit_bytes: int,
         catalog: Catalog,
-        files: Files,
-        on_error: Callable[[BaseException], None],
-        *,
-        owner: tuple[int, int],
-        facts: Mapping[str, Any],
+        open_folder: OpenFolder,
+        on_error: Callable[[Exception], object],
     ) -> None:
-        self.path = path
         self.limit_bytes = limit_bytes - OVERHEAD_BYTES
-        self._namespace = namespace
-        self._format = RecordFormat(namespace)
+        # Set from outside, for ever: what takes long is left to the next to open the folder.
+        self.is_closing = False
+        self._path, self._owner = path, owner
+        self._format = RecordFormat(owner.namespace)
         self._catalog = catalog
-        self._files = files
+        self._open_folder = open_folder
         self._on_error = on_error
-        self._owner = owner
-        self._facts = facts
         self._folder: DiskFolder | None = None
-        # Folders that are not in their place any more, while they may still be read.
-        self._lost: list[DiskFolder] = []
-        self._abandoned: Abandoned | None = None
+        # By folder that was left by others its files, most recently used first.
+        self._abandoned: dict[Path, list[RowFile]] = {}
+        self._abandoned_bytes = 0
         # What was written before this epoch is not in the folder any more.
         self._epoch = catalog.epoch
 
     # ---- the folder
 
     def open(self) -> None:
-        """Take the folder.
-
-        Raises:
-            ConfigError: it cannot be a folder of ours, or another process uses it.
-            OSError: it cannot be used now.
-        """
+        """Take the folder. Raises ``ConfigError`` and ``OSError`` as ``DiskFolder``."""
         deadline_s = time.monotonic() + _HELD_WAIT_S
-        while True:
+        while self._folder is None:
             try:
-                folder = DiskFolder(self.path, self._files)
-                break
-            except FolderHeld:
-                # Another rank that starts looks for what was abandoned, and holds it for a moment.
+                self._folder = self._open_folder(self._path)
+            except (FolderHeld, FileNotFoundError):
+                # Another rank that makes room holds what was abandoned for a moment, or has removed it.
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(_HELD_PAUSE_S)
-        try:
-            if not folder.is_read_only:
-                folder.describe(self._namespace, self._owner[0], self._facts)
-        except OSError as error:
-            # A disk may be full of what can be read.
-            self._on_error(error)
-        self._folder = folder
+        # A disk may be full of what can be read.
+        with contextlib.suppress(OSError):
+            self._folder.describe(self._owner)
 
     def recover(self) -> int:
-        """Find what is in the folder, and make it fit the bound; how many rows were not whole.
-
-        Raises:
-            OSError: it cannot be read, or what is too much cannot be removed.
-        """
+        """Find what is in the folder and beside it; how many rows were not whole. Raises ``OSError``."""
         folder = self._folder
         if folder is None:
             return 0
-        rows, torn, former = [], 0, 0
         try:
-            listing = list(folder.listing())
+            files = folder.listing()
         except OSError:
             # What is in it is not known, so that nothing may be written: it is opened anew.
             self._folder = None
             folder.close()
             raise
-        for facts in listing:
-            content, length_bytes = parse_row_name(facts.name), bytes_on_disk(facts.length_bytes)
-            if content is not None:
-                rows.append((content, Row(facts.name, length_bytes)))
-                continue
-            self._catalog.begin(facts.name, length_bytes)
-            former += is_former(facts.name)
-            torn += not is_former(facts.name)
-        if former:
-            logger.info("%s: %d files of an earlier version are removed", self.path, former)
-        self._catalog.adopt(rows, self._epoch)
-        self._abandoned = Abandoned(self.path, self._files, *self._owner)
-        try:
-            self._make_room(0)
-        except OSError:
-            if not folder.is_read_only:
-                raise
-        return torn
+        self._catalog.adopt(files, _NO_EPOCH if folder.is_cleared else self._epoch)
+        self._find_abandoned()
+        return sum(file.name.endswith(".unfinished") for file in files)
 
     def reopen(self) -> None:
-        """See that the folder is in its place; if not, or if it could not be opened before, open it.
-
-        Raises:
-            OSError: it cannot be used now.
-        """
+        """See that the folder is in its place; if not, or if it could not be opened before, open it."""
         if self._folder is not None and not self._folder.is_there:
-            self._on_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path)))
-            self._lost.append(self._folder)
+            self._on_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path)))
             self._folder = None
             self._catalog.lose()
         if self._folder is None:
-            try:
-                self.open()
-            except ConfigError as error:
-                raise OSError(errno.EBUSY, str(error)) from error
+            self.open()
             self.recover()
-            logger.info("%s can be used", self.path)
+            logger.info("%s can be used", self._path)
 
     def close(self) -> None:
-        """Let another process have it. What was cleared or dropped must not be found again."""
-        with contextlib.suppress(OSError):
-            self.remove_doomed()
-        for folder in (*self._lost, *([self._folder] if self._folder else ())):
-            folder.close()
-        self._lost, self._folder = [], None
+        """Let another process have it."""
+        if self._folder is not None:
+            self._folder.close()
+        self._folder = None
 
     # ---- rows
 
@@ -186,99 +149,125 @@ class RowFiles:
         length_bytes = bytes_on_disk(HEADER_BYTES + len(row.memory))
         if length_bytes > self.limit_bytes:
             raise OSError(errno.EFBIG, f"a row of {len(row.memory)} bytes exceeds disk_bytes")
-        self._make_room(length_bytes)
+        self.make_room(length_bytes)
         try:
             self._write_file(row, header, length_bytes, epoch)
         except OSError as error:
-            if reason_of(error) != DISK_FULL or not len(self._catalog):
+            if failures.reason_of(error) != failures.FULL or not len(self._catalog):
                 raise
             self._on_error(error)
-            self._free(max(length_bytes, self._catalog.taken_bytes // _FULL_DISK_PART))
+            self._catalog.doom_oldest(max(length_bytes, self._catalog.taken_bytes // _FULL_DISK_PART))
+            self._remove_doomed()
             self._write_file(row, header, length_bytes, epoch)
 
     def _write_file(self, row: TierRow, header: bytes, length_bytes: int, epoch: int) -> None:
         assert self._folder is not None
-        folder, name = self._folder.folder, row_name(row.content)
-        unfinished = unfinished_name(name)
-        self._catalog.begin(unfinished, length_bytes)
+        self._catalog.begin(length_bytes)
         try:
-            file = self._files.open(folder, unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                if write_all(self._files, file, (header, row.memory)) < HEADER_BYTES + len(row.memory):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                self._files.close(file)
-            self._files.rename(folder, unfinished, name)
+            self._folder.write_row(row_name(row.content), (header, row.memory))
         except OSError:
-            # If not now, it is removed before anything else is written.
+            # If not now, what was written of it is removed before anything else is written.
             with contextlib.suppress(OSError):
-                self.remove_doomed()
+                self._remove_doomed()
             raise
-        self._catalog.add(row.content, Row(name, length_bytes), epoch, unfinished)
+        self._catalog.add(row.content, epoch)
 
-    def read(self, row: TierRow, name: str) -> str:
+    def read(self, row: TierRow) -> str:
         """Read a row's file into its memory; what is wrong with it, empty if nothing is.
 
-        Raises:
-            OSError: it cannot be read now.
+        Raises ``OSError`` where it cannot be opened now.
         """
-        folder = self._folder
+        folder, header = self._folder, bytearray(HEADER_BYTES)
         if folder is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-        file = self._files.open(folder.folder, name, os.O_RDONLY)
+            return failures.GONE
         try:
-            header = bytearray(HEADER_BYTES)
-            self._files.expect_whole_read(file)
-            try:
-                length_bytes = read_all(self._files, file, (header, row.memory))
-            except OSError as error:
-                return reason_of(error)
+            file = folder.open(row_name(row.content), os.O_RDONLY)
+        except FileNotFoundError:
+            return failures.GONE
+        try:
+            length_bytes = folder.read_row(file, (header, row.memory))
+        except OSError as error:
+            return failures.reason_of(error)
         finally:
-            self._files.close(file)
+            os.close(file)
         if length_bytes < HEADER_BYTES + len(row.memory):
-            return DISK_TRUNCATED
+            return "disk_truncated"
         flaw = self._format.flaw(header, row.content, row.memory)
         return flaw.value if flaw else ""
 
     # ---- room
 
-    def remove_doomed(self) -> None:
-        """Take the files from the disk that are of no content any more.
+    def remove_cleared(self) -> None:
+        """Take what was cleared from the disk; where that is cut short, the next process goes on."""
+        with contextlib.suppress(OSError):
+            if self._folder is not None:
+                self._folder.mark_cleared(True)
+        self._remove_doomed()
 
-        Raises:
-            OSError: one cannot be removed.
-        """
+    def _remove_doomed(self) -> None:
+        """Take the files from the disk that are of no content any more."""
         if self._folder is None:
             return
         epoch = self._catalog.epoch
         for name in self._catalog.doomed():
-            self._files.remove(self._folder.folder, name)
+            if self.is_closing:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self._folder.remove(name)
             self._catalog.gone(name)
+        if self._folder.is_cleared:
+            self._folder.mark_cleared(False)
         self._epoch = epoch
 
-    def _make_room(self, length_bytes: int) -> None:
-        assert self._abandoned is not None
+    def make_room(self, length_bytes: int) -> None:
+        """See that so many bytes can be written within the bound, and that no doomed file is left."""
         while True:
             # In every round: rows may be cleared meanwhile, and take room until their files are gone.
-            self.remove_doomed()
-            taken_bytes = self._catalog.taken_bytes + self._abandoned.length_bytes
+            self._remove_doomed()
+            taken_bytes = self._catalog.taken_bytes + self._abandoned_bytes
             over_bytes = taken_bytes + length_bytes - self.limit_bytes
             if over_bytes <= 0:
                 return
-            if self._abandoned.remove_oldest(over_bytes) or self._free(over_bytes):
-                continue
-            if not self._catalog.doomed():
+            is_any = self._remove_abandoned(over_bytes) or self._catalog.doom_oldest(over_bytes)
+            if not is_any and not self._catalog.doomed():
                 raise OSError(errno.ENOSPC, "nothing is left that could make room")
 
-    def _free(self, length_bytes: int) -> bool:
-        """Remove what was used least recently. False: nothing is there.
+    def _find_abandoned(self) -> None:
+        """Look for folders that others left. None is locked meanwhile: a process may begin to use it."""
+        self._abandoned, self._abandoned_bytes = {}, 0
+        with contextlib.suppress(OSError):
+            for path in sorted(self._path.parent.iterdir()):
+                parsed, ranks = parse_folder_name(path.name), self._owner.world_size
+                # Those of a rank that is not there any more are taken over too.
+                if parsed is None or path == self._path or (parsed[1] - self._owner.rank) % ranks:
+                    continue
+                with contextlib.suppress(OSError):
+                    if not holder_of(path):
+                        self._abandoned[path] = list_files(path)[::-1]
+                        self._abandoned_bytes += _taken_bytes(self._abandoned[path])
 
-        Raises:
-            OSError: something cannot be removed.
+    def _remove_abandoned(self, length_bytes: int) -> bool:
+        """Remove what was used least recently of a folder that others left; False: none is there.
+
+        A folder that is used again, is empty or cannot be removed is not looked at again.
         """
-        is_any = False
-        end_bytes = self._catalog.taken_bytes - length_bytes
-        while self._catalog.taken_bytes > end_bytes and self._catalog.doom_oldest():
-            is_any = True
-            self.remove_doomed()
-        return is_any
+        if not self._abandoned:
+            return False
+        path, files = min(self._abandoned.items(), key=lambda item: item[1][-1].used_s if item[1] else 0.0)
+        end_bytes = self._abandoned_bytes - max(length_bytes, _LEAST_BYTES)
+        is_left = False
+        with contextlib.suppress(OSError, ConfigError):
+            folder = self._open_folder(path, is_made=False)
+            with contextlib.closing(folder):
+                while files and self._abandoned_bytes > end_bytes:
+                    folder.remove(files[-1].name)
+                    self._abandoned_bytes -= files.pop().disk_bytes
+                is_left = bool(files)
+                if not is_left:
+                    folder.delete()
+        if not is_left:
+            self._abandoned_bytes -= _taken_bytes(self._abandoned.pop(path))
+        return True
+
+
+def _taken_bytes(files: list[RowFile]) -> int:
+    return OVERHEAD_BYTES + sum(file.disk_bytes for file in files)

@@ -6,132 +6,91 @@ Nothing here needs the process that uses a folder to stop, but for what removes 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.disk.files import FileFacts, Files
 from kvconnect.offload.disk.folder import (
-    LOCK,
     DiskFolder,
-    FolderHeld,
+    RowFile,
     holder_of,
+    list_files,
     parse_folder_name,
-    parse_row_name,
     read_facts,
 )
 from kvconnect.offload.record import HEADER_BYTES, RecordFormat, namespace_of
-
-
-@dataclass(frozen=True)
-class CacheFolder:
-    """A folder of one rank and namespace. ``holder`` is the process that uses it, empty if none does.
-
-    ``newest_s`` and ``oldest_s`` are when its rows were used last, in seconds of the epoch.
-    """
-
-    name: str
-    namespace: str
-    rank: int
-    model: str
-    records: int
-    length_bytes: int
-    oldest_s: float
-    newest_s: float
-    holder: str
-
-
-class Finding(NamedTuple):
-    """Something wrong: in which file, and what."""
-
-    file: str
-    text: str
+from kvconnect.offload.tier import Content
 
 
 def cache_folders(path: Path) -> list[Path]:
-    """The folders of the disk tier below a path.
-
-    Raises:
-        ConfigError: the path is no folder that can be read.
-    """
+    """The folders of the disk tier below a path. Raises ``ConfigError``: it is no folder that can be read."""
     try:
         return sorted(one for one in path.iterdir() if parse_folder_name(one.name) and one.is_dir())
     except OSError as error:
         raise ConfigError(f"--path is {str(path)!r}: {error}; accepted: the disk_path of a node") from error
 
 
-def look(path: Path) -> CacheFolder:
-    """What is in a folder, by its description and its files.
+def look(path: Path) -> dict[str, Any]:
+    """What is in a folder, by its description and its files. Raises ``ConfigError``: it cannot be read.
 
-    Raises:
-        ConfigError: it cannot be read.
+    ``holder`` is the process that uses it, empty if none does; ``newest_s`` and ``oldest_s`` are when its
+    rows were used last.
     """
     parsed = parse_folder_name(path.name)
     assert parsed is not None
     described, rows = read_facts(path), _rows(path)
-    times = [facts.used_s for facts in rows]
-    return CacheFolder(
-        name=path.name,
-        namespace=str(described.get("namespace", parsed[0])),
-        rank=parsed[1],
-        model=_model_of(described.get("facts")),
-        records=len(rows),
-        length_bytes=sum(facts.length_bytes for facts in rows),
-        oldest_s=min(times, default=0.0),
-        newest_s=max(times, default=0.0),
-        holder=_holder(path),
-    )
+    return {
+        "name": path.name,
+        "namespace": str(described.get("namespace", parsed[0])),
+        "rank": parsed[1],
+        "model": _model_of(described.get("facts")),
+        "records": len(rows),
+        "length_bytes": sum(row.length_bytes for row in rows),
+        "oldest_s": rows[0].used_s if rows else 0.0,
+        "newest_s": rows[-1].used_s if rows else 0.0,
+        "holder": holder_of(path),
+    }
 
 
-def verify(path: Path) -> Iterator[Finding | int]:
-    """Read every row of a folder: what is wrong, and the length in bytes of every file that is right.
+def verify(path: Path) -> Iterator[tuple[str, int, str]]:
+    """Read every row of a folder: the name and length of each file, and what is wrong with it, if anything.
 
-    Raises:
-        ConfigError: the folder cannot be read.
+    Raises ``ConfigError``: the folder cannot be read.
     """
-    for facts in _rows(path):
+    for file in sorted(_rows(path)):
+        assert file.content is not None
         try:
-            data = (path / facts.name).read_bytes()
+            text = _flaw(path.name, file.content, memoryview((path / file.name).read_bytes()))
         except FileNotFoundError:
             # It made room.
             continue
         except OSError as error:
-            yield Finding(facts.name, str(error))
-            continue
-        text = _flaw(path.name, facts.name, memoryview(data))
-        yield Finding(facts.name, text) if text else len(data)
+            text = str(error)
+        yield file.name, file.length_bytes, text
 
 
 def remove(paths: list[Path]) -> None:
-    """Remove folders and all that is in them; none, if a process uses one of them.
+    """Remove folders and all that is in them. Raises ``ConfigError``: a process uses one, or it cannot go.
 
-    Raises:
-        ConfigError: a process uses one, or one cannot be removed.
+    If a process uses one of them, none is removed.
     """
     with contextlib.ExitStack() as opened:
-        folders: list[DiskFolder] = []
+        path = None
         try:
+            folders = []
             for path in paths:
-                folders.append(DiskFolder(path, Files(), is_made=False))
-                opened.callback(folders[-1].close)
+                folders.append(opened.enter_context(contextlib.closing(DiskFolder(path, is_made=False))))
             for folder in folders:
-                folder.remove()
-        except FolderHeld:
-            raise
+                path = folder.path
+                folder.delete()
         except OSError as error:
-            raise ConfigError(
-                f"{folders[-1].path if folders else path} cannot be removed: {error}"
-            ) from error
+            raise ConfigError(f"{path} cannot be removed: {error}") from error
 
 
-def _flaw(folder: str, name: str, data: memoryview) -> str:
+def _flaw(folder: str, content: Content, data: memoryview) -> str:
     header, row = data[:HEADER_BYTES], data[HEADER_BYTES:]
-    content, namespace = parse_row_name(name), namespace_of(bytes(header))
-    assert content is not None
+    namespace = namespace_of(bytes(header))
     if namespace is None:
         return "no intact header"
     if not folder.startswith(namespace[:32]):
@@ -141,31 +100,11 @@ def _flaw(folder: str, name: str, data: memoryview) -> str:
     return ""
 
 
-def _rows(path: Path) -> list[FileFacts]:
-    files = Files()
+def _rows(path: Path) -> list[RowFile]:
     try:
-        folder = files.open_folder(str(path))
+        return [file for file in list_files(path) if file.content is not None]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    try:
-        found = [facts for facts in files.listing(folder) if parse_row_name(facts.name)]
-        return sorted(found)
-    finally:
-        files.close(folder)
-
-
-def _holder(path: Path) -> str:
-    try:
-        lock = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return holder_of(path)
-    finally:
-        os.close(lock)
-    return ""
 
 
 def _model_of(facts: Any) -> str:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.completion_tracker import CompletionTracker
-from kvconnect.offload.disk.catalog import Catalog, Row
-from kvconnect.offload.disk.failures import (
-    DISK_GONE,
-    DISK_PAUSED,
-    DISK_QUEUE_FULL,
-    DISK_REFUSED,
-    DISK_TOO_LARGE,
-    DISK_TORN,
-    LogOnce,
-    Pause,
-    reason_of,
-)
-from kvconnect.offload.disk.files import Files
-from kvconnect.offload.disk.folder import OVERHEAD_BYTES, folder_name
+from kvconnect.offload.disk import failures
+from kvconnect.offload.disk.catalog import Catalog
+from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.row_files import RowFiles
 from kvconnect.offload.tier import Content, TierNews, TierRow
@@ -48,24 +34,15 @@ def open_disk_tier(config: OffloadConfig, namespace: Namespace, rank: int, world
     """The disk tier of one rank, as configured. What was kept before is found in the background.
 
     Raises:
-        ConfigError: the path cannot be a folder of ours, the bound leaves no room, or another process uses
-            the folder; the text names the path, and the process.
+        ConfigError: the path cannot be a folder of ours, or another process uses the folder; the text names
+            the path, and the process.
     """
-    least_bytes = 2 * OVERHEAD_BYTES
-    if config.disk_bytes < least_bytes:
-        raise ConfigError(
-            f"disk_bytes is {config.disk_bytes}; accepted: at least {least_bytes}, where disk_path is set"
-        )
     facts = json.loads(namespace.text)["facts"]
     # Who may look at a folder need not know what it takes to find something in it.
     facts.pop("salt", None)
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts)
     return DiskTier(
-        Path(config.disk_path),
-        namespace.digest.hex(),
-        config.disk_bytes,
-        max_queued_bytes=config.max_queued_bytes,
-        owner=(rank, world_size),
-        facts=facts,
+        Path(config.disk_path), owner, config.disk_bytes, max_queued_bytes=config.max_queued_bytes
     )
 
 
@@ -76,14 +53,11 @@ class DiskTier:
 
     Args:
         path: under which every rank and namespace has its folder.
-        namespace: the digest of what the rows depend on beside their content, in hexadecimal.
+        owner: of the rows.
         limit_bytes: most bytes on the disk, of everything that the tier keeps there.
         max_queued_bytes: most bytes of rows that wait to be written.
-        owner: the rank of this worker, and how many workers there are.
-        facts: of the namespace, for people who look.
-        files: how files are reached.
-        clock: seconds that only grow.
         retry_s: how long it leaves a disk alone that refused to be written, the first time and at most.
+        open_folder: how a folder is opened.
 
     Raises:
         ConfigError: as ``open_disk_tier``.
@@ -95,41 +69,27 @@ class DiskTier:
     def __init__(
         self,
         path: Path,
-        namespace: str,
+        owner: FolderOwner,
         limit_bytes: int,
         *,
         max_queued_bytes: int = 1 << 30,
-        owner: tuple[int, int] = (0, 1),
-        facts: Mapping[str, Any] | None = None,
-        files: Files | None = None,
-        clock: Callable[[], float] = time.monotonic,
         retry_s: tuple[float, float] = (1.0, 60.0),
+        open_folder: OpenFolder = DiskFolder,
     ) -> None:
-        self.path = path.absolute() / folder_name(namespace, owner[0])
+        self.path = path.absolute() / owner.folder_name
+        self.recovered = threading.Event()
         self._max_queued_bytes = max_queued_bytes
         self._tracker = CompletionTracker()
-        self._catalog = Catalog(self._tracker.wake)
-        self._pause = Pause(retry_s, clock)
-        self._log = LogOnce()
-        self._is_closed = False
-        self._is_recovered = threading.Event()
+        self._catalog = Catalog(self._tracker)
+        self._pause = failures.Pause(retry_s)
+        self._logged: set[str] = set()
         self._lock = threading.Lock()
         self._queued_bytes = 0
-        self._rows = RowFiles(
-            self.path,
-            namespace,
-            limit_bytes,
-            self._catalog,
-            files or Files(),
-            self._note,
-            owner=owner,
-            facts=facts or {},
-        )
+        self._rows = RowFiles(self.path, owner, limit_bytes, self._catalog, open_folder, self._note)
         try:
             self._rows.open()
         except OSError as error:
             self._note(error)
-            logger.warning("%s cannot be used, nothing is kept on disk until it can: %s", self.path, error)
         self._writer = IoThreads("kvconnect-disk-writer", 1, self._note)
         self._readers = IoThreads("kvconnect-disk-reader", READ_THREADS, self._note)
         self._writer.submit(self._recover)
@@ -137,15 +97,15 @@ class DiskTier:
     # ---- what its owner calls
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever ``poll`` has something to tell."""
         self._tracker.on_news(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to write rows, as many as there is room for in the queue; the others fail at once."""
         self._tracker.open("written", job, len(rows))
+        is_closed = self._rows.is_closing
         count = length_bytes = 0
         with self._lock:
-            room_bytes = 0 if self._is_closed else self._max_queued_bytes - self._queued_bytes
+            room_bytes = 0 if is_closed else self._max_queued_bytes - self._queued_bytes
             while count < len(rows) and length_bytes + len(rows[count].memory) <= room_bytes:
                 length_bytes += len(rows[count].memory)
                 count += 1
@@ -153,11 +113,10 @@ class DiskTier:
         if count:
             self._writer.submit(partial(self._write, job, rows[:count], self._catalog.epoch))
         if count < len(rows):
-            self._tracker.fail(DISK_QUEUE_FULL, 0 if self._is_closed else len(rows) - count)
+            self._tracker.fail("disk_queue_full", 0 if is_closed else len(rows) - count)
             self._tracker.settle("written", job, len(rows) - count, [row.content for row in rows[count:]])
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to read rows, several at once."""
         self._tracker.open("read", job, len(rows))
         total_bytes = sum(len(row.memory) for row in rows)
         parts = max(1, min(READ_THREADS, total_bytes // _LEAST_BYTES_PER_THREAD))
@@ -166,7 +125,6 @@ class DiskTier:
             self._readers.submit(partial(self._read, job, rows[first : first + length]))
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        """Report which contents are there."""
         self._tracker.open("found", job, len(contents))
         if contents:
             there = self._catalog.has(contents)
@@ -174,22 +132,14 @@ class DiskTier:
             self._tracker.settle("found", job, len(contents), found)
 
     def poll(self) -> TierNews:
-        """What is new."""
-        news = self._tracker.take()
-        added, removed = self._catalog.take_changes()
-        return dataclasses.replace(news, added=added, removed=removed)
+        return self._tracker.take()
 
     def clear(self) -> None:
         """Forget everything; the files go in the background."""
         self._catalog.clear()
-        self._writer.submit(self._rows.remove_doomed)
-
-    def wait_recovered(self, timeout_s: float) -> bool:
-        """Wait until everything that was kept before was found; whether it was."""
-        return self._is_recovered.wait(timeout_s)
+        self._writer.submit(self._rows.remove_cleared)
 
     def state(self) -> dict[str, Any]:
-        """What there is to see."""
         return {
             "path": str(self.path),
             "records": len(self._catalog),
@@ -197,13 +147,13 @@ class DiskTier:
             "limit_bytes": self._rows.limit_bytes,
             "queued_bytes": self._queued_bytes,
             "jobs": self._tracker.open_jobs(),
-            "recovering": not self._is_recovered.is_set(),
+            "recovering": not self.recovered.is_set(),
             "paused_by": self._pause.reason,
         }
 
     def close(self) -> bool:
         """Stop; what was written stays, for the next to open the folder."""
-        self._is_closed = True
+        self._rows.is_closing = True
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
         has_ended = self._writer.close(deadline_s)
         has_ended = self._readers.close(deadline_s) and has_ended
@@ -220,91 +170,70 @@ class DiskTier:
             torn = self._rows.recover()
             if torn:
                 logger.info("%s: rows that were not whole are removed, as after a crash", self.path)
-                self._tracker.fail(DISK_TORN, torn)
+                self._tracker.fail("disk_torn", torn)
+            self._rows.make_room(0)
         finally:
-            self._is_recovered.set()
+            self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
         """Write rows that are not there yet, and settle them, whatever happens."""
-        failures: Counter[str] = Counter()
-        written: set[Content] = set()
-        for index, row in enumerate(rows):
-            if self._is_closed or epoch != self._catalog.epoch:
+        paused = written_bytes = 0
+        # Of a sequence the end is written first, so that it makes room first, also after a restart.
+        for row in reversed(rows):
+            if self._rows.is_closing or epoch != self._catalog.epoch:
                 break
             if self._catalog.has([row.content])[0]:
                 continue
             if self._pause.is_on:
-                failures[DISK_PAUSED] += len(rows) - index
-                break
-            reason = self._try_to_write(row, epoch)
-            if reason:
-                failures[reason] += 1
-            else:
-                written.add(row.content)
+                paused += 1
+            elif self._try_to_write(row, epoch):
+                written_bytes += len(row.memory)
+        self._tracker.fail("disk_paused", paused)
+        # Where all was cleared meanwhile, no row is there.
         there = self._catalog.has([row.content for row in rows])
-        is_void = epoch != self._catalog.epoch
-        failed = [row.content for row, is_there in zip(rows, there, strict=True) if not is_there or is_void]
-        for reason, times in failures.items():
-            self._tracker.fail(reason, times)
-        written -= set(failed)
+        failed = [row.content for row, is_there in zip(rows, there, strict=True) if not is_there]
         with self._lock:
             self._queued_bytes -= sum(len(row.memory) for row in rows)
-        written_bytes = sum({row.content: len(row.memory) for row in rows if row.content in written}.values())
         self._tracker.settle("written", job, len(rows), failed, written_bytes)
 
-    def _try_to_write(self, row: TierRow, epoch: int) -> str:
-        """Write a row; why it is not kept, empty if it is."""
+    def _try_to_write(self, row: TierRow, epoch: int) -> bool:
         try:
             self._rows.reopen()
             self._rows.write(row, epoch)
-        except LocalError as error:
-            self._log.warn(DISK_REFUSED, f"not kept on disk: {error}")
-            return DISK_REFUSED
-        except OSError as error:
-            reason = reason_of(error)
-            if reason == DISK_TOO_LARGE:
-                self._log.warn(reason, f"not kept on disk: {error}")
-                return reason
-            self._pause.begin(reason)
-            self._log.warn(reason, f"rows are not written to disk: {error}; it is tried again, now and then")
-            return reason
-        except Exception:
-            logger.exception("%s: a row could not be written", self.path)
-            return "disk_internal"
+        except Exception as error:
+            reason = self._note(error)
+            if reason not in (failures.REFUSED, failures.TOO_LARGE, failures.INTERNAL):
+                self._pause.begin(reason)
+            return False
         if self._pause.reason:
-            self._log.ended(self._pause.reason, "rows are written to disk again")
+            logger.info("%s: rows are written to disk again", self.path)
             self._pause.end()
-        return ""
+            self._logged.clear()
+        return True
 
     # ---- on a reader's thread
 
     def _read(self, job: int, rows: Sequence[TierRow]) -> None:
-        contents = [row.content for row in rows]
+        is_closed, contents = self._rows.is_closing, [row.content for row in rows]
+        known = [False] * len(rows) if is_closed else self._catalog.use(contents)
         missing: list[Content] = []
-        unknown: list[Content] = []
-        wrong: list[tuple[Content, Row]] = []
+        wrong: list[Content] = []
         length_bytes = 0
-        found: Sequence[Row | None] = [None] * len(rows) if self._is_closed else self._catalog.use(contents)
-        for row, known in zip(rows, found, strict=True):
-            if known is None:
-                unknown.append(row.content)
-            elif self._read_row(row, known, wrong):
+        for row, is_known in zip(rows, known, strict=True):
+            if is_known and self._read_row(row, wrong):
                 length_bytes += len(row.memory)
-                continue
-            missing.append(row.content)
-        if unknown and not self._is_closed:
-            self._catalog.deny(unknown)
+            else:
+                missing.append(row.content)
+        if missing and not is_closed:
+            self._catalog.forget(missing, wrong)
         if wrong:
-            self._catalog.drop(wrong)
-            self._writer.submit(self._rows.remove_doomed)
+            self._writer.submit(partial(self._rows.make_room, 0))
         self._tracker.settle("read", job, len(rows), missing, length_bytes)
 
-    def _read_row(self, row: TierRow, known: Row, wrong: list[tuple[Content, Row]]) -> bool:
+    def _read_row(self, row: TierRow, wrong: list[Content]) -> bool:
         """Whether a row was read; adds it to ``wrong`` if it never will be."""
         try:
-            reason = self._rows.read(row, known.name)
-        except FileNotFoundError:
-            reason = DISK_GONE
+            reason = self._rows.read(row)
         except Exception as error:
             # One that cannot be opened now may be later.
             self._note(error)
@@ -313,16 +242,23 @@ class DiskTier:
             return True
         # A row that made room meanwhile is no fault of the disk.
         if self._catalog.has([row.content])[0]:
-            self._tracker.fail(reason)
-            self._log.warn(reason, f"{self.path / known.name} cannot be read: {reason}")
-        wrong.append((row.content, known))
+            self._fail(reason, f"group {row.group}, hash {row.hash.hex()} cannot be read")
+        wrong.append(row.content)
         return False
 
-    def _note(self, error: BaseException) -> None:
-        """Count what went wrong, and log the first of its kind."""
-        reason = reason_of(error)
-        if isinstance(error, OSError):
-            self._log.warn(reason, f"{self.path}: {error}")
-        else:
+    def _note(self, error: Exception) -> str:
+        """Count what went wrong, and log it; what it is counted as."""
+        reason = failures.reason_of(error)
+        if reason == failures.INTERNAL:
             logger.error("%s: the disk tier goes on after an error", self.path, exc_info=error)
+        # What was begun when the tier was closed goes on with the next process.
+        if reason != failures.CLOSED:
+            self._fail(reason, str(error))
+        return reason
+
+    def _fail(self, reason: str, text: str) -> None:
+        """Count it, and log the first of its kind since rows were written again."""
         self._tracker.fail(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning("%s, counted from now on as %s: %s", self.path, reason, text)
