@@ -112,9 +112,10 @@ def _pins(filled: _Filled, draw: random.Random) -> Iterator[float]:
 
 
 def _evictions(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    (rows,) = filled.index.classes
     while True:
-        yield _timed(lambda: filled.index.make_room(_GROUP, KEYS))
-        if filled.index.make_room(_GROUP, KEYS) < KEYS:
+        yield _timed(lambda: rows.evict(KEYS))
+        if len(rows.free) < KEYS:
             raise AssertionError(f"{KEYS} contents could not make room")
         hashes = filled.new()
         for first in range(0, KEYS, _CHUNK):

@@ -14,6 +14,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_model import ROW_BYTES, Clock, Device, Kind, Req
 from tests.offload.half_ranks import GARBAGE, Ranks
+from tests.offload.index_kit import check_index
 
 __all__ = ["Clock", "Kind", "Stack"]
 
@@ -456,4 +457,4 @@ class Stack:
         assert not any(self.half.state().values()), self.half.state()
         for counts in self.half.host.index.counts().values():
             assert counts.pinned == counts.pending == 0
-        self.half.host.index.check()
+        check_index(self.half.host.index)

@@ -13,6 +13,7 @@ from kvconnect.errors import LocalError
 from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, IndexEvents, TierIndex
+from tests.offload.index_kit import check_index
 
 # Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
 PLAN = plan_arena(5640, {0: 64, 1: 64, 2: 200}, {0: 1920 / 5632, 1: 640 / 5632, 2: 3072 / 5632})
@@ -231,7 +232,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
-        self.index.check()
+        check_index(self.index)
         for group, counts in self.index.counts().items():
             states = list(self.model.state[group].values())
             assert counts.held == len(self.model.row[group])
@@ -338,7 +339,7 @@ def test_a_pinned_content_that_is_dropped_keeps_its_row_and_comes_back_later():
     assert index.reserve(0, only) == ([], [])
     index.unpin(0, only)
     assert index.reserve(0, only) == (only[:1], row)
-    index.check()
+    check_index(index)
 
 
 def test_nothing_that_is_pending_or_pinned_makes_room():
@@ -362,7 +363,7 @@ def test_of_groups_that_share_rows_the_least_recently_used_makes_room():
     assert index.lookup(1, names(0, 0, 20)) == 5
     counts = index.counts()
     assert [(counts[group].ready, counts[group].evicted_total) for group in (0, 1)] == [(10, 30), (50, 15)]
-    index.check()
+    check_index(index)
 
 
 def test_equal_hashes_of_groups_that_share_rows_are_told_apart():
@@ -378,7 +379,7 @@ def test_equal_hashes_of_groups_that_share_rows_are_told_apart():
     assert index.lookup(0, hashes) == 25
     assert index.states(0, hashes) == [READY] * 25 + [ABSENT] * 25
     assert index.states(1, hashes) == [ABSENT] * 25 + [READY] * 25
-    index.check()
+    check_index(index)
 
 
 def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
@@ -391,7 +392,7 @@ def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
     stored(index, 0, hashes[30:])
     assert index.lookup(0, hashes) == 50
     assert len(set(index.rows_of(0, hashes))) == 50
-    index.check()
+    check_index(index)
 
 
 def test_what_nobody_asked_for_is_not_written_down():
@@ -417,4 +418,4 @@ def test_thousands_at_once():
         index.touch(0, names(sequence, 0, 4096))
     assert index.lookup(0, names(11, 0, 8192)) == 8192
     assert index.counts()[0].ready == 30_000
-    index.check()
+    check_index(index)

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 
 from kvconnect.errors import ConfigError
 from tests.node.node_harness import make_client, make_prompt
+from tests.offload.index_kit import check_index
 from tests.offload.node_kit import ORACLES, POOLS, Keeper, disk_settings, make_keeper, wipe
 
 PROMPT = make_prompt(300, seed=1)
@@ -144,7 +145,7 @@ def test_memory_for_a_part_of_what_comes_by(model):
                 found += keeper.cached
                 wipe(keeper)
         assert found > 0
-        keeper.engine.scheduler.transfers.hooks.offload.host.index.check()
+        check_index(keeper.engine.scheduler.transfers.hooks.offload.host.index)
 
 
 def test_memory_without_room_for_any_hit_is_refused(tmp_path):

@@ -17,6 +17,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.stores import MOST_AT_ONCE
 from kvconnect.orders import OffloadReport, Results
 from kvconnect.scheduler.stack import Computed, Step
+from tests.offload.index_kit import check_index
 
 BLOCK_TOKENS = 4
 ROW_BYTES = 64
@@ -82,7 +83,7 @@ class Node:
             if report and stores:
                 stored = {store.job: () for store in stores}
                 self.half.update_results(Results(offload=(OffloadReport(0, stored=stored),)))
-        self.half.host.index.check()
+        check_index(self.half.host.index)
         return seen
 
 

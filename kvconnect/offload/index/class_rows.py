@@ -57,6 +57,12 @@ class ClassRows:
         del self.free[first:]
         return rows
 
+    def evict(self, count: int) -> Rows:
+        """So many of the least recently used contents, or all, lose their rows; those rows."""
+        rows = self.ages.take(count)
+        self.let_go(rows)
+        return rows
+
     def let_go(self, rows: Rows) -> None:
         """Rows hold nothing any more."""
         self.state[rows] = ABSENT

@@ -9,36 +9,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from kvconnect.errors import LocalError
 from kvconnect.orders import TierChange
-
-_PART = 256
 
 
 class LowerIndex:
-    """Contents by tier and cache group, and on which ranks they are.
-
-    Raises:
-        LocalError: there is no rank.
-    """
+    """Contents by tier and cache group, and on which ranks they are."""
 
     def __init__(self, num_ranks: int) -> None:
-        if num_ranks < 1:
-            raise LocalError(f"num_ranks is {num_ranks}, it must be at least 1")
-        self.num_ranks = num_ranks
         # A rank is a bit: a rank that tells the same twice changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
         self._complete: Counter[tuple[str, int]] = Counter()
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
-        """What a rank's tiers have got, or have no more. What is both added and removed is removed.
-
-        Raises:
-            LocalError: there is no such rank.
-        """
-        if not 0 <= rank < self.num_ranks:
-            raise LocalError(f"rank {rank} reports, there are {self.num_ranks}")
+        """What a rank's tiers have got, or have no more. What is both added and removed is removed."""
         bit, every = 1 << rank, self._all
         for change in changes:
             key = (change.tier, change.group)
@@ -52,14 +36,6 @@ class LowerIndex:
                 self._complete[key] -= before == every
                 if before & ~bit:
                     ranks[content] = before & ~bit
-
-    def lookup(self, tier: str, group: int, hashes: Sequence[bytes]) -> int:
-        """How many of the hashes, from the first on, every rank has in a tier."""
-        for first in range(0, len(hashes), _PART):
-            there = self.has(tier, group, hashes[first : first + _PART])
-            if False in there:
-                return first + there.index(False)
-        return len(hashes)
 
     def has(self, tier: str, group: int, hashes: Sequence[bytes]) -> list[bool]:
         """Of each hash, whether every rank has it in a tier."""

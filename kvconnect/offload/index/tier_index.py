@@ -31,7 +31,7 @@ __all__ = ["ContentState", "GroupCounts", "IndexEvents", "TierIndex"]
 
 @dataclass(frozen=True)
 class IndexEvents:
-    """Contents (cache group and hash) that are ready now and were not at the last call, and the reverse.
+    """Contents that are ready now and were not at the last call, and the reverse.
 
     Where ``cleared`` is set, nothing was left in between, and ``removed`` is empty.
     """
@@ -69,22 +69,18 @@ class TierIndex:
     row is reserved and being filled), or ready. The least recently used makes room, whichever group it is of,
     among those whose rows are equally long. All methods take hashes of one group, in the order of the
     sequence where there is one: its beginning is kept longer than its end, which is of no use without it.
-
-    Args:
-        plan: which rows there are.
     """
 
     def __init__(self, plan: ArenaPlan) -> None:
         self._plan = plan
-        self._classes = [
+        # Of each class of the plan its rows.
+        self.classes = [
             ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
         self._totals = {group: GroupCounts() for group in plan.groups}
         # Nothing is noted until events are asked for.
         self._is_asked = False
-        self._stored: dict[Content, None] = {}
-        self._removed: dict[Content, None] = {}
-        self._evicted: list[tuple[ClassRows, Rows]] = []
+        self._changes: dict[Content, bool] = {}
         self._is_cleared = False
 
     # ---- what is there
@@ -108,11 +104,7 @@ class TierIndex:
         return [STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
-        """The rows of contents that are ready.
-
-        Raises:
-            LocalError: one of them is not.
-        """
+        """The rows of contents that are ready. Raises ``LocalError``: one of them is not."""
         found: list[int] = self._find_in(group, hashes, READY).tolist()
         return found
 
@@ -133,34 +125,27 @@ class TierIndex:
         rows.ages.remove(used)
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
         if len(absent) > len(rows.free):
-            self._evict(rows, len(absent) - len(rows.free))
+            evicted = rows.evict(len(absent) - len(rows.free))
+            for evicted_group, times in enumerate(np.bincount(rows.group[evicted]).tolist()):
+                if times:
+                    self._totals[evicted_group].evicted_total += times
+            # Before the rows hold something else.
+            self._note(rows.contents(evicted), False)
         taken = rows.take(len(absent))
         self._totals[group].refused_total += len(absent) - len(taken)
         del absent[len(taken) :]
-        self._name_evicted()
         rows.put(group, absent, taken)
         rows.ages.append(used[::-1])
         return absent, taken
 
-    def make_room(self, group: int, count: int) -> int:
-        """See that so many contents of a group could be reserved. Returns how many could."""
-        rows = self._rows(group)
-        if count > len(rows.free):
-            self._evict(rows, count - len(rows.free))
-        return len(rows.free)
-
     def commit(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Pending contents are ready: their rows hold what they should.
-
-        Raises:
-            LocalError: one of them is not pending; none is changed then.
-        """
+        """Pending contents are ready. Raises ``LocalError``: one is not pending; none is changed then."""
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
         rows.ages.append(found[::-1])
         self._totals[group].stored_total += len(hashes)
-        self._note(((group, one) for one in hashes), self._stored, self._removed)
+        self._note(((group, one) for one in hashes), True)
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents: pending ones that failed, ready ones that are of no use. Absent ones are skipped.
@@ -185,17 +170,12 @@ class TierIndex:
         for group in self._plan.groups:
             rows = self._rows(group)
             self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
-        self._evicted.clear()
-        self._stored, self._removed, self._is_cleared = {}, {}, self._is_asked
+        self._changes, self._is_cleared = {}, self._is_asked
 
     # ---- what is used
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Keep ready contents until they are unpinned as often.
-
-        Raises:
-            LocalError: one of them is not ready; none is pinned then.
-        """
+        """Keep ready contents until they are unpinned as often. Raises ``LocalError``: one is not ready."""
         rows = self._rows(group)
         found = self._find_in(group, hashes, READY)
         rows.ages.remove(found)
@@ -203,11 +183,7 @@ class TierIndex:
         np.add.at(rows.pins, found, np.int32(1))
 
     def unpin(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Take back a pin of each. They count as used.
-
-        Raises:
-            LocalError: one of them is not pinned as often; none is changed then.
-        """
+        """Take back a pin of each, as a use. Raises ``LocalError``: one is not pinned; none is changed."""
         rows = self._rows(group)
         found = rows.find(group, hashes)
         np.subtract.at(rows.pins, found, np.int32(1))
@@ -231,11 +207,12 @@ class TierIndex:
         """What has come and gone since the last call. The first one tells all that there is."""
         if not self._is_asked:
             self._is_asked = True
-            for rows in self._classes:
-                self._stored.update(dict.fromkeys(rows.contents(np.flatnonzero(rows.state == READY))))
-        self._name_evicted()
-        events = IndexEvents(tuple(self._stored), tuple(self._removed), self._is_cleared)
-        self._stored, self._removed, self._is_cleared = {}, {}, False
+            for rows in self.classes:
+                self._note(rows.contents(np.flatnonzero(rows.state == READY)), True)
+        stored = tuple(content for content, is_stored in self._changes.items() if is_stored)
+        removed = tuple(content for content, is_stored in self._changes.items() if not is_stored)
+        events = IndexEvents(stored, removed, self._is_cleared)
+        self._changes, self._is_cleared = {}, False
         return events
 
     def counts(self) -> dict[int, GroupCounts]:
@@ -250,38 +227,13 @@ class TierIndex:
             counts.pinned = int(np.count_nonzero(rows.pins[:-1][is_ours]))
         return self._totals
 
-    def check(self) -> None:
-        """Prove the invariants. It takes time for all that the index holds.
-
-        Raises:
-            LocalError: one does not hold; the text says which.
-        """
-        for index, rows in enumerate(self._classes):
-            held = np.flatnonzero(rows.state)
-            if sorted([*rows.free, *held.tolist()]) != list(range(rows.num_rows)):
-                raise LocalError(f"the rows of class {index} are not each free or held once")
-            if any(
-                rows.row_of[group].get(content) != row
-                for row, (group, content) in zip(held.tolist(), rows.contents(held), strict=True)
-            ):
-                raise LocalError(f"a row of class {index} holds a content that is known to be elsewhere")
-            is_pinned = rows.pins > 0
-            if (rows.pins < 0).any() or np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any():
-                raise LocalError(f"class {index} has pins of what is neither ready nor doomed")
-            aging = np.flatnonzero((rows.state == READY) & ~is_pinned)
-            if sorted(rows.ages.rows().tolist()) != aging.tolist():
-                raise LocalError(f"class {index} has an age for what may not make room, or the reverse")
-            for group, row_of in rows.row_of.items():
-                if len(row_of) > rows.num_rows:
-                    raise LocalError(f"cache group {group} knows {len(row_of)} hashes, more than it has rows")
-
     # ---- inside
 
     def _rows(self, group: int) -> ClassRows:
         index = self._plan.class_of.get(group)
         if index is None:
             raise LocalError(f"cache group {group} has no rows; those that have: {list(self._plan.groups)}")
-        return self._classes[index]
+        return self.classes[index]
 
     def _find_in(self, group: int, hashes: Sequence[bytes], state: int) -> Rows:
         rows = self._rows(group)
@@ -294,38 +246,18 @@ class TierIndex:
             )
         return found
 
-    def _evict(self, rows: ClassRows, count: int) -> None:
-        """Up to ``count`` contents make room."""
-        evicted = rows.ages.take(count)
-        for group, times in enumerate(np.bincount(rows.group[evicted]).tolist()):
-            if times:
-                self._totals[group].evicted_total += times
-        rows.let_go(evicted)
-        if self._is_asked:
-            self._evicted.append((rows, evicted))
-
-    def _name_evicted(self) -> None:
-        """Note what was evicted, before its rows hold something else."""
-        for rows, evicted in self._evicted:
-            self._note(rows.contents(evicted), self._removed, self._stored)
-        self._evicted.clear()
-
     def _drop(self, group: int, ready: Rows) -> None:
         """Forget what is ready in these rows of a group."""
         rows = self._rows(group)
         self._totals[group].dropped_total += len(ready)
-        if self._is_asked:
-            self._note(rows.contents(ready), self._removed, self._stored)
+        self._note(rows.contents(ready), False)
         pinned = rows.pins[ready] > 0
         rows.state[ready[pinned]] = DOOMED
         rows.let_go(ready[~pinned])
 
-    def _note(
-        self, contents: Iterable[Content], now: dict[Content, None], before: dict[Content, None]
-    ) -> None:
+    def _note(self, contents: Iterable[Content], is_stored: bool) -> None:
         if self._is_asked:
             for content in contents:
-                if content in before:
-                    del before[content]
-                else:
-                    now[content] = None
+                # What has come and gone between two calls is no event.
+                if self._changes.pop(content, is_stored) == is_stored:
+                    self._changes[content] = is_stored
