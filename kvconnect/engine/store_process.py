@@ -6,7 +6,7 @@ once the process is dead, which ``kill`` waits for, no other process touches it.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import mmap
 import os
 import socket
@@ -21,8 +21,6 @@ import msgspec
 
 from kvconnect.engine.store_talk import Answer, Order, Settings, Verb, receive, send
 from kvconnect.errors import EngineError
-
-logger = logging.getLogger(__name__)
 
 _MODULE = "kvconnect.engine.mooncake_store"
 _LAST_WORDS_BYTES = 1000
@@ -54,7 +52,7 @@ class StoreProcess:
     The thread that makes it must outlive it: the system kills the child when that thread ends.
 
     Args:
-        master: ``host:port`` of the store's master.
+        settings: which store it uses.
         memory: through which values go.
         num_lanes: how many threads will give orders.
         start_timeout_s: how long it may take to be ready.
@@ -64,33 +62,14 @@ class StoreProcess:
     """
 
     def __init__(
-        self,
-        master: str,
-        memory: SharedMemory,
-        num_lanes: int,
-        *,
-        metadata: str,
-        protocol: str,
-        host: str,
-        segment_bytes: int,
-        device_name: str = "",
-        library_timeout_s: int = 5,
-        start_timeout_s: float = 20.0,
+        self, settings: Settings, memory: SharedMemory, num_lanes: int, *, start_timeout_s: float = 20.0
     ) -> None:
         pairs = [socket.socketpair() for _ in range(num_lanes)]
         self._lanes = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
-        settings = Settings(
-            master=master,
-            metadata=metadata,
-            protocol=protocol,
-            device_name=device_name,
-            host=host,
-            segment_bytes=segment_bytes,
-            timeout_s=library_timeout_s,
-            memory=memory.descriptor,
-            lanes=tuple(lane.fileno() for lane in theirs),
-            parent=os.getpid(),
+        inherited = (memory.descriptor, *(lane.fileno() for lane in theirs))
+        settings = msgspec.structs.replace(
+            settings, parent=os.getpid(), memory=inherited[0], lanes=inherited[1:]
         )
         self._kill_lock = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -101,7 +80,7 @@ class StoreProcess:
                 stdout=self._log,
                 stderr=self._log,
                 env=_environment(),
-                pass_fds=[memory.descriptor, *settings.lanes],
+                pass_fds=inherited,
             )
         except OSError as error:
             self._close_files()
@@ -115,11 +94,6 @@ class StoreProcess:
         except EngineError:
             self.kill()
             raise
-
-    @property
-    def alive(self) -> bool:
-        """It was not killed and has not ended by itself."""
-        return self._process.poll() is None
 
     def ask(self, lane: int, order: Order, timeout_s: float) -> Sequence[int]:
         """Give an order and wait for its answer, at most for ``timeout_s``.
@@ -158,11 +132,9 @@ class StoreProcess:
                 self._process.kill()
             self._process.wait()
             for lane in self._lanes:
-                try:
+                # It may be shut down already.
+                with contextlib.suppress(OSError):
                     lane.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    # It is shut down already.
-                    continue
 
     def close(self) -> None:
         """Kill it, and close what is ours. No thread may use a lane any more."""
@@ -175,12 +147,11 @@ class StoreProcess:
         self._log.close()
 
     def _last_words(self) -> str:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             size = os.fstat(self._log.fileno()).st_size
             found = os.pread(self._log.fileno(), _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
-        except (OSError, ValueError):
-            return ""
-        return found.decode(errors="replace").strip() or "nothing"
+            return found.decode(errors="replace").strip() or "nothing"
+        return ""
 
 
 def _environment() -> dict[str, str]:

@@ -28,22 +28,22 @@ class Verb(str, enum.Enum):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a store's process begins.
+    """How a store's process begins. ``parent`` and what follows are the parent's process to fill in.
 
-    ``memory`` and ``lanes`` are descriptors that it inherits. ``segment_bytes`` of its memory become part of
-    the store. ``timeout_s`` is for one transfer of the library.
+    ``segment_bytes`` of the process's memory become part of the store. ``timeout_s`` is for one transfer of
+    the library. ``memory`` and ``lanes`` are descriptors that the process inherits.
     """
 
     master: str
     metadata: str
     protocol: str
-    device_name: str
     host: str
     segment_bytes: int
-    timeout_s: int
-    memory: int
-    lanes: tuple[int, ...]
-    parent: int
+    device_name: str = ""
+    timeout_s: int = 5
+    parent: int = 0
+    memory: int = -1
+    lanes: tuple[int, ...] = ()
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ import pytest
 
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
-from kvconnect.engine.store_talk import Order, Verb
+from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
@@ -203,17 +203,12 @@ def test_bytes_that_are_not_ours_are_never_given_out(own_master):
     driver, rows = TierDriver(tier), some_rows(6, 8, length=4000)
     assert driver.write(rows) == ()
     memory = SharedMemory(1 << 20)
-    stranger = StoreProcess(
-        own_master.address,
-        memory,
-        1,
-        metadata="P2PHANDSHAKE",
-        protocol="tcp",
-        host="127.0.0.1",
-        segment_bytes=0,
+    settings = Settings(
+        master=own_master.address, metadata="P2PHANDSHAKE", protocol="tcp", host="127.0.0.1", segment_bytes=0
     )
+    stranger = StoreProcess(settings, memory, 1)
     contents = list(rows)
-    keys = tier._keys([_Item(0, 0, content, None) for content in contents])
+    keys = tier._keys([_Item(0, 0, content) for content in contents])
     length = HEADER_BYTES + 4000
     assert stranger.ask(0, Order(Verb.GET, keys[:4], tuple(range(0, 40000, 10000)), (length,) * 4), 10) == (
         (length,) * 4

@@ -6,6 +6,7 @@ something is asked of it, ever more seldom while that fails.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import threading
@@ -40,10 +41,7 @@ class StoreLink:
         start: makes a process; called on the link's thread, which ends last. Raises ``EngineError``.
         changed: notified whenever ``state`` changes.
         on_failure: called with a reason when the process was lost, on any thread.
-        call_timeout_s: how long an order may take; then the process is killed.
-        retry_s: how long a store is left alone that could not be used, the first time and at most.
-        says_goodbye: whether the store must be told that the process ends; a second and more where it has
-            memory of the store.
+        call_timeout_s, retry_s, says_goodbye: see ``StoreTier``.
     """
 
     def __init__(
@@ -139,7 +137,9 @@ class StoreLink:
                     self._changed.wait_for(lambda: not self._num_asking, _GOODBYE_S)
             if process is not None:
                 if is_closed and self._says_goodbye and not self._num_asking:
-                    self._say_goodbye(process)
+                    # The store takes note of memory that goes; it need not find that out by itself.
+                    with contextlib.suppress(KVConnectError):
+                        process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
                 process.close()
 
     def _must_act(self) -> bool:
@@ -171,10 +171,3 @@ class StoreLink:
             if self._is_logged:
                 self._is_logged = False
                 logger.info("the store can be used again")
-
-    def _say_goodbye(self, process: StoreProcess) -> None:
-        """The store takes note of memory that goes; it need not find that out by itself."""
-        try:
-            process.ask(0, Order(Verb.CLOSE), _GOODBYE_S)
-        except KVConnectError as error:
-            logger.debug("the store's process was not closed: %s", error)

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvconnect.addresses import split_address
+from kvconnect.arithmetic import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
-from kvconnect.engine.store_talk import Order, Verb
+from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
 from kvconnect.offload.completion_tracker import CompletionTracker, Kind
 from kvconnect.offload.namespace import Namespace
@@ -34,34 +35,27 @@ _CALL_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 15.0
 _CLOSE_TIMEOUT_S = 5.0
 _RETRY_S = (1.0, 60.0)
-_PREFIX = "kvconnect"
 
-_FULL = -200
 _NOT_THERE = -704
-_WRONG_SIZE = -600
+_REASONS = {-200: "store_full", -600: "store_wrong_size"}
+"""What the library's codes are counted as."""
 
 LANES: tuple[Kind, ...] = ("written", "read", "found")
 """A lane has a thread here and one in the store's process, and is named for what its jobs report."""
 
-Start = Callable[[SharedMemory], StoreProcess]
-
 
 class _Item(NamedTuple):
-    """One content of a job. ``row`` is None where it is only looked for."""
+    """One content of a job; without memory of a row it is only looked for."""
 
     job: int
     epoch: int
     content: Content
-    row: TierRow | None
-
-    @property
-    def row_bytes(self) -> int:
-        return 0 if self.row is None else len(self.row.memory)
+    memory: memoryview = memoryview(b"")
 
     @property
     def record_bytes(self) -> int:
         """What it takes in shared memory."""
-        return 0 if self.row is None else _record_bytes(len(self.row.memory))
+        return _record_bytes(len(self.memory)) if self.memory else 0
 
 
 class StoreTier:
@@ -74,9 +68,9 @@ class StoreTier:
         namespace: the digest of what the rows depend on beside their content, in hexadecimal.
         max_queued_bytes: most bytes of rows that wait to be written.
         batch_bytes: most bytes of values that are under way each way; a longer one is not kept.
-        call_timeout_s: how long the store may take for a batch.
+        call_timeout_s: how long the store may take for a batch; then its process is killed.
         retry_s: how long it is left alone once it could not be used, the first time and at most.
-        says_goodbye: whether the store must be told when the process ends.
+        says_goodbye: whether the store is notified when the process ends, which takes a second.
     """
 
     name = "store"
@@ -84,7 +78,7 @@ class StoreTier:
 
     def __init__(
         self,
-        start: Start,
+        start: Callable[[SharedMemory], StoreProcess],
         namespace: str,
         *,
         max_queued_bytes: int,
@@ -93,7 +87,7 @@ class StoreTier:
         retry_s: tuple[float, float] = _RETRY_S,
         says_goodbye: bool = True,
     ) -> None:
-        self._prefix = f"{_PREFIX}/{namespace}/"
+        self._prefix = f"kvconnect/{namespace}/"
         self._format = RecordFormat(namespace)
         self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
         self._memory = memory = SharedMemory(2 * batch_bytes)
@@ -122,11 +116,9 @@ class StoreTier:
     # ---- what its owner calls
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever ``poll`` has something to return."""
         self._completions.on_news(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to keep rows."""
         self._completions.open("written", job, len(rows))
         taken: list[_Item] = []
         refused: dict[str, list[Content]] = {}
@@ -141,28 +133,24 @@ class StoreTier:
                 refused.setdefault("store_too_large", []).append(row.content)
             else:
                 left_bytes -= length
-                taken.append(_Item(job, self._epoch, row.content, row))
+                taken.append(_Item(job, self._epoch, row.content, row.memory))
         for reason, contents in refused.items():
             self._fail(reason, times=len(contents))
             self._completions.settle("written", job, len(contents), contents)
         self._submit("written", taken)
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to read rows."""
         self._completions.open("read", job, len(rows))
-        items = [_Item(job, self._epoch, row.content, row) for row in rows]
-        large = [item.content for item in items if item.record_bytes > self._batch_bytes]
-        if large:
-            self._completions.settle("read", job, len(large), large)
+        items = [_Item(job, self._epoch, row.content, row.memory) for row in rows]
+        large = [item for item in items if item.record_bytes > self._batch_bytes]
+        self._settle("read", large, [])
         self._submit("read", [item for item in items if item.record_bytes <= self._batch_bytes])
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        """Begin to ask for contents."""
         self._completions.open("found", job, len(contents))
-        self._submit("found", [_Item(job, self._epoch, content, None) for content in contents])
+        self._submit("found", [_Item(job, self._epoch, content) for content in contents])
 
     def poll(self) -> TierNews:
-        """What is new."""
         return self._completions.take()
 
     def clear(self) -> None:
@@ -187,7 +175,6 @@ class StoreTier:
         return is_quiescent
 
     def state(self) -> dict[str, Any]:
-        """What there is to see."""
         return {
             "link": self._link.state.value,
             "queued_bytes": self._queued_bytes,
@@ -197,7 +184,7 @@ class StoreTier:
     def _submit(self, lane: Kind, items: Sequence[_Item]) -> None:
         with self._changed:
             if lane == "written":
-                self._queued_bytes += sum(item.row_bytes for item in items)
+                self._queued_bytes += sum(len(item.memory) for item in items)
             is_closed = self._link.state is LinkState.CLOSED
             if not is_closed:
                 self._waiting[lane] += items
@@ -263,10 +250,9 @@ class StoreTier:
         offsets, lengths = _places(batch, 0)
         view = self._memory.view
         for item, offset in zip(batch, offsets, strict=True):
-            assert item.row is not None
             start = offset + HEADER_BYTES
-            row = view[start : start + len(item.row.memory)]
-            row[:] = item.row.memory
+            row = view[start : start + len(item.memory)]
+            row[:] = item.memory
             # Of what was copied: whatever the row becomes meanwhile, the record is one or none.
             view[offset:start] = self._format.header(item.content, row)
         codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
@@ -275,7 +261,7 @@ class StoreTier:
             if code >= 0:
                 good.append(item)
             else:
-                self._fail(_reason(code), f"code {code}")
+                self._fail_code(code)
         return good
 
     def _read(self, batch: list[_Item]) -> list[_Item]:
@@ -283,15 +269,14 @@ class StoreTier:
         codes = self._link.ask(1, Order(Verb.GET, self._keys(batch), offsets, lengths))
         good, spoilt = [], []
         for item, code, offset, length in zip(batch, codes or (), offsets, lengths, strict=False):
-            assert item.row is not None
             if code != length:
-                self._fail("store_wrong_size" if code >= 0 else _reason(code), f"code {code}")
+                self._fail_code(code)
                 continue
             header = self._memory.view[offset : offset + HEADER_BYTES]
             row = self._memory.view[offset + HEADER_BYTES : offset + length]
             flaw = self._format.flaw(header, item.content, row)
             if flaw is None:
-                item.row.memory[:] = row
+                item.memory[:] = row
                 good.append(item)
             else:
                 self._fail("store_foreign" if flaw is Flaw.FOREIGN else "store_corrupt")
@@ -330,17 +315,20 @@ class StoreTier:
             if is_good == (lane == "found"):
                 named[item.job].append(item.content)
             if is_good:
-                moved_bytes[item.job] += item.row_bytes
+                moved_bytes[item.job] += len(item.memory)
         if lane == "written":
             with self._changed:
-                self._queued_bytes -= sum(item.row_bytes for item in batch)
+                self._queued_bytes -= sum(len(item.memory) for item in batch)
         for job, count in Counter(item.job for item in batch).items():
             self._completions.settle(lane, job, count, named[job], moved_bytes[job])
 
+    def _fail_code(self, code: int) -> None:
+        """Count one of the library's codes. What is not there is not wrong."""
+        if code != _NOT_THERE:
+            self._fail(_REASONS.get(code, "store_wrong_size" if code >= 0 else "store_io"), f"code {code}")
+
     def _fail(self, reason: str, about: str = "", *, times: int = 1) -> None:
-        """Count what went wrong, and log it once. What is not there is not wrong."""
-        if not reason:
-            return
+        """Count what went wrong, and log the first of its kind."""
         self._completions.fail(reason, times)
         if reason not in self._logged:
             self._logged.add(reason)
@@ -351,25 +339,17 @@ class StoreTier:
 
 
 def _record_bytes(row_bytes: int) -> int:
-    return -(-(HEADER_BYTES + row_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
+    return div_ceil(HEADER_BYTES + row_bytes, _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _places(batch: Sequence[_Item], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where the records of a batch are in shared memory, and how long they are."""
     offsets, lengths = [], []
     for item in batch:
-        assert item.row is not None
         offsets.append(start)
-        lengths.append(HEADER_BYTES + len(item.row.memory))
+        lengths.append(HEADER_BYTES + len(item.memory))
         start += item.record_bytes
     return tuple(offsets), tuple(lengths)
-
-
-def _reason(code: int) -> str:
-    """What one of the library's codes is counted as; nothing if it is no failure."""
-    if code >= 0 or code == _NOT_THERE:
-        return ""
-    return {_FULL: "store_full", _WRONG_SIZE: "store_wrong_size"}.get(code, "store_io")
 
 
 def open_store_tier(
@@ -381,8 +361,7 @@ def open_store_tier(
 ) -> StoreTier:
     """The store tier of one rank, as configured. It is reached in the background.
 
-    Raises:
-        ConfigError: the address of the master is none.
+    Raises ``ConfigError``: the address of the master is none.
     """
     master = split_address(config.store)
     if master is None:
@@ -392,16 +371,14 @@ def open_store_tier(
         )
 
     def start(memory: SharedMemory) -> StoreProcess:
-        return StoreProcess(
-            config.store,
-            memory,
-            len(LANES),
+        settings = Settings(
+            master=config.store,
             metadata=config.store_metadata,
             protocol=config.store_protocol,
             host=_own_address(*master),
             segment_bytes=config.store_bytes,
-            start_timeout_s=_START_TIMEOUT_S,
         )
+        return StoreProcess(settings, memory, len(LANES), start_timeout_s=_START_TIMEOUT_S)
 
     return StoreTier(
         start,
