@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -307,20 +307,17 @@ class StoreTier:
     def _settle(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
         """These are dealt with. No thread touches their rows any more."""
         done = set(map(id, good))
-        named: dict[int, list[Content]] = {item.job: [] for item in batch}
-        moved_bytes: Counter[int] = Counter()
-        for item in batch:
-            is_good = id(item) in done
-            # Writing and reading report what failed, asking what was found.
-            if is_good == (lane == "found"):
-                named[item.job].append(item.content)
-            if is_good:
-                moved_bytes[item.job] += len(item.memory)
         if lane == "written":
             with self._changed:
                 self._queued_bytes -= sum(len(item.memory) for item in batch)
-        for job, count in Counter(item.job for item in batch).items():
-            self._completions.settle(lane, job, count, named[job], moved_bytes[job])
+        by_job: dict[int, list[_Item]] = {}
+        for item in batch:
+            by_job.setdefault(item.job, []).append(item)
+        for job, items in by_job.items():
+            # Writing and reading report what failed, asking what was found.
+            named = [item.content for item in items if (id(item) in done) == (lane == "found")]
+            moved_bytes = sum(len(item.memory) for item in items if id(item) in done)
+            self._completions.settle(lane, job, len(items), named, moved_bytes)
 
     def _fail_code(self, code: int) -> None:
         """Count one of the library's codes. What is not there is not wrong."""
