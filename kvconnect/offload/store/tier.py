@@ -356,10 +356,7 @@ def open_store_tier(
     most_row_bytes: int,
     call_timeout_s: float = _CALL_TIMEOUT_S,
 ) -> StoreTier:
-    """The store tier of one rank, as configured. It is reached in the background.
-
-    Raises ``ConfigError``: the address of the master is none.
-    """
+    """The store tier of one rank, as configured. Raises ``ConfigError``: the master's address is none."""
     master = split_address(config.store)
     if master is None:
         raise ConfigError(
