@@ -19,13 +19,12 @@ class CompletionTracker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
-        self._left: dict[tuple[Kind, int], int] = {}
-        self._named: dict[tuple[Kind, int], list[Content]] = {}
-        self._changes: dict[Content, bool] = {}
+        self._open: dict[tuple[Kind, int], tuple[int, list[Content]]] = {}
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
+        self._changes: dict[Content, bool] = {}
         self._failures: Counter[str] = Counter()
         self._bytes: Counter[Kind] = Counter()
 
@@ -44,11 +43,11 @@ class CompletionTracker:
             LocalError: it is under way, or was not reported yet.
         """
         with self._lock:
-            if (kind, job) in self._left or job in self._done[kind]:
+            if (kind, job) in self._open or job in self._done[kind]:
                 raise LocalError(
                     f"job {job} ({kind}) is under way; accepted: a job that was reported, or new"
                 )
-            self._left[kind, job], self._named[kind, job] = count, []
+            self._open[kind, job] = count, []
         if not count:
             self.settle(kind, job, 0)
 
@@ -57,15 +56,14 @@ class CompletionTracker:
     ) -> None:
         """``count`` contents of a job are dealt with; ``named`` are those of them that its report names."""
         with self._lock:
-            self._named[kind, job] += named
-            self._left[kind, job] -= count
+            left, every = self._open.pop((kind, job))
+            every += named
             self._bytes[kind] += length_bytes
-            is_done = not self._left[kind, job]
-            if is_done:
-                del self._left[kind, job]
-                self._done[kind][job] = tuple(self._named.pop((kind, job)))
-        if is_done:
-            self._wake()
+            if left > count:
+                self._open[kind, job] = left - count, every
+                return
+            self._done[kind][job] = tuple(every)
+        self._wake()
 
     def add(self, contents: Sequence[Content]) -> None:
         """The tier has got these."""
@@ -95,14 +93,13 @@ class CompletionTracker:
 
     def open_jobs(self) -> int:
         """How many jobs are under way."""
-        return len(self._left)
+        return len(self._open)
 
     def take(self) -> TierNews:
         """Everything that is new, once."""
         with self._lock:
             done, failures, moved, changes = self._done, self._failures, self._bytes, self._changes
             self._start_anew()
-            self._changes = {}
         return TierNews(
             written=done["written"],
             read=done["read"],

@@ -1,8 +1,8 @@
 """One connector of two parts: handing a request's KV over, and keeping it for later.
 
-A serving stack calls one scheduler half and one worker half, whichever of the parts it was configured with;
-the hooks are those of ``scheduler.stack``. A request whose KV is fetched from a peer takes nothing from the
-tiers for that admission; what it computes or fetches is kept like that of any other.
+A serving stack calls one scheduler half and one worker half, whichever of the parts it was configured with.
+A request whose KV is fetched from a peer takes nothing from the tiers for that admission; what it computes or
+fetches is kept like that of any other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class SchedulerComposite(SchedulerHooks):
     """What lives with a request scheduler. With neither part every answer is that there is nothing to do."""
 
     def __init__(self, transfer: SchedulerConnector | None, offload: OffloadScheduler | None) -> None:
-        self.transfer = transfer
-        self.offload = offload
-        self._restored: set[str] = set()
+        self.transfer, self.offload = transfer, offload
+
+    @property
+    def _parts(self) -> Sequence[SchedulerConnector | OffloadScheduler]:
+        return [part for part in (self.transfer, self.offload) if part is not None]
 
     def drain(self) -> None:
         if self.transfer is not None:
@@ -54,14 +56,10 @@ class SchedulerComposite(SchedulerHooks):
             if count is None or count > 0:
                 if self.offload is not None:
                     self.offload.withdraw(request.request_id)
-                    self._restored.discard(request.request_id)
                 return count, in_background
-        if self.offload is None:
-            return 0, False
-        count, in_background = self.offload.matched_tokens(request, num_computed_tokens)
-        if count:
-            self._restored.add(request.request_id)
-        return count, in_background
+        return (
+            (0, False) if self.offload is None else self.offload.matched_tokens(request, num_computed_tokens)
+        )
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -83,28 +81,23 @@ class SchedulerComposite(SchedulerHooks):
         return {**kept, **streamed} if kept and streamed else kept or streamed
 
     def launched(self, step: Step) -> None:
-        if self.transfer is not None:
-            self.transfer.launched(step)
-        if self.offload is not None:
-            self.offload.launched(step)
+        for part in self._parts:
+            part.launched(step)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         if self.offload is not None:
             self.offload.overwritten(block_ids)
 
     def preempted(self, request_id: str) -> None:
-        if self.transfer is not None:
-            self.transfer.preempted(request_id)
-        if self.offload is not None:
-            self.offload.preempted(request_id)
+        for part in self._parts:
+            part.preempted(request_id)
 
     def is_restored(self, request_id: str) -> bool:
-        # A stack also asks once the load was reported, since only then does it go on with what was loaded.
-        return request_id in self._restored
+        return self.offload is not None and self.offload.is_restored(request_id)
 
     def sources(self, request_id: str, num_external_tokens: int) -> dict[str, int]:
         """Of so many tokens that a request takes, how many come from which tier, or from a peer."""
-        if self.offload is not None and self.is_restored(request_id):
+        if self.offload is not None and self.offload.is_restored(request_id):
             return self.offload.sources(request_id, num_external_tokens)
         return {PEER: num_external_tokens} if num_external_tokens else {}
 
@@ -112,8 +105,7 @@ class SchedulerComposite(SchedulerHooks):
         orders = Orders() if self.transfer is None else self.transfer.build_orders()
         if self.offload is None:
             return orders
-        offload = self.offload.build_orders()
-        failures = self.offload.take_failures()
+        offload, failures = self.offload.build_orders(), self.offload.host.take_failures()
         if offload or failures:
             orders = msgspec.structs.replace(orders, offload=offload, failures=orders.failures + failures)
         return orders
@@ -121,7 +113,6 @@ class SchedulerComposite(SchedulerHooks):
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._restored.discard(request.request_id)
         if self.offload is not None:
             self.offload.request_finished(request, block_ids)
         if self.transfer is None:
@@ -129,18 +120,14 @@ class SchedulerComposite(SchedulerHooks):
         return self.transfer.request_finished(request, block_ids, delivered=delivered)
 
     def update_results(self, results: Results) -> None:
-        if self.transfer is not None:
-            self.transfer.update_results(results)
-        if self.offload is not None:
-            self.offload.update_results(results)
+        for part in self._parts:
+            part.update_results(results)
 
     def reset(self) -> None:
-        if self.transfer is not None:
-            self.transfer.reset()
-        if self.offload is not None:
-            self.offload.clear()
+        for part in self._parts:
+            part.reset()
 
-    def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
+    def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
         """What host memory has got and lost since the last call, and what lower tiers have."""
         return (IndexEvents(), ()) if self.offload is None else self.offload.take_events()
 
@@ -150,16 +137,18 @@ class SchedulerComposite(SchedulerHooks):
         return self.offload is not None and self.offload.pending
 
     def state(self) -> dict[str, int]:
-        state = {} if self.transfer is None else self.transfer.state()
-        return state if self.offload is None else {**state, **self.offload.state()}
+        return {name: count for part in self._parts for name, count in part.state().items()}
 
 
 class WorkerComposite(WorkerHooks):
-    """What lives with the tensors of one worker. Each part is told of these by itself."""
+    """What lives with the tensors of one worker, with what each part is asked for by itself."""
 
     def __init__(self, transfer: WorkerConnector | None, offload: OffloadWorker | None) -> None:
-        self.transfer = transfer
-        self.offload = offload
+        self.transfer, self.offload = transfer, offload
+
+    @property
+    def _parts(self) -> Sequence[WorkerConnector | OffloadWorker]:
+        return [part for part in (self.transfer, self.offload) if part is not None]
 
     @property
     def table(self) -> RegionTable:
@@ -174,10 +163,8 @@ class WorkerComposite(WorkerHooks):
 
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on. See the parts."""
-        if self.transfer is not None:
-            self.transfer.replace_weights(weights)
-        if self.offload is not None:
-            self.offload.replace_weights(weights)
+        for part in self._parts:
+            part.replace_weights(weights)
 
     def before_step(self, orders: Orders) -> None:
         if self.transfer is not None and (orders.progress or orders.holds):
@@ -195,49 +182,31 @@ class WorkerComposite(WorkerHooks):
             self.offload.count_failures(orders.failures)
 
     def results(self) -> Results:
-        if self.offload is None:
-            return Results() if self.transfer is None else self.transfer.results()
-        kept = self.offload.results()
-        if self.transfer is None:
-            return kept
-        sent = self.transfer.results()
-        if not kept:
-            return sent
-        return Results(
-            sent.sent + kept.sent,
-            sent.received + kept.received,
-            {**sent.failed, **kept.failed},
-            kept.offload,
-            sent.settled,
-        )
+        sent = Results() if self.transfer is None else self.transfer.results()
+        kept = Results() if self.offload is None else self.offload.results()
+        received, failed = sent.received + kept.received, {**sent.failed, **kept.failed}
+        return msgspec.structs.replace(sent, received=received, failed=failed, offload=kept.offload)
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        if self.transfer is not None:
-            self.transfer.on_results(wake)
-        if self.offload is not None:
-            self.offload.on_results(wake)
+        for part in self._parts:
+            part.on_results(wake)
 
     def changes(self) -> Changes | None:
         """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
-        return merge_changes(
-            None if self.transfer is None else self.transfer.changes(),
-            None if self.offload is None else self.offload.changes(),
-        )
+        sent = None if self.transfer is None else self.transfer.changes()
+        return merge_changes(sent, None if self.offload is None else self.offload.changes())
 
     def state(self) -> dict[str, Any]:
         state = {"engine": "none"} if self.transfer is None else self.transfer.state()
-        if self.offload is None:
-            return state
-        return {**state, **{f"offload_{name}": count for name, count in self.offload.state().items()}}
+        kept = {} if self.offload is None else self.offload.state()
+        return {**state, **{f"offload_{name}": count for name, count in kept.items()}}
 
     def drain(self, timeout_s: float | None = None) -> bool:
         return True if self.transfer is None else self.transfer.drain(timeout_s)
 
     def close(self) -> None:
-        if self.transfer is not None:
-            self.transfer.close()
-        if self.offload is not None:
-            self.offload.close()
+        for part in self._parts:
+            part.close()
 
 
 _NO_OFFLOAD = OffloadOrders()

@@ -51,9 +51,7 @@ class Namespace(msgspec.Struct, frozen=True):
 
 def _plain(value: Any, where: str) -> Any:
     """The value as JSON's own types; equal only for equal values."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, str):
         try:
@@ -75,11 +73,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def worker_facts(config: KVCacheConfig, table: RegionTable, **others: Any) -> dict[str, Any]:
-    """All facts of one worker: those of its cache and its rows, and ``others``.
-
-    These are its rank, the salt, and what only the serving stack knows: the model, its revision and weights,
-    adapters, and how the hashes of contents are made.
-    """
+    """All facts of one worker: of its cache, its rows, and ``others``: rank, salt, and the stack's own."""
     return {"cache": cache_facts(config), "rows": row_facts(table), **others}
 
 
@@ -89,10 +83,7 @@ def cache_facts(config: KVCacheConfig) -> list[Any]:
 
 
 def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
-    """A spec's fields, but for the padding, which no row holds.
-
-    How many tokens a state's block may cover is none either: a state is what it is after so many tokens.
-    """
+    """A spec's fields, but for padding, which no row holds, and how many tokens a state's block may cover."""
     facts: dict[str, Any] = {"kind": type(spec).__name__}
     left_out = {"page_size_padded"} | ({"block_size"} if isinstance(spec, StateSpec) else set())
     for name in type(spec).__dataclass_fields__:
@@ -108,10 +99,7 @@ def _spec_facts(spec: LayerSpec) -> dict[str, Any]:
 
 
 def row_facts(table: RegionTable) -> dict[str, Any]:
-    """What the bytes of rows depend on in a region table: all but where pages are, and how many.
-
-    Rows hold the pages of a block region by region in the table's order, without padding.
-    """
+    """What the bytes of rows depend on in a region table: all but where pages are, and how many."""
     groups: list[dict[str, Any]] = []
     for geometry in table.groups:
         groups.append({"group": geometry.group, "retention": geometry.retention})

@@ -1,4 +1,4 @@
-"""What a tier below host memory is: it keeps rows by content, and gives them back or says that it cannot.
+"""What a tier below host memory is: it keeps rows by content, and gives them back or reports that it cannot.
 
 A tier is a cache. Whatever goes wrong in it is a miss and a counted reason; it never raises for that, never
 gives back bytes that are not those which were written, and never keeps its caller waiting.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from kvconnect.config import OffloadConfig
 
@@ -48,27 +46,16 @@ class TierRow(NamedTuple):
         """Its key in a tier."""
         return (self.group, self.hash)
 
-    @property
-    def address(self) -> int:
-        """Where it is in memory."""
-        return int(np.frombuffer(self.memory, dtype=np.uint8).__array_interface__["data"][0])
-
 
 @dataclass(frozen=True)
 class TierNews:
     """What became of a tier's jobs since it was last asked, and what changed. Every job comes once.
 
-    Attributes:
-        written: by job, the contents that are not kept, none as a rule. The rows' memory is not read any
-            more.
-        read: by job, the contents that are not there, or not right; their rows hold nothing of use. The rows'
-            memory is not written any more.
-        found: by job, the contents that the tier has.
-        added: contents that an indexed tier has got. No content is in ``added`` and ``removed`` at once.
-        removed: contents that it has no more.
-        failures: what went wrong, by reason: how often.
-        written_bytes: bytes of rows that were written.
-        read_bytes: bytes of rows that were read and were right.
+    ``written`` are, by job, the contents that are not kept, none as a rule: the rows' memory is not read any
+    more. ``read`` are those that are not there, or not right, whose rows hold nothing of use: the rows'
+    memory is not written any more. ``found`` are those that the tier has. ``added`` and ``removed`` are
+    contents that an indexed tier has got, and has no more, none in both. ``failures`` are reasons, with how
+    often. ``written_bytes`` and ``read_bytes`` are those of rows that were right.
     """
 
     written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
@@ -87,21 +74,16 @@ class TierNews:
 class LowerTier(Protocol):
     """A tier of one worker rank. One thread calls it; all its work is done on threads of its own.
 
-    Jobs are numbers of the caller's choice; one of each kind may be used again once it was reported.
+    ``name`` is what orders and metrics call it. It is ``indexed`` if it reports what it has by ``added`` and
+    ``removed``; if not, it must be asked by ``seek``. Jobs are numbers of the caller's choice; one of each
+    kind may be used again once it was reported. To begin one that is under way raises ``LocalError``.
     """
 
-    @property
-    def name(self) -> str:
-        """What orders and metrics call it."""
-        ...
-
-    @property
-    def indexed(self) -> bool:
-        """Whether it tells what it has by ``added`` and ``removed``; if not, it must be asked by ``seek``."""
-        ...
+    name: str
+    indexed: bool
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on a thread of the tier, whenever ``poll`` has something to tell."""
+        """Have ``wake`` called, on a thread of the tier, whenever ``poll`` has something to report."""
         ...
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
@@ -109,26 +91,15 @@ class LowerTier(Protocol):
 
         Rows that would wait beyond the bound of its queue fail at once. A row that can never be kept, without
         bytes or with a hash of none or more than ``MAX_HASH_BYTES``, fails.
-
-        Raises:
-            LocalError: the job is under way.
         """
         ...
 
     def read(self, job: int, rows: Sequence[TierRow]) -> None:
-        """Begin to read these contents into memory. What has another length than its row is a miss.
-
-        Raises:
-            LocalError: the job is under way.
-        """
+        """Begin to read these contents into memory. What has another length than its row is a miss."""
         ...
 
     def seek(self, job: int, contents: Sequence[Content]) -> None:
-        """Begin to find out which of these contents it has.
-
-        Raises:
-            LocalError: the job is under way.
-        """
+        """Begin to find out which of these contents it has."""
         ...
 
     def poll(self) -> TierNews:
@@ -138,7 +109,7 @@ class LowerTier(Protocol):
     def clear(self) -> None:
         """Forget everything. Nothing that was written or ordered before is found or read by later jobs.
 
-        It is not told as removed: its caller knows. Jobs under way are reported as ever.
+        It is not reported as removed: its caller knows. Jobs under way are reported as ever.
         """
         ...
 
@@ -146,7 +117,7 @@ class LowerTier(Protocol):
         """Stop, within seconds. Jobs that have not begun fail. Returns whether no row's memory is touched any
         more; only a disk or a network that hangs is a reason why it might be.
 
-        May be called several times. ``poll`` still tells what is left to tell.
+        May be called several times. ``poll`` still reports what is left to report.
         """
         ...
 

@@ -233,7 +233,7 @@ def test_nothing_from_before_a_clear_is_found_after_it(stage):
         elif stage != "waiting":
             answer = stack.half.matched_tokens(request, 0)
             assert answer == ((None, False) if stage == "fetching" else (56, True))
-    stack.half.clear()
+    stack.half.reset()
     given = orders(stack)
     assert given.clear
     stack.ranks.before_step(given)
@@ -431,7 +431,7 @@ def test_events_tell_what_came_and_went():
     events, _ = stack.half.take_events()
     names = stack.done[-1].hashes(4)
     assert set(events.stored) == {(0, name) for name in names}
-    stack.half.clear()
+    stack.half.reset()
     events, _ = stack.half.take_events()
     assert events.cleared or set(events.removed) == {(0, name) for name in names}
 

@@ -79,7 +79,7 @@ def drive(kinds, tiers, seed, *, fail=0.0, rows=None, steps=150):
         elif action < 0.36:
             stack.forget_device_cache()
         elif action < 0.365:
-            stack.half.clear()
+            stack.half.reset()
         stack.step()
     stack.run()
     stack.check_idle()

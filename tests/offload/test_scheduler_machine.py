@@ -87,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.stack.half.clear()
+        self.stack.half.reset()
 
     @rule(fail=st.sampled_from([0.0, 0.0, 0.2, 1.0]))
     def break_copies(self, fail) -> None:

@@ -72,7 +72,7 @@ class Node:
             for step in (computed,) if self.together else [(one,) for one in computed]:
                 self.half.launched(Step(step))
             stores = self.half.build_orders().stores
-            self.failures.update(self.half.take_failures())
+            self.failures.update(self.half.host.take_failures())
             seen.append(
                 (
                     {(store.copies.group, name) for store in stores for name in store.hashes},

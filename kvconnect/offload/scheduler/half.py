@@ -247,11 +247,9 @@ class OffloadScheduler:
             self.host.count("offload_restores_paused")
             self._resumes_at = self._clock() + _PAUSE_S
 
-    def clear(self) -> None:
-        """Forget everything, and have lower tiers do so. Nothing is kept of requests that have blocks now.
-
-        Rows that are under way to a request arrive there.
-        """
+    def reset(self) -> None:
+        # Lower tiers forget everything too; nothing is kept of requests that have blocks now. What is under way
+        # to a request arrives there.
         self._clear = True
         self._stores.clear()
         for record in self._requests.values():
@@ -262,17 +260,13 @@ class OffloadScheduler:
         self.host.index.clear()
         self.host.lower.clear()
 
-    def take_events(self) -> tuple[IndexEvents, tuple[TierChange, ...]]:
+    def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have.
 
         Changes of lower tiers are not noted before the first call.
         """
-        changes, self._changes = self._changes or (), []
-        return self.host.index.take_events(), tuple(changes)
-
-    def take_failures(self) -> tuple[str, ...]:
-        """What went wrong since the last call, by reason, to be counted."""
-        return self.host.take_failures()
+        changes, self._changes = self._changes or [], []
+        return self.host.index.take_events(), changes
 
     @property
     def pending(self) -> bool:
