@@ -26,15 +26,10 @@ class CompletionTracker:
         self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
         self._changes: dict[Content, bool] = {}
         self._failures: Counter[str] = Counter()
-        self._bytes: Counter[Kind] = Counter()
 
     def on_news(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called whenever there is something to take."""
         self._wake = wake
-
-    def wake(self) -> None:
-        """Have the owner poll."""
-        self._wake()
 
     def open(self, kind: Kind, job: int, count: int) -> None:
         """A job of ``count`` contents begins; with none it is done at once.
@@ -51,14 +46,11 @@ class CompletionTracker:
         if not count:
             self.settle(kind, job, 0)
 
-    def settle(
-        self, kind: Kind, job: int, count: int, named: Iterable[Content] = (), length_bytes: int = 0
-    ) -> None:
+    def settle(self, kind: Kind, job: int, count: int, named: Iterable[Content] = ()) -> None:
         """``count`` contents of a job are dealt with; ``named`` are those of them that its report names."""
         with self._lock:
             left, every = self._open.pop((kind, job))
             every += named
-            self._bytes[kind] += length_bytes
             if left > count:
                 self._open[kind, job] = left - count, every
                 return
@@ -98,7 +90,7 @@ class CompletionTracker:
     def take(self) -> TierNews:
         """Everything that is new, once."""
         with self._lock:
-            done, failures, moved, changes = self._done, self._failures, self._bytes, self._changes
+            done, failures, changes = self._done, self._failures, self._changes
             self._start_anew()
         return TierNews(
             written=done["written"],
@@ -107,6 +99,4 @@ class CompletionTracker:
             added=tuple(content for content, is_there in changes.items() if is_there),
             removed=tuple(content for content, is_there in changes.items() if not is_there),
             failures=dict(failures),
-            written_bytes=moved["written"],
-            read_bytes=moved["read"],
         )

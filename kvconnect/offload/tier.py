@@ -55,7 +55,7 @@ class TierNews:
     more. ``read`` are those that are not there, or not right, whose rows hold nothing of use: the rows'
     memory is not written any more. ``found`` are those that the tier has. ``added`` and ``removed`` are
     contents that an indexed tier has got, and has no more, none in both. ``failures`` are reasons, with how
-    often. ``written_bytes`` and ``read_bytes`` are those of rows that were right.
+    often.
     """
 
     written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
@@ -64,8 +64,6 @@ class TierNews:
     added: tuple[Content, ...] = ()
     removed: tuple[Content, ...] = ()
     failures: Mapping[str, int] = field(default_factory=dict)
-    written_bytes: int = 0
-    read_bytes: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.written or self.read or self.found or self.added or self.removed or self.failures)

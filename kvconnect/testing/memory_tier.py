@@ -163,7 +163,7 @@ class MemoryTier:
                     self._desk.remove(gone)
         if not fits:
             self._desk.fail(f"{self.name}_refused")
-        self._desk.settle("written", job, 1, () if fits else [row.content], len(row.memory) * fits)
+        self._desk.settle("written", job, 1, () if fits else [row.content])
 
     def _read(self, job: int, row: TierRow) -> None:
         with self._lock:
@@ -174,9 +174,7 @@ class MemoryTier:
                 row.memory[:] = found
             elif self.indexed and row.content not in self._kept:
                 self._desk.remove([row.content])
-        self._desk.settle(
-            "read", job, 1, () if is_right else [row.content], len(row.memory) if is_right else 0
-        )
+        self._desk.settle("read", job, 1, () if is_right else [row.content])
 
     def _seek(self, job: int, contents: Sequence[Content]) -> None:
         with self._lock:

@@ -29,7 +29,6 @@ class TierDriver:
         self.tier = tier
         self.index: set[Content] = set()
         self.failures: dict[str, int] = {}
-        self.written_bytes = self.read_bytes = 0
         self._woken = threading.Event()
         self._ended: dict[str, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
         self._next_job = 0
@@ -47,8 +46,6 @@ class TierDriver:
         self.index -= set(news.removed)
         for reason, times in news.failures.items():
             self.failures[reason] = self.failures.get(reason, 0) + times
-        self.written_bytes += news.written_bytes
-        self.read_bytes += news.read_bytes
         return news
 
     def new_job(self) -> int:
@@ -136,7 +133,6 @@ class LowerTierSuite:
         rows = some_rows(50, 1) | some_rows(3, 2, length=200_000, group=7)
         assert driver.write(rows) == ()
         assert driver.read(lengths_of(rows)) == rows
-        assert driver.written_bytes == driver.read_bytes == sum(map(len, rows.values()))
         assert not driver.failures
 
     def test_what_was_not_written_is_missing(self, driver: TierDriver) -> None:

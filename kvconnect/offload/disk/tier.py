@@ -177,7 +177,7 @@ class DiskTier:
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
         """Write rows that are not there yet, and settle them, whatever happens."""
-        paused = written_bytes = 0
+        paused = 0
         # Of a sequence the end is written first, so that it makes room first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
@@ -186,17 +186,17 @@ class DiskTier:
                 continue
             if self._pause.is_on:
                 paused += 1
-            elif self._try_to_write(row, epoch):
-                written_bytes += len(row.memory)
+            else:
+                self._try_to_write(row, epoch)
         self._tracker.fail("disk_paused", paused)
         # Where all was cleared meanwhile, no row is there.
         there = self._catalog.has([row.content for row in rows])
         failed = [row.content for row, is_there in zip(rows, there, strict=True) if not is_there]
         with self._lock:
             self._queued_bytes -= sum(len(row.memory) for row in rows)
-        self._tracker.settle("written", job, len(rows), failed, written_bytes)
+        self._tracker.settle("written", job, len(rows), failed)
 
-    def _try_to_write(self, row: TierRow, epoch: int) -> bool:
+    def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
             self._rows.reopen()
             self._rows.write(row, epoch)
@@ -204,12 +204,11 @@ class DiskTier:
             reason = self._note(error)
             if reason not in (failures.REFUSED, failures.TOO_LARGE, failures.INTERNAL):
                 self._pause.begin(reason)
-            return False
+            return
         if self._pause.reason:
             logger.info("%s: rows are written to disk again", self.path)
             self._pause.end()
             self._logged.clear()
-        return True
 
     # ---- on a reader's thread
 
@@ -218,17 +217,14 @@ class DiskTier:
         known = [False] * len(rows) if is_closed else self._catalog.use(contents)
         missing: list[Content] = []
         wrong: list[Content] = []
-        length_bytes = 0
         for row, is_known in zip(rows, known, strict=True):
-            if is_known and self._read_row(row, wrong):
-                length_bytes += len(row.memory)
-            else:
+            if not (is_known and self._read_row(row, wrong)):
                 missing.append(row.content)
         if missing and not is_closed:
             self._catalog.forget(missing, wrong)
         if wrong:
             self._writer.submit(partial(self._rows.make_room, 0))
-        self._tracker.settle("read", job, len(rows), missing, length_bytes)
+        self._tracker.settle("read", job, len(rows), missing)
 
     def _read_row(self, row: TierRow, wrong: list[Content]) -> bool:
         """Whether a row was read; adds it to ``wrong`` if it never will be."""

@@ -248,8 +248,8 @@ class OffloadScheduler:
             self._resumes_at = self._clock() + _PAUSE_S
 
     def reset(self) -> None:
-        # Lower tiers forget everything too; nothing is kept of requests that have blocks now. What is under way
-        # to a request arrives there.
+        # Lower tiers forget it too. Nothing is kept of requests that have blocks now; what is under way to a
+        # request arrives there.
         self._clear = True
         self._stores.clear()
         for record in self._requests.values():

@@ -316,8 +316,7 @@ class StoreTier:
         for job, items in by_job.items():
             # Writing and reading report what failed, asking what was found.
             named = [item.content for item in items if (id(item) in done) == (lane == "found")]
-            moved_bytes = sum(len(item.memory) for item in items if id(item) in done)
-            self._completions.settle(lane, job, len(items), named, moved_bytes)
+            self._completions.settle(lane, job, len(items), named)
 
     def _fail_code(self, code: int) -> None:
         """Count one of the library's codes. What is not there is not wrong."""
