@@ -84,7 +84,6 @@ class PrefillSide:
     def withdraw(self, order: Withdraw) -> None:
         """Nothing comes of a prefill: fetches that wait for it are answered when time next passes."""
         self._void(order.handle, order.reason)
-        self._cut_short(self.book.streaming.pop(order.handle, None), order.reason, again=False)
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """A prefill went on: what is computed of it can be sent."""
@@ -97,8 +96,10 @@ class PrefillSide:
         self._cut_short(self.book.preempted(handle), "the prefill was preempted", again=True)
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
-        """Begin a lease, unless everybody who would fetch has said already that they will not."""
-        if self._draining:
+        """Begin a lease, unless all ranks that would fetch have released it already."""
+        streamed = self.book.streaming.get(order.handle)
+        # What is being sent of it may end: its blocks are read until then.
+        if self._draining and not (streamed is not None and streamed.sending):
             self._void(order.handle, self._draining)
             self._reports.sent(order.request_id)
             return
@@ -245,8 +246,9 @@ class PrefillSide:
             self._tell_over(lease.handle, text, lease.renewers)
 
     def _void(self, handle: str, reason: str) -> None:
-        """Nothing is held under a handle, nor will be."""
+        """Nothing is held under a handle, nor will be: what is being sent of its prefill is of no use."""
         self.pending.end(handle, reason)
+        self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
         self._tell_over(handle, reason, self.pending.watchers(handle))
 
     def _tell_over(self, handle: str, reason: str, links: set[str]) -> None:

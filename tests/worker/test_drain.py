@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Orders
 from tests.worker.pair import D_IDS, P_IDS, Pair
+from tests.worker.prefills import Prefill
 
 
 def draining(**config):
@@ -71,4 +72,35 @@ def test_a_fetch_that_is_under_way_may_end():
     pair.run(0.5)
     assert pair.landed()
     assert ended
+    pair.assert_idle()
+
+
+def test_a_prefill_that_is_being_sent_when_it_ends_is_held_until_that_is_over():
+    """Its blocks are not free: kernels and the engine read them."""
+    pair, ended, drain = draining()
+    prefill = Prefill(pair, P_IDS, 12)
+    pair.load("a", D_IDS)
+    pair.run(0.2)
+    prefill.to(8)
+    pair.run(0.2)
+    pair.prefill.engine.hold()
+    drain()
+    prefill.hold()
+    pair.run(0.2)
+    assert pair.prefill.sent == []
+    pair.prefill.engine.release()
+    pair.run(0.5)
+    assert prefill.landed(D_IDS)
+    assert ended
+    pair.assert_idle()
+
+
+def test_a_prefill_that_ends_without_a_fetch_is_forgotten():
+    pair, _, drain = draining()
+    prefill = Prefill(pair, P_IDS, 12)
+    prefill.to(8)
+    drain()
+    prefill.hold()
+    pair.run(0.2)
+    assert pair.prefill.sent == ["a"]
     pair.assert_idle()
