@@ -49,32 +49,15 @@ class ProbeOutbox(PageOutbox):
         # Each kind three times: one that was disturbed says nothing of the link.
         shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
-        batches = (_scattered(source, target, copies, length) for copies, length in shapes if copies)
-        super().__init__(batches, copies=0)
-        self._under_way: Columns | None = None
-        self._is_first = True
-
-    @property
-    def exhausted(self) -> bool:
-        """Every batch is over."""
-        return self._next is None and self._under_way is None
-
-    def peek(self) -> Columns | None:
-        """The batch that can be submitted next, None while one is under way."""
-        return self._next if self._under_way is None else None
-
-    def submitted(self, batch_id: int) -> None:
-        """That batch was given to the engine."""
-        self._under_way = self._next
-        super().submitted(batch_id)
+        shapes = [(copies, length) for copies, length in shapes if copies]
+        super().__init__((_scattered(source, target, *shape) for shape in shapes), copies=0)
+        self._ended = enumerate(shapes)
 
     def ended(self, completion: Completion) -> None:
-        """The engine is done with a batch."""
-        if self._under_way is not None and completion.ok and not self._is_first:
-            copies = len(self._under_way[2])
+        """The engine is done with a batch, the next of them."""
+        number, (copies, _) = next(self._ended)
+        if completion.ok and number:
             self.samples.append(Sample(copies, completion.total_bytes, completion.seconds))
-        self._is_first = False
-        self._under_way = None
 
 
 def _scattered(source: int, target: int, copies: int, length: int) -> Columns:

@@ -68,26 +68,29 @@ class InboundPeers:
         return len(self._peers)
 
     def get(self, link: str) -> InboundPeer | None:
-        """The inbound of a connection."""
+        """The peer of a connection that has introduced itself."""
         return self._peers.get(link)
 
     def hear(self, link: str, host: str) -> InboundPeer:
         """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
         inbound = self._peers.get(link)
         if inbound is None:
-            return self._stranger(host)
+            ours = self._local.introduce()
+            return InboundPeer(Session(Side.PREFILL, ours, self._config, self.directory), host)
         self._peers.move_to_end(link)
         return inbound
 
-    def met(self, link: str, inbound: InboundPeer, links_in_use: Callable[[], Container[str]]) -> None:
-        """A inbound has introduced itself, perhaps anew, and with another engine card than before.
+    def met(self, link: str, inbound: InboundPeer, links_in_use: Container[str]) -> None:
+        """A peer has introduced itself, perhaps anew, and with another engine card than before.
 
-        ``links_in_use`` are those that must stay.
+        ``links_in_use`` are those that must stay. Of the others, the one that has been silent longest makes
+        room; if it is still there, it is told to greet again.
         """
         inbound.way = None
-        if link not in self._peers:
-            self._make_room(links_in_use())
-            self._peers[link] = inbound
+        if link not in self._peers and len(self._peers) >= self._config.max_peers:
+            idle = next((name for name in self._peers if name not in links_in_use), "")
+            self.forget(idle)
+        self._peers[link] = inbound
 
     def tell(self, key: TransferKey, message: Message) -> None:
         """Send a message about a fetch to the peer that asked for it, if its link is there."""
@@ -112,19 +115,8 @@ class InboundPeers:
         """A conversation is over, if there was one."""
         self._peers.pop(link, None)
 
-    def _make_room(self, in_use: Container[str]) -> None:
-        while len(self._peers) >= self._config.max_peers:
-            # The one that has been silent longest. If it is still there it is told to greet again.
-            idle = next((name for name in self._peers if name not in in_use), None)
-            if idle is None:
-                break
-            del self._peers[idle]
-
-    def _stranger(self, host: str) -> InboundPeer:
-        return InboundPeer(Session(Side.PREFILL, self._local.introduce(), self._config, self.directory), host)
-
     def way_to(self, inbound: InboundPeer, in_use: set[str]) -> Way:
-        """How a inbound is reached: worked out when it first fetches, since it may only ask for directions.
+        """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
 
         ``in_use`` are the engine's peers that must stay connected.
 

@@ -51,19 +51,15 @@ class LeaseBook:
         """What is held or streamed under a handle."""
         return self.leases.get(handle) or self.streaming.get(handle)
 
-    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> Lease | None:
-        """A prefill went on. What is returned is not known any further, and what was sent of it is void."""
+    def progress(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
+        """A prefill went on. False: the order does not follow from what is known of it."""
         lease = self.streaming.get(order.handle)
         if lease is None:
             lease = Lease(order.handle, order.num_tokens, next(self._epochs))
             self.streaming[order.handle] = lease
-        if lease.add(order, is_computed):
-            return None
-        logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
-        lease.clear(next(self._epochs))
-        return lease
+        return lease.add(order, is_computed)
 
-    def preempted(self, handle: str) -> Lease | None:
+    def lose_blocks(self, handle: str) -> Lease | None:
         """A prefill lost its blocks. What is returned is known, and what was sent of it is void."""
         lease = self.streaming.get(handle)
         if lease is not None:

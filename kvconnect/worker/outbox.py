@@ -99,8 +99,7 @@ class SlotOutbox:
 
     def grant(self, grants: Sequence[Grant]) -> Sequence[Grant]:
         """The peer lends more slots. Those for which no chunk can be packed yet are returned, not kept."""
-        taken = self._supply.count - self._supply.left
-        wanted = max(0, self._supply.due - taken - len(self._grants))
+        wanted = max(0, self._supply.due - self._supply.taken - len(self._grants))
         self._grants.extend(grants[:wanted])
         return grants[wanted:]
 

@@ -55,6 +55,7 @@ class PrefillSide:
         randomness: random.Random,
     ) -> None:
         self.book = LeaseBook(config, self._lease_ended, metrics, randomness)
+        self.leases = self.book.leases
         self.inbound_peers = InboundPeers(
             config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
         )
@@ -65,11 +66,6 @@ class PrefillSide:
         self._metrics = metrics
         self._draining = ""
         self._drained_at = math.inf
-
-    @property
-    def leases(self) -> dict[str, Lease]:
-        """All requests that are held, by handle."""
-        return self.book.leases
 
     # Orders of the scheduler
 
@@ -87,13 +83,13 @@ class PrefillSide:
 
     def progress(self, order: Progress, is_computed: Callable[[], bool]) -> None:
         """A prefill went on: what is computed of it can be sent."""
-        if order.handle in self.pending.expected:
-            broken = self.book.progress(order, is_computed)
-            self._cut_short(broken, "the prefill's blocks are not known", again=True)
+        if order.handle in self.pending.expected and not self.book.progress(order, is_computed):
+            logger.error("the progress of prefill %s does not follow from what is known of it", order.handle)
+            self.preempted(order.handle, "the prefill's blocks are not known")
 
-    def preempted(self, handle: str) -> None:
+    def preempted(self, handle: str, reason: str = "the prefill was preempted") -> None:
         """A prefill lost its blocks: nothing that was sent of it counts."""
-        self._cut_short(self.book.preempted(handle), "the prefill was preempted", again=True)
+        self._cut_short(self.book.lose_blocks(handle), reason, again=True)
 
     def hold(self, order: Hold, is_computed: Callable[[], bool], now: float) -> None:
         """Begin a lease, unless all ranks that would fetch have released it already."""
@@ -169,7 +165,7 @@ class PrefillSide:
     def _handle(self, link: str, inbound: InboundPeer, event: Event, now: float) -> None:
         match event:
             case Ready():
-                self.inbound_peers.met(link, inbound, lambda: {link for link, _ in self.sender.sendings})
+                self.inbound_peers.met(link, inbound, {link for link, _ in self.sender.sendings})
             case Received(message=Fetch() as fetch):
                 self.fetches.begin(PendingFetch(link, fetch, now), now)
             case Received(message=CreditGrant() as granted):
@@ -201,8 +197,7 @@ class PrefillSide:
 
     def next_deadline(self, now: float) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        drained_at = math.inf if self.drained else self._drained_at
-        return min(drained_at, self.fetches.next_deadline(now))
+        return min(math.inf if self.drained else self._drained_at, self.fetches.next_deadline(now))
 
     # What the above is made of
 

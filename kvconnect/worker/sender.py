@@ -199,6 +199,9 @@ class Sender:
     def _submit_next(self, sending: Sending, now: float) -> bool:
         if sending.error or self._in_flight_bytes >= self._config.max_inflight_bytes:
             return False
+        if sending.lease is None and sending.in_flight:
+            # Of a calibration each batch is alone on its way.
+            return False
         columns = sending.outbox.peek()
         if columns is None:
             return False

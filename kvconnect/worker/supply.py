@@ -20,7 +20,7 @@ class ChunkSupply:
     """Chunks, each given out once. Of what is held, all can be packed, in the order of the fetch.
 
     Of a prefill under way, each can once its tokens are computed, states at the end: in the order in which
-    that happens. ``count`` are all of them, ``largest_bytes`` is the largest.
+    that happens. ``count`` are all of them, of which ``taken`` were; ``largest_bytes`` is the largest.
 
     Raises:
         LayoutError: a chunk is none of the packer's wire, or its tokens are not held.
@@ -37,7 +37,7 @@ class ChunkSupply:
         self._chunks = chunks
         self._staged: Sequence[StagedChunk] = ()
         self._order: Sequence[int] = range(len(chunks))
-        self._next = 0
+        self.taken = 0
         # The tokens that each needs, ascending; none once all can be packed.
         self._needs: Sequence[float] = ()
         streams = packer.chunker.wire.streams
@@ -63,11 +63,6 @@ class ChunkSupply:
         return min(self._lease.num_tokens, max(ends, default=0))
 
     @property
-    def left(self) -> int:
-        """How many were not taken yet."""
-        return self.count - self._next
-
-    @property
     def due(self) -> int:
         """How many, in all, can be packed by now."""
         if self._needs:
@@ -80,22 +75,22 @@ class ChunkSupply:
     @property
     def has_next(self) -> bool:
         """A chunk can be packed now."""
-        return self.left > 0 and self.due > self._next
+        return self.due > self.taken
 
     @property
     def is_due(self) -> bool:
         """A chunk can be packed now, or as soon as the device is done, which wakes no thread."""
-        return self.left > 0 and (self._lease.hold is not None or self.has_next)
+        return self.taken < self.count and (self._lease.hold is not None or self.has_next)
 
     @property
     def is_over(self) -> bool:
         """Every chunk was taken, and all of them count."""
-        return not self.left and self._lease.hold is not None
+        return self.taken == self.count and self._lease.hold is not None
 
     def take(self) -> tuple[int, StagedChunk]:
         """The next chunk, with its index in the fetch. Raises what the constructor does."""
-        index = self._order[self._next]
-        self._next += 1
+        index = self._order[self.taken]
+        self.taken += 1
         if self._staged:
             return index, self._staged[index]
         chunk = self._chunks[index]
