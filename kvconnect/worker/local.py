@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slo
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
-from kvconnect.plan.chunks import Chunk, TokenSpan
+from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
 from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
 from kvconnect.worker.slots import SlotPool
@@ -85,25 +86,19 @@ class Local:
         """
         card = self.introduction.table
         for pool, side in ((self.send, "source"), (self.landing, "target")):
+            blocks = [GroupBlocks(group.group, 0, (int(side == "source"),)) for group in self.table.groups]
             for order in ORDERS if pool.slots else ():
                 packer = self._packer(align_wire(card, card, order), side)
-                for chunk in _one_token(packer, pool.slot_bytes):
-                    (staged,) = packer.stage(_blocks(self.table, int(side == "source")), [chunk], 1)
-                    for seed in (None, 1 << 60):
-                        move = packer.pack if side == "source" else packer.unpack
-                        move(pool.slots[0].address, staged, seed).wait()
-
-
-def _one_token(packer: Packer, slot_bytes: int) -> tuple[Chunk, ...]:
-    groups = {stream.target_group for stream in packer.chunker.wire.streams}
-    try:
-        return packer.chunker.cut([TokenSpan(group, 0, 1) for group in sorted(groups)], slot_bytes)
-    except LayoutError:
-        return ()
-
-
-def _blocks(table: RegionTable, block: int) -> list[GroupBlocks]:
-    return [GroupBlocks(group.group, 0, (block,)) for group in table.groups]
+                groups = {stream.target_group for stream in packer.chunker.wire.streams}
+                token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
+                try:
+                    chunks = packer.chunker.cut(token, pool.slot_bytes)
+                except LayoutError:
+                    continue
+                move = packer.pack if side == "source" else packer.unpack
+                for chunk, seed in itertools.product(chunks, (None, 1 << 60)):
+                    (staged,) = packer.stage(blocks, [chunk], 1)
+                    move(pool.slots[0].address, staged, seed).wait()
 
 
 def open_local(
@@ -125,8 +120,7 @@ def open_local(
         ConfigError: the device has no room for the fewest slots.
         EngineError: the engine refuses the memory.
     """
-    max_bytes = engine.capabilities.max_bytes
-    arenas = _make_arenas(config, device, max_bytes, reserved_bytes, metrics)
+    arenas = _make_arenas(config, engine, device, reserved_bytes, metrics) if config.extra.has_slots else {}
     # What is registered, peers can write to; where all goes through slots they need nothing else.
     storages = () if config.extra.path == "packed" else table.storages
     spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
@@ -140,16 +134,12 @@ def open_local(
         sum(span.length_bytes for span in spans),
     )
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
-    if memory:
-        introduction = msgspec.structs.replace(
-            introduction,
-            slot_bytes=min(memory[0].slot_bytes, max_bytes),
-            scratch_address=memory[0].scratch_address,
-            scratch_bytes=memory[0].scratch_bytes,
-        )
-    sample = 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE
+    ours = {"digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE}
+    for arena in memory[:1]:
+        ours["slot_bytes"] = min(arena.slot_bytes, engine.capabilities.max_bytes)
+        ours["scratch_address"], ours["scratch_bytes"] = arena.scratch_address, arena.scratch_bytes
     local = Local(
-        msgspec.structs.replace(introduction, digest_sample=sample),
+        msgspec.structs.replace(introduction, **ours),
         engine,
         table,
         device,
@@ -171,42 +161,32 @@ def _slot_pool(arena: Arena | None) -> SlotPool:
 
 
 def _make_arenas(
-    config: TransferConfig, device: torch.device, max_bytes: int, reserved_bytes: int, metrics: Metrics
+    config: TransferConfig, engine: Engine, device: torch.device, reserved_bytes: int, metrics: Metrics
 ) -> dict[str, Arena]:
-    """The memory of our slots, by what they are for. ``max_bytes`` is the largest batch of the engine."""
-    extra = config.extra
-    if not extra.has_slots:
-        return {}
-    slot_bytes = extra.slot_bytes or auto_slot_bytes(device)
+    """The memory of our slots, by what they are for."""
+    wanted = config.extra.slot_bytes or auto_slot_bytes(device)
     # A chunk is one batch: the rest of a slot that is larger would lie idle.
-    most_bytes = max_bytes // ALIGN_BYTES * ALIGN_BYTES
-    slot_bytes = min(slot_bytes, max(most_bytes, ALIGN_BYTES))
+    most_bytes = engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
+    wanted = slot_bytes = min(wanted, max(most_bytes, ALIGN_BYTES))
     roles = {"landing": config.is_consumer, "send": config.is_producer}
     kinds = [kind for kind, is_used in roles.items() if is_used]
-    wanted, count, spare = slot_bytes, extra.num_slots, spare_bytes(device, reserved_bytes)
+    count, spare = config.extra.num_slots, spare_bytes(device, reserved_bytes)
     if spare is not None:
         slot_bytes, count = fitted_slots(slot_bytes, count, len(kinds), spare)
     # Peers are calibrated with the scratch memory of one arena.
-    scratch_bytes = [probe_bytes(slot_bytes, device.type == "cuda")] + [0] * (len(kinds) - 1)
+    scratch_bytes = probe_bytes(slot_bytes, device.type == "cuda")
     arenas = {
-        kind: Arena(device, slot_bytes, count, scratch)
-        for kind, scratch in zip(kinds, scratch_bytes, strict=True)
+        kind: Arena(device, slot_bytes, count, 0 if number else scratch_bytes)
+        for number, kind in enumerate(kinds)
     }
-    logger.info(
-        "%s slots: %d of %d bytes each way; with scratch memory %d bytes of %s",
-        " and ".join(kinds),
-        count,
-        slot_bytes,
-        sum(arena.length_bytes for arena in arenas.values()),
-        device if spare is None else f"{spare} spare bytes of {device}",
-    )
-    if (slot_bytes, count) != (wanted, extra.num_slots):
+    logger.info("%s slots: %d of %d bytes each way on %s", " and ".join(kinds), count, slot_bytes, device)
+    if (slot_bytes, count) != (wanted, config.extra.num_slots):
         metrics.failures.labels("slots_reduced").inc()
         logger.warning(
             "%d slots of %d bytes each way do not fit into the %d bytes that are spare on %s, beside %d "
             "that the serving stack is still to take: there are %d of %d. Long prompts travel more "
             "slowly; leave more of the device free, under vLLM with a lower gpu_memory_utilization",
-            extra.num_slots,
+            config.extra.num_slots,
             wanted,
             spare,
             device,

@@ -65,7 +65,8 @@ class PrefillSide:
         self._reports = reports
         self._metrics = metrics
         self._draining = ""
-        self._drained_at = math.inf
+        self._drain_until = math.inf
+        self._drained: Callable[[], None] | None = None
 
     # Orders of the scheduler
 
@@ -121,11 +122,15 @@ class PrefillSide:
         for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
-    def drain(self, now: float) -> None:
-        """Begin no lease any more. What is held may be fetched for ``drain_s``, then all are told."""
+    def drain(self, drained: Callable[[], None], now: float) -> None:
+        """Begin no lease any more; ``drained`` is called once nothing is held, sent, or waited for.
+
+        What is held may be fetched for ``drain_s``; then peers that still count on something get a message.
+        """
         if not self._draining:
             self._draining = "the prefill node is stopping"
-            self._drained_at = now + self._config.drain_s
+            self._drain_until = now + self._config.drain_s
+        self._drained = drained
 
     def replace_weights(self, reason: str) -> None:
         """What is held, and what is being computed, is of other weights than those that we have now.
@@ -137,19 +142,6 @@ class PrefillSide:
             self._cut_short(self.book.streaming.pop(handle), reason, again=False)
         self.book.revoke(reason)
         self.inbound_peers.introduce_anew()
-
-    @property
-    def drained(self) -> bool:
-        """It was drained, and nothing is held, sent, or waited for."""
-        return bool(self._draining) and not (self.leases or self.sender.sendings or self.pending.fetches)
-
-    def _end_drain(self, now: float) -> None:
-        """The time to fetch is over: peers that still count on something get a message."""
-        for key in list(self.sender.sendings):
-            self.fetches.cancel(key, self._draining)
-        for early in list(self.pending.fetches):
-            self.fetches.cancel(early.key, self._draining)
-        self.book.revoke(self._draining)
 
     # Frames and completions
 
@@ -190,14 +182,23 @@ class PrefillSide:
 
     def advance(self, now: float) -> None:
         """Let time pass: serve fetches, end leases, answer what is over."""
-        if now >= self._drained_at:
-            self._end_drain(now)
+        if now >= self._drain_until:
+            for key in (*self.sender.sendings, *(early.key for early in self.pending.fetches)):
+                self.fetches.cancel(key, self._draining)
+            self.book.revoke(self._draining)
         self.fetches.advance(now)
         self.book.advance(now)
+        if self._drained is not None and self._is_idle:
+            drained, self._drained = self._drained, None
+            drained()
 
     def next_deadline(self, now: float) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        return min(math.inf if self.drained else self._drained_at, self.fetches.next_deadline(now))
+        return min(math.inf if self._is_idle else self._drain_until, self.fetches.next_deadline(now))
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self.leases or self.sender.sendings or self.pending.fetches)
 
     # What the above is made of
 

@@ -71,7 +71,6 @@ class TransferThread:
         self._metrics = metrics
         self._commands: deque[Command] = deque()
         self._polls_without_progress = 0
-        self._drained: Callable[[], None] | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -116,12 +115,7 @@ class TransferThread:
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Begin no lease any more; ``drained`` is called, on this thread, once none is left."""
-
-        def begin(now: float) -> None:
-            self._drained = drained
-            self.prefill.drain(now)
-
-        self._call(begin)
+        self._call(lambda now: self.prefill.drain(drained, now))
 
     def _call(self, command: Command) -> None:
         self._commands.append(command)
@@ -148,9 +142,6 @@ class TransferThread:
             self.decode.advance(now)
         with ErrorsCounted(self._metrics, "the leases"):
             self.prefill.advance(now)
-        if self._drained is not None and self.prefill.drained:
-            drained, self._drained = self._drained, None
-            drained()
         return self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
@@ -217,8 +208,11 @@ class TransferThread:
                 self.decode.link_lost(arrival, now)
 
     def _sleep_s(self, progress: bool, now: float) -> float:
+        # Bytes may be under way to us, or be unpacked, the end of which wakes no thread.
+        target_polls = self.local.engine.capabilities.target_must_poll
+        receives = self.decode.waiting_for_device or (target_polls and self.decode.waiting_for_writes)
         sends = self.prefill.fetches.busy
-        if not sends and not self._receives:
+        if not sends and not receives:
             self._polls_without_progress = 0
             loads, leases = self.decode.next_deadline(), self.prefill.next_deadline(now)
             earliest = leases if loads is None else min(loads, leases)
@@ -234,10 +228,3 @@ class TransferThread:
         if self._polls_without_progress < _ACTIVE_POLLS:
             return _BRIEF_NAP_S
         return _SHORT_NAP_S if self._polls_without_progress < _ACTIVE_POLLS + _NAPS else _LONG_NAP_S
-
-    @property
-    def _receives(self) -> bool:
-        """Bytes may be under way to us, or be unpacked, the end of which wakes no thread."""
-        if self.decode.waiting_for_device:
-            return True
-        return self.local.engine.capabilities.target_must_poll and self.decode.waiting_for_writes
