@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -18,7 +19,7 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
-from kvconnect.vllm.geometry import VllmCache, held_back, scheduler_config, worker_cache
+from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
@@ -26,8 +27,7 @@ from kvconnect.vllm.offload import (
     draft_groups,
     hash_block_tokens,
     hit_requirements,
-    offload_cache,
-    offload_config,
+    kept_config,
     stack_facts,
 )
 from kvconnect.vllm.requests import parent_of, prompt_digest
@@ -68,7 +68,7 @@ def make_scheduler_half(
     if extra.offload is not None:
         offload = OffloadScheduler(
             extra.offload,
-            offload_config(kv_cache_config).groups,
+            scheduler_config(kept_config(kv_cache_config)).groups,
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
             row_bytes=_same_rows(workers),
@@ -91,22 +91,20 @@ def make_worker_half(
     world_size = vllm_config.parallel_config.tensor_parallel_size
     counts = head_counts(vllm_config)
 
-    def described(*, convert_dtype: bool) -> VllmCache:
-        return worker_cache(
-            kv_cache_config,
-            kv_caches,
-            rank=rank,
-            world_size=world_size,
-            head_counts=counts,
-            layers=attention_layers(vllm_config),
-            convert_dtype=convert_dtype,
-        )
+    described = functools.partial(
+        worker_cache,
+        kv_caches=kv_caches,
+        rank=rank,
+        world_size=world_size,
+        head_counts=counts,
+        layers=attention_layers(vllm_config),
+    )
 
     # Before anything is taken: what is ours is none of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     transfer = None
     if config.extra.engine != "none":
-        cache = described(convert_dtype=config.extra.convert_dtype)
+        cache = described(kv_cache_config, convert_dtype=config.extra.convert_dtype)
         transfer = WorkerConnector(
             config,
             cache.config,
@@ -129,7 +127,7 @@ def make_worker_half(
     offload = None
     if config.extra.offload is not None:
         # What comes back to the same rank is bytes: nothing of it is converted.
-        cache = offload_cache(described(convert_dtype=False), kv_cache_config)
+        cache = described(kept_config(kv_cache_config))
         offload = OffloadWorker(
             config.extra.offload,
             cache.config,

@@ -12,16 +12,12 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvconnect.cache.specs import EncoderOnlySpec, KVCacheConfig, KVCacheGroup
-from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.vllm.geometry import VllmCache, group_spec, is_state, scheduler_config, transferred_groups
+from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
 
@@ -96,31 +92,20 @@ def align_tokens(kv_cache_config: Any) -> int:
     return math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups))
 
 
-def offload_config(kv_cache_config: Any) -> KVCacheConfig:
-    """The scheduler's copy of the cache with the groups that are not kept taken out."""
-    config = scheduler_config(kv_cache_config)
-    return _only(config, kept_groups(kv_cache_config))
+def kept_config(kv_cache_config: Any) -> Any:
+    """vLLM's cache configuration as if the groups that are kept were all that a connector moves."""
+    return SimpleNamespace(
+        num_blocks=kv_cache_config.num_blocks,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+        transfer_group_ids=kept_groups(kv_cache_config),
+    )
 
 
 def hit_requirements(kv_cache_config: Any, drafts: Collection[int] = ()) -> HitRequirements:
     """What hits need of the groups that are kept."""
-    groups, align = offload_config(kv_cache_config).groups, align_tokens(kv_cache_config)
+    groups = scheduler_config(kept_config(kv_cache_config)).groups
+    align = align_tokens(kv_cache_config)
     return HitRequirements.of(groups, kept_groups(kv_cache_config), align, drafts)
-
-
-def offload_cache(cache: VllmCache, kv_cache_config: Any) -> VllmCache:
-    """A worker's caches with the groups that are not kept taken out."""
-    kept = kept_groups(kv_cache_config)
-    config = _only(cache.config, kept)
-    names = {name for index in kept for name in config.groups[index].layer_names}
-    return VllmCache(
-        config,
-        {group: size for group, size in cache.kernel_block_sizes.items() if group in kept},
-        {name: tensor for name, tensor in cache.tensors.items() if name in names},
-        {name: heads for name, heads in cache.heads.items() if name in names},
-        tuple(name for name in cache.rank_bound if name in names),
-        {name: scales for name, scales in cache.scales.items() if name in names},
-    )
 
 
 def draft_groups(vllm_config: VllmConfig, kv_cache_config: Any) -> tuple[int, ...]:
@@ -157,27 +142,11 @@ class _EveryHash(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._hashes) // self._step
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         return self._hashes[(at + 1) * self._step - 1]
-
-
-def with_own_folder(config: TransferConfig, vllm_config: VllmConfig) -> TransferConfig:
-    """The configuration of one data-parallel engine: a folder is one process's."""
-    offload, index = config.extra.offload, int(vllm_config.parallel_config.data_parallel_index)
-    if offload is None or not offload.disk_path or not index:
-        return config
-    own = msgspec.structs.replace(offload, disk_path=str(Path(offload.disk_path) / f"dp{index}"))
-    extra = msgspec.structs.replace(config.extra, offload=own)
-    return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 
 def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:
@@ -203,14 +172,6 @@ def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]
         ],
         "specs": [_spec_facts(group) for group in kv_cache_config.kv_cache_groups],
     }
-
-
-def _only(config: KVCacheConfig, kept: Sequence[int]) -> KVCacheConfig:
-    groups = tuple(
-        group if index in kept else KVCacheGroup(group.layer_names, EncoderOnlySpec(group.block_size))
-        for index, group in enumerate(config.groups)
-    )
-    return KVCacheConfig(config.num_blocks, groups)
 
 
 def _model_facts(model: Any) -> dict[str, Any]:

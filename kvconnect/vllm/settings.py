@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
-from kvconnect.vllm.offload import check_blocks, hash_block_tokens, with_own_folder
+from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,12 +42,14 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     given = vllm_config.kv_transfer_config
     values = {name: getattr(given, name) for name in _OURS}
     extra = dict(values["kv_connector_extra_config"] or {})
+    # Every data-parallel engine of a host needs ports of its own, and a folder is one process's.
+    parallel, offload = vllm_config.parallel_config, extra.get("offload")
+    index = int(parallel.data_parallel_index)
     if extra.get("port"):
-        # Every data-parallel engine of a host needs ports of its own.
-        parallel = vllm_config.parallel_config
-        extra["port"] += parallel.data_parallel_index * parallel.tensor_parallel_size
-    config = parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
-    return with_own_folder(config, vllm_config)
+        extra["port"] += index * parallel.tensor_parallel_size
+    if index and isinstance(offload, dict) and offload.get("disk_path"):
+        extra["offload"] = {**offload, "disk_path": f"{offload['disk_path']}/dp{index}"}
+    return parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:

@@ -10,6 +10,7 @@ from kvconnect.cache.retention import Window
 from kvconnect.cache.specs import EncoderOnlySpec, SlidingWindowSpec, StateSpec
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.vllm.geometry import scheduler_config
 from kvconnect.vllm.offload import (
     BlockHashes,
     align_tokens,
@@ -17,11 +18,15 @@ from kvconnect.vllm.offload import (
     draft_groups,
     hash_block_tokens,
     hit_requirements,
+    kept_config,
     kept_groups,
-    offload_config,
-    with_own_folder,
 )
-from kvconnect.vllm.settings import computes_prompts_whole, recompute_if_alone, warn_if_restores_fail
+from kvconnect.vllm.settings import (
+    computes_prompts_whole,
+    read_config,
+    recompute_if_alone,
+    warn_if_restores_fail,
+)
 
 
 class AttentionSpec(SimpleNamespace):
@@ -63,7 +68,7 @@ def cache_of(*specs, eagle=(), **more):
 def test_groups_that_vllm_does_not_find_by_hashes_are_not_kept():
     cache = cache_of(attention(16), ring(8), window(16, 100, retained=2), mamba(32))
     assert kept_groups(cache) == (0, 2, 3)
-    groups = offload_config(cache).groups
+    groups = scheduler_config(kept_config(cache)).groups
     assert isinstance(groups[1].spec, EncoderOnlySpec)
     assert isinstance(groups[2].spec, SlidingWindowSpec)
     assert groups[2].retention == Window(102)
@@ -131,22 +136,26 @@ def test_draft_groups_are_those_that_vllm_marks_or_all_that_keep_tokens():
         assert draft_groups(config, cache_of(attention(16))) == ()
 
 
-def test_every_data_parallel_engine_has_a_folder_of_its_own():
-    config = parse_kv_transfer_config(
-        {
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "engine": "none",
-                "offload": {"cpu_bytes": 1 << 20, "disk_path": "/data/kv", "disk_bytes": 1 << 30},
-            },
-        }
+def test_every_data_parallel_engine_has_a_folder_and_ports_of_its_own():
+    given = SimpleNamespace(
+        kv_connector="KVConnect",
+        kv_connector_module_path=None,
+        kv_role="kv_both",
+        engine_id="e",
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config={
+            "engine": "none",
+            "port": 7000,
+            "offload": {"cpu_bytes": 1 << 20, "disk_path": "/data/kv", "disk_bytes": 1 << 30},
+        },
     )
-    folders = [
-        with_own_folder(
-            config, SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
-        ).extra.offload.disk_path
-        for index in range(3)
-    ]
+    folders, ports = [], []
+    for index in range(3):
+        parallel = SimpleNamespace(data_parallel_index=index, tensor_parallel_size=2)
+        extra = read_config(SimpleNamespace(kv_transfer_config=given, parallel_config=parallel)).extra
+        folders.append(extra.offload.disk_path)
+        ports.append(extra.port)
+    assert ports == [7000, 7002, 7004]
     assert folders == ["/data/kv", "/data/kv/dp1", "/data/kv/dp2"]
 
 
