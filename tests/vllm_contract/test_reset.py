@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.loaded import LoadedWeights, ResetWatch
+from kvconnect.vllm.loaded import LoadedWeights
 from kvconnect.vllm.metadata import OrdersMetadata
 from kvconnect.vllm.steps import Steps
 
@@ -28,7 +28,7 @@ def connector(**attributes):
     """One without vLLM's configuration: only what these hooks use."""
     made = KVConnect.__new__(KVConnect)
     config = SimpleNamespace(extra=SimpleNamespace(engine="nixl"))
-    made.__dict__ |= {"_reset_watch": ResetWatch(), "_kept": (), "_config": config, **attributes}
+    made.__dict__ |= {"_was_reset": False, "_kept": (), "_config": config, **attributes}
     made._steps = Steps(is_zeroed_first=True)
     return made
 

@@ -19,7 +19,6 @@ from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.loaded import ResetWatch
 from kvconnect.vllm.metadata import AddressMetadata, ReportMetadata
 from kvconnect.vllm.recovery import WAIT_S, Recovery
 from kvconnect.vllm.steps import Steps
@@ -49,7 +48,7 @@ def connector(half: SchedulerComposite | None = None, engine: str = "none") -> K
     )
     made._recovery = Recovery(expects=made._awaits_workers, clock=lambda: 0.0)
     made._steps = Steps(is_zeroed_first=False)
-    made._reset_watch, made._weights = ResetWatch(), None
+    made._was_reset, made._weights = False, None
     return made
 
 
