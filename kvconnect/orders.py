@@ -15,7 +15,6 @@ from msgspec.structs import astuple
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 
-
 ABORTED = "the request was aborted"
 """Why a load ended whose client left: nothing to warn of."""
 
@@ -31,9 +30,8 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """The logical blocks of one request in one cache group, by position in the sequence.
 
-    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block,
-    which stands for a position that is not kept or not wanted. A state group has one id, of the block
-    that holds the state after the last token.
+    ``block_ids[i]`` holds the tokens from ``(first_block + i) * block_size``; 0 is the null block, of a
+    position that is not kept or not wanted. A state group has one id, of the state after the last token.
     """
 
     group: Index
@@ -75,9 +73,8 @@ class Hold(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
-    ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` stands for
-    whichever engine answers at the address. ``refusal`` is set where the request's parameters are no use:
-    nothing is fetched, and the request is reported failed with that text.
+    ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` is any engine at
+    the address. With a ``refusal`` nothing is fetched, and the request is reported failed with that text.
     """
 
     request_id: str
@@ -115,10 +112,9 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 class RowCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one cache group and the rows that belong to them, pairwise.
+    """Logical blocks of one cache group and the rows that belong to them, pairwise.
 
-    ``block_ids`` are logical blocks of the group; a row holds the pages of one block in all layers of the
-    group, in the row class of the group (see ``offload.budgets``).
+    A row holds the pages of one block in all layers of the group, in its row class (``offload.budgets``).
     """
 
     group: Index
@@ -130,9 +126,8 @@ class Store(msgspec.Struct, frozen=True):
     """Copy blocks to rows; then report the job stored, or failed.
 
     The blocks hold what the device was given before the step that carries this order, and may be overwritten
-    by that step: the worker reads them before. ``hashes[i]`` names the content of
-    ``copies.block_ids[i]``. With ``keep`` the rows are written to the lower tiers too, and the job is
-    reported kept once they are not read for that any more.
+    by that step: the worker reads them before. ``hashes`` name their contents. With ``keep`` the rows are
+    written to the lower tiers too, and the job is reported kept once they are not read for that any more.
     """
 
     job: int
@@ -144,8 +139,7 @@ class Store(msgspec.Struct, frozen=True):
 class Restore(msgspec.Struct, frozen=True):
     """Copy rows to the blocks of a request that waits for them, then report it received, or failed.
 
-    ``refusal`` is set where what was promised cannot be given: nothing is copied, and the request is reported
-    failed with that text.
+    With a ``refusal`` nothing is copied, and the request is reported failed with that text.
     """
 
     request_id: str

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.orders import Await, LetGo, Load, Results
-from kvconnect.scheduler.blocks import blocks_of
-from kvconnect.scheduler.draft import OrdersDraft
+from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.early import EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.params import RemotePrefill, read_remote_prefill, transfer_params

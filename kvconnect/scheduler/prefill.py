@@ -15,8 +15,7 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, Hold, Progress
-from kvconnect.scheduler.blocks import blocks_of
-from kvconnect.scheduler.draft import OrdersDraft
+from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.scheduler.params import (
     HANDLE_KEY,

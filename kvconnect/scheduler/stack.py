@@ -39,17 +39,14 @@ class RequestView(Protocol):
     @property
     def request_id(self) -> str:
         """Unique among the requests that this node currently holds."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the request so far: the prompt, and what was generated."""
-        ...
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
         """The dictionary that came with the request, or None."""
-        ...
 
 
 PromptDigest = Callable[[Any, int], bytes | None]
@@ -78,9 +75,8 @@ class StackTraits:
     """What a serving stack says of itself, once.
 
     ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
-    caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests have in common
-    that the stack made of one. ``prompt_digest`` is asked only about requests that are handed over. For
-    ``longest`` see ``EarlyLoads``; None where the stack has no bound.
+    caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests that were made
+    of one have in common. For ``longest`` see ``EarlyLoads``; None where the stack has no bound.
     """
 
     held_back: int = 0
@@ -92,8 +88,8 @@ class StackTraits:
 class Computed(NamedTuple):
     """What the device was given makes so many tokens of a request.
 
-    ``new_block_ids`` are the blocks that it got since its admission or the last step told of it; after an
-    admission that is all of them, however they were filled. None for no new ones.
+    ``new_block_ids`` are the blocks since its admission, those included, or since the last step told of it;
+    None for no new ones.
     """
 
     request_id: str
@@ -127,58 +123,44 @@ class SchedulerHooks(Protocol):
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
         """A request arrived; before anything else is asked about it. Raises nothing.
 
-        ``reads`` and ``writes``: whether it may use what is kept in other memory, and whether it is kept.
+        It may use what is kept in other memory if it ``reads``, and is kept if it ``writes``.
         """
-        ...
 
     def prefill_tokens(self, request: RequestView) -> int:
         """How many tokens of its prompt are to be computed."""
-        ...
 
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond those computed that can be loaded, and whether asynchronously; None: ask again."""
-        ...
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """A request was admitted with these blocks, all that it has; those it had before are void.
-
-        ``num_external_tokens`` of what was offered are to be loaded, 0 for none.
-        """
-        ...
+        """A request was admitted with these blocks, all that it has; so many tokens of the offer are loaded."""
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
         """Token counts, rising, after which the state of an admitted request is wanted."""
-        ...
 
     @property
     def due(self) -> Mapping[str, int]:
         """Which requests ``launched`` is to have: those that got blocks, or reached so many tokens.
 
-        Requests that are not in it are of no interest. It changes with every call of ``launched``.
+        It changes with every call of ``launched``.
         """
-        ...
 
     def launched(self, step: Step) -> None:
         """The device was given this before it is given the step of the next orders."""
-        ...
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         """The step of the next orders overwrites these blocks before a worker is given the orders."""
-        ...
 
     def preempted(self, request_id: str) -> None:
         """A running request lost its blocks, and will be computed anew."""
-        ...
 
     def is_restored(self, request_id: str) -> bool:
         """Whether what a request was offered last is in memory of this node. True until the request ends."""
-        ...
 
     def build_orders(self) -> Orders:
         """The orders since the last call."""
-        ...
 
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
@@ -188,23 +170,18 @@ class SchedulerHooks(Protocol):
         ``delivered``: it ended normally, so that the parameters returned here reach the client. Returns
         whether the blocks must be kept until ``Results.sent`` has the request, and the parameters for D.
         """
-        ...
 
     def update_results(self, results: Results) -> None:
         """What the workers reported, after all of them did."""
-        ...
 
     def reset(self) -> None:
         """What the device holds may be of other weights than what it computes next: nothing of it is kept."""
-        ...
 
     def drain(self) -> None:
         """Hold nothing any more. The only hook that any thread may call."""
-        ...
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
-        ...
 
 
 class WorkerHooks(Protocol):
@@ -212,28 +189,21 @@ class WorkerHooks(Protocol):
 
     def before_step(self, orders: Orders) -> None:
         """Take note of what was computed so far, and read what the step may overwrite."""
-        ...
 
     def start(self, orders: Orders) -> None:
         """Begin what was ordered. Never waits."""
-        ...
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
-        ...
 
     def on_results(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when results are waiting."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Counts of what is held and under way, for people and tests. All zero when idle."""
-        ...
 
     def drain(self) -> bool:
         """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""
-        ...
 
     def close(self) -> None:
         """End everything. Idempotent."""
-        ...

@@ -5,6 +5,7 @@ vLLM makes one object in its scheduler process and one in each worker. None of t
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -113,7 +114,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
         """What a worker reported, rebuilt in another process."""
-        return TransferStats.of_data(data)
+        # A copy: vLLM gives one dictionary to several loggers, and each adds to what it made of it.
+        return TransferStats(copy.deepcopy(data or {}))
 
     @classmethod
     def build_prom_metrics(

@@ -86,16 +86,12 @@ def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
-def layer_spec(group: Any, layer: str) -> Any:
-    """The vLLM spec of one layer, also where a group holds several."""
+def group_spec(group: Any, layer: str = "") -> Any:
+    """The vLLM spec of a layer of a group, also where it holds several; without one, of the kind of all."""
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return group.kv_cache_spec if inner is None else inner[layer]
-
-
-def group_spec(group: Any) -> Any:
-    """A vLLM spec that has the kind of all of a group's layers."""
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return next(iter(inner.values())) if inner else group.kv_cache_spec
+    if not inner:
+        return group.kv_cache_spec
+    return inner[layer] if layer else next(iter(inner.values()))
 
 
 def is_state(spec: Any) -> bool:
@@ -114,13 +110,10 @@ def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
     drafter of several modules reads ``num_lookahead_tokens`` ahead of what is computed: near the end of a
     prompt it would keep its own guesses.
     """
-    forgets = any(_forgets(group_spec(group)) for group in _moved(kv_cache_config).values())
+    groups = kv_cache_config.kv_cache_groups
+    specs = [group_spec(groups[index]) for index in transferred_groups(kv_cache_config)]
+    forgets = any(is_state(spec) or not _retention(spec).sees_all for spec in specs)
     return max(int(forgets), num_lookahead_tokens - 1, 0)
-
-
-def _forgets(spec: Any) -> bool:
-    """vLLM frees blocks of a running request, or overwrites them, once later tokens cannot see them."""
-    return is_state(spec) or not _retention(spec).sees_all
 
 
 def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
@@ -129,33 +122,29 @@ def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> 
     vLLM appends a scratch block per speculated token to what holds the state; where it keeps states by
     position, everything before the running one is null or of a prefix of others.
     """
-    made: list[Sequence[int]] = []
+    made = []
     for group, ids in zip(kv_cache_config.kv_cache_groups, block_ids, strict=True):
         spec = group_spec(group)
         if is_state(spec) and ids:
-            scratch = min(getattr(spec, "num_speculative_blocks", 0), len(ids) - 1)
-            last = len(ids) - 1 - scratch
-            made.append(ids[last : last + 1])
-        else:
-            made.append(ids)
+            last = max(0, len(ids) - 1 - getattr(spec, "num_speculative_blocks", 0))
+            ids = ids[last : last + 1]
+        made.append(ids)
     return tuple(made)
 
 
 def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
     """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and not said."""
-    moved = _moved(kv_cache_config)
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        names = tuple(group.layer_names) or (f"group{index}",)
-        block_size = int(group.kv_cache_spec.block_size)
+        block_size, spec = int(group.kv_cache_spec.block_size), group_spec(group)
         kind: GroupSpec
-        if index not in moved:
+        if index not in transferred_groups(kv_cache_config):
             kind = EncoderOnlySpec(block_size)
-        elif is_state(group_spec(group)):
+        elif is_state(spec):
             kind = StateSpec(block_size, ((1,),), (torch.int8,))
         else:
-            kind = _rows_by_head(group_spec(group), 1, 1, torch.int8)
-        groups.append(KVCacheGroup(names, kind))
+            kind = _rows_by_head(spec, 1, 1, torch.int8)
+        groups.append(KVCacheGroup(tuple(group.layer_names) or (f"group{index}",), kind))
     return KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
 
 
@@ -177,7 +166,7 @@ def worker_cache(
     Raises:
         LayoutError: a tensor is not of that form, or its blocks do not match the configuration.
     """
-    moved = _moved(kv_cache_config)
+    moved = transferred_groups(kv_cache_config)
     groups: list[KVCacheGroup] = []
     kernel_block_sizes: dict[int, int] = {}
     tensors: dict[str, CacheTensor] = {}
@@ -195,7 +184,7 @@ def worker_cache(
         ratios = set()
         for name in names:
             tensor, layer = kv_caches[name], (layers or {}).get(name)
-            theirs = layer_spec(group, name)
+            theirs = group_spec(group, name)
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
             owned = _owned_heads(tensor.shape[1], rank, world_size, head_counts.of(name, theirs))
@@ -209,12 +198,14 @@ def worker_cache(
             if convert_dtype and not is_state(theirs):
                 tensor = _as_values(tensor, quantised)
             if by_block:
-                tensor = _by_block(tensor)
+                # One row for each head of a kernel block: rows that are no token's are not cut by token.
+                tensor = tensor.view(*tensor.shape[:2], 1, -1)
             specs[name] = _spec(theirs, tensor, ratio, quantised, divisible=owned is not None)
             tensors[name] = CacheTensor(tensor, _AXES)
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
-            elif world_size > 1 and not _replicated(theirs):
+            elif world_size > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
+                # Neither ours by head nor the same bytes on every rank.
                 rank_bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
@@ -226,11 +217,6 @@ def worker_cache(
     return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales)
 
 
-def _moved(kv_cache_config: Any) -> dict[int, Any]:
-    groups = kv_cache_config.kv_cache_groups
-    return {index: groups[index] for index in transferred_groups(kv_cache_config)}
-
-
 def _owned_heads(held: int, rank: int, world_size: int, num_heads: int | None) -> HeadInterval | None:
     """Which of its model's heads a tensor of ``held`` heads has; None where that cannot be told."""
     if num_heads is None:
@@ -239,9 +225,9 @@ def _owned_heads(held: int, rank: int, world_size: int, num_heads: int | None) -
     return interval if len(interval) == held else None
 
 
-def _replicated(spec: Any) -> bool:
-    """Every rank keeps the same bytes of this layer."""
-    return "MLA" in type(spec).__name__ or bool(getattr(spec, "tp_replicated", False))
+def _is_latent(spec: Any) -> bool:
+    """A token's row is one vector, of which every rank keeps the same."""
+    return "MLA" in type(spec).__name__
 
 
 def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
@@ -258,7 +244,7 @@ def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
 
 def _is_divided(theirs: Any, tensor: torch.Tensor, ratio: int) -> bool:
     """A page has a row of each head for each of its tokens."""
-    return tensor.shape[2] * ratio == int(theirs.block_size) and "MLA" not in type(theirs).__name__
+    return tensor.shape[2] * ratio == int(theirs.block_size) and not _is_latent(theirs)
 
 
 def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
@@ -291,22 +277,15 @@ def _rows_by_head(
     return FullAttentionSpec(*sizes)
 
 
-def _by_block(tensor: torch.Tensor) -> torch.Tensor:
-    """One row for each head of a kernel block: rows that are no token's must not be cut by token."""
-    blocks, heads, _, _ = tensor.shape
-    return tensor.view(blocks, heads, 1, -1)
-
-
 def _spec(
     theirs: Any, tensor: torch.Tensor, ratio: int, quantised: Quantised | None, *, divisible: bool
 ) -> LayerSpec:
     """A spec whose bytes are the tensor's and whose kind is vLLM's."""
     _, heads, tokens, content = tensor.shape
     block_size = int(theirs.block_size)
-    kind = type(theirs).__name__
     if is_state(theirs):
         return StateSpec(block_size, ((ratio * heads * tokens * content,),), (tensor.dtype,))
-    if divisible and tokens == 1 and "MLA" not in kind:
+    if divisible and tokens == 1 and not _is_latent(theirs):
         # One row of each head for each of a block's kernel blocks.
         return _rows_by_head(theirs, heads, content, tensor.dtype, value=0, rows=ratio)
     if not divisible or not _is_divided(theirs, tensor, ratio):

@@ -80,17 +80,14 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
-        joined = (self.reports + other.reports, self.addresses + other.addresses)
-        return ReportMetadata(*joined, self.settled + other.settled)
+        return ReportMetadata(
+            self.reports + other.reports, self.addresses + other.addresses, self.settled + other.settled
+        )
 
 
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
     """Tokens by tier, as vLLM names tiers."""
-    found: dict[Any, int] = {}
-    for tier, count in by_tier.items():
-        if (source := _SOURCES.get(tier)) is not None:
-            found[source] = found.get(source, 0) + count
-    return found
+    return {_SOURCES[tier]: count for tier, count in by_tier.items() if tier in _SOURCES}
 
 
 def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
@@ -102,29 +99,24 @@ def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
         # It has no medium: a router that forgets what the device has too learns that anew.
         yield AllBlocksCleared()
     for group, hashes in _by_group(host.removed).items():
-        yield BlockRemoved(block_hashes=_external(hashes), medium=MEDIUM_CPU, group_idx=group)
+        yield _removed(group, hashes, MEDIUM_CPU)
     for group, hashes in _by_group(host.stored).items():
         yield _stored(group, hashes, MEDIUM_CPU)
     for change in lower:
         if change.removed:
-            yield BlockRemoved(
-                block_hashes=_external(change.removed), medium=MEDIUM_STORAGE, group_idx=change.group
-            )
+            yield _removed(change.group, change.removed, MEDIUM_STORAGE)
         if change.added:
             yield _stored(change.group, change.added, MEDIUM_STORAGE)
 
 
+def _removed(group: int, hashes: Sequence[bytes], medium: str) -> Any:
+    return BlockRemoved(block_hashes=_external(hashes), medium=medium, group_idx=group)
+
+
 def _stored(group: int, hashes: Sequence[bytes], medium: str) -> Any:
-    return BlockStored(
-        block_hashes=_external(hashes),
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=0,
-        lora_id=None,
-        medium=medium,
-        lora_name=None,
-        group_idx=group,
-    )
+    unknown: dict[str, Any] = {"parent_block_hash": None, "token_ids": [], "block_size": 0}
+    unknown |= {"lora_id": None, "lora_name": None}
+    return BlockStored(block_hashes=_external(hashes), medium=medium, group_idx=group, **unknown)
 
 
 def _by_group(contents: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:

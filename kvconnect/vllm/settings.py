@@ -58,21 +58,18 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
     Raises:
         ConfigError: there is one; the text names it, its value and what is accepted.
     """
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    for name, value in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(parallel, "prefill_context_parallel_size", 1)),
-    ):
-        if value > 1:
-            raise ConfigError(f"{name} is {value}, this version of kvconnect accepts 1")
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("pipeline", "decode_context", "prefill_context"):
+        if (value := getattr(parallel, f"{name}_parallel_size", 1)) > 1:
+            raise ConfigError(f"{name}_parallel_size is {value}, this version of kvconnect accepts 1")
     speculative = vllm_config.speculative_config
-    if not hasattr(vllm_config, "num_prefill_lookahead_tokens") and _has_several_modules(speculative):
+    ask_modules = getattr(speculative, "use_multi_module_mtp", None)
+    says_lookahead = hasattr(vllm_config, "num_prefill_lookahead_tokens")
+    if not says_lookahead and ask_modules is not None and ask_modules():
         raise ConfigError(
             "speculative_config has a drafter of several modules, and this version of vLLM does not say how "
             "far ahead of a prompt it reads; use vLLM 0.31 or newer, or num_speculative_tokens 1"
         )
-    cache = vllm_config.cache_config
     if getattr(cache, "mamba_cache_mode", "none") == "all" and speculative is not None:
         raise ConfigError(
             "mamba_cache_mode is 'all' with speculative_config: which block holds the running state cannot "
@@ -83,7 +80,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
             "calculate_kv_scales is on, but a prefill server's scales are not the decode server's; "
             "turn it off, and use a checkpoint with scales or none"
         )
-    if getattr(model, "enable_sleep_mode", False):
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise ConfigError(
             "enable_sleep_mode is on, but registered KV memory must stay where it is; turn it off"
         )
@@ -131,8 +128,3 @@ def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) ->
             "whose blocks cannot be copied back ends with an error. With 'recompute' (that of the "
             "MultiConnector, if there is one) it is computed, and so is one whose KV a peer fails to send"
         )
-
-
-def _has_several_modules(speculative_config: Any) -> bool:
-    ask = getattr(speculative_config, "use_multi_module_mtp", None)
-    return bool(ask and ask())

@@ -7,6 +7,7 @@ server, adds up again what belongs to one log line, and hands each dictionary to
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,6 @@ class TransferStats(KVConnectorStats):
         """What one worker reports."""
         gauges = {str(rank): changes.gauges} if changes.gauges else {}
         return cls({"counters": changes.counters, "gauges": gauges, "load_seconds": changes.load_seconds})
-
-    @classmethod
-    def of_data(cls, data: dict[str, Any] | None) -> TransferStats:
-        """A copy: vLLM gives one dictionary to several loggers, and each adds to what it made of it."""
-        made = cls()
-        return made if data is None else made.aggregate(cls(data))
 
     def reset(self) -> None:
         """Forget everything."""
@@ -112,23 +107,19 @@ class TransferPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        # Asking a family for its child anew takes a lock and a look-up.
+        self._child = functools.cache(self._find_child)
         self._families: dict[str, Any] = {}
-        # Children that a label set was asked for once: asking anew takes a lock and a look-up.
-        self._children: dict[tuple[str, int, str], Any] = {}
         for family in FAMILIES:
-            name, text = f"{VLLM_PREFIX}_{family.name}", f"{family.text}."
-            if family.kind == "counter":
-                self._families[family.name] = self._counter_cls(
-                    name=name, documentation=text, labelnames=[*labelnames, *family.labels]
-                )
-            else:
-                # Each of several API servers is given some steps only: the latest value is right.
-                self._families[family.name] = self._gauge_cls(
-                    name=name,
-                    documentation=text,
-                    labelnames=[*labelnames, "rank"],
-                    multiprocess_mode="mostrecent",
-                )
+            is_gauge = family.kind == "gauge"
+            # Each of several API servers is given some steps only: the latest value is right.
+            mode = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
+            self._families[family.name] = (self._gauge_cls if is_gauge else self._counter_cls)(
+                name=f"{VLLM_PREFIX}_{family.name}",
+                documentation=f"{family.text}.",
+                labelnames=[*labelnames, *(["rank"] if is_gauge else family.labels)],
+                **mode,
+            )
         self._families[LOAD_SECONDS] = self._histogram_cls(
             name=f"{VLLM_PREFIX}_{LOAD_SECONDS}",
             documentation=f"{LOAD_SECONDS_TEXT}.",
@@ -147,14 +138,9 @@ class TransferPromMetrics(KVConnectorPromMetrics):
         for seconds in transfer_stats_data["load_seconds"]:
             self._child(LOAD_SECONDS, engine_idx, "").observe(seconds)
 
-    def _child(self, name: str, engine_idx: int, labels: str) -> Any:
-        key = (name, engine_idx, labels)
-        child = self._children.get(key)
-        if child is None:
-            ours = labels.split(",") if labels else ()
-            values = self.per_engine_labelvalues[engine_idx]
-            child = self._children[key] = self._families[name].labels(*values, *ours)
-        return child
+    def _find_child(self, name: str, engine_idx: int, labels: str) -> Any:
+        ours = labels.split(",") if labels else ()
+        return self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *ours)
 
 
 def _sum(counters: dict[str, dict[str, float]], name: str, first_label: str) -> float:

@@ -162,7 +162,7 @@ def test_stats_add_up_and_leave_what_was_added_alone(parts):
     before = pickle.dumps(parts)
     total = TransferStats()
     for part in parts:
-        assert total.aggregate(TransferStats.of_data(part)) is total
+        assert total.aggregate(KVConnect.build_kv_connector_stats(part)) is total
     assert pickle.dumps(parts) == before
     for name in ("transfers", "failures"):
         for labels in ("a", "b,c"):
