@@ -19,6 +19,13 @@ ABORTED = "the request was aborted"
 """Why a load ended whose client left: nothing to warn of."""
 
 
+class _Parts(msgspec.Struct, frozen=True):
+    """Lists that may all be empty."""
+
+    def __bool__(self) -> bool:
+        return any(astuple(self))
+
+
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where one worker rank listens for peers."""
 
@@ -166,7 +173,7 @@ class Seek(msgspec.Struct, frozen=True):
     hashes: tuple[bytes, ...]
 
 
-class OffloadOrders(msgspec.Struct, frozen=True):
+class OffloadOrders(_Parts, frozen=True):
     """What the tiers below the device's memory are to do."""
 
     stores: tuple[Store, ...] = ()
@@ -175,9 +182,6 @@ class OffloadOrders(msgspec.Struct, frozen=True):
     seeks: tuple[Seek, ...] = ()
     clear: bool = False
     """Forget everything that lower tiers keep, before any of the others."""
-
-    def __bool__(self) -> bool:
-        return any(astuple(self))
 
 
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
@@ -208,7 +212,7 @@ class OffloadReport(msgspec.Struct, frozen=True):
         return any(astuple(self)[1:])
 
 
-class Orders(msgspec.Struct, frozen=True):
+class Orders(_Parts, frozen=True):
     """One step's orders. ``directory`` is sent once, when the addresses of all ranks are known.
 
     ``expected`` are handles whose prefill is under way, so that fetches of it wait: a ``Hold`` or a
@@ -232,11 +236,8 @@ class Orders(msgspec.Struct, frozen=True):
     offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()
 
-    def __bool__(self) -> bool:
-        return any(astuple(self))
 
-
-class Results(msgspec.Struct, frozen=True):
+class Results(_Parts, frozen=True):
     """What ended since the last call. Every request ordered comes back exactly once.
 
     ``received`` are requests whose blocks no peer or copy will touch any more; those of them that are in
@@ -249,6 +250,3 @@ class Results(msgspec.Struct, frozen=True):
     failed: Mapping[str, str] = {}
     offload: tuple[OffloadReport, ...] = ()
     settled: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(astuple(self))

@@ -19,11 +19,10 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.decode import DecodeRequests
 from kvconnect.scheduler.draft import OrdersDraft
-from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.params import transfer_params
 from kvconnect.scheduler.prefill import PrefillRequests
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits, Step
-from kvconnect.scheduler.trust import PeerTrust
 
 
 class SchedulerConnector:

@@ -8,16 +8,16 @@ Pure: secret and time are arguments.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
-import re
 from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 
+from kvconnect.addresses import is_loopback
 from kvconnect.errors import ConfigError, PeerError
+from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.prompts import PROMPT_BYTES
 
 LONGEST_HANDLE = 512
@@ -27,7 +27,6 @@ MOST_SKEW_S = 60.0
 
 _SIGNED, _UNSIGNED = "s2.", "u2."
 _CODE_BYTES = 32
-_TEXT = re.compile(r"[su]2\.[A-Za-z0-9_-]+")
 Host = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE, pattern=r"^[A-Za-z0-9._:-]+\Z")]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
@@ -99,14 +98,11 @@ class Handles:
         Raises:
             PeerError: it is none, was changed, is signed with another secret, or has expired.
         """
-        if len(handle) > LONGEST_HANDLE or not _TEXT.fullmatch(handle):
-            raise PeerError("it is no handle of kvconnect, or of another version")
-        version, text = handle[:3], handle[3:]
+        version, data = _split(handle)
         if version != (_SIGNED if self._secret else _UNSIGNED):
             if self._secret:
                 raise PeerError("it is not signed: the prefill node is insecure, this one has keys")
             raise PeerError("it is signed: the prefill node has keys, this one is insecure")
-        data = _decoded(text)
         code, payload = data[:_CODE_BYTES], data[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(version, payload)):
             raise PeerError("its signature is wrong: it was changed, or signed with another key than ours")
@@ -126,22 +122,60 @@ class Handles:
         return hashlib.sha256(data).digest()
 
 
+class PeerTrust:
+    """Addresses that D may fetch from.
+
+    Args:
+        allowed: where it is not empty, nothing else counts.
+        max_named: how many addresses that handles named are remembered.
+    """
+
+    def __init__(self, allowed: AllowList, max_named: int) -> None:
+        self._allowed = allowed
+        self._max_named = max_named
+        self._named: dict[tuple[str, int], None] = {}
+
+    def refusal(self, host: str, port: int, *, vouched: bool) -> str:
+        """Why an address must not be connected to, or nothing.
+
+        ``vouched``: a signed handle named it. Otherwise a client did.
+        """
+        where = f"kv_transfer_params.remote_host and remote_port are {host}:{port}"
+        if self._allowed:
+            if self._allowed.allows(host, port):
+                return ""
+            return f"{where}, which kv_connector_extra_config.allow_peers does not have"
+        if vouched:
+            self._named.pop((host, port), None)
+            self._named[host, port] = None
+            if len(self._named) > self._max_named:
+                del self._named[next(iter(self._named))]
+            return ""
+        if (host, port) in self._named or is_loopback(host):
+            return ""
+        return (
+            f"{where}, which no signed handle has named; accepted: peers of a handle, and those in "
+            "kv_connector_extra_config.allow_peers"
+        )
+
+
 def epoch_of(handle: str) -> str:
     """The epoch that a handle names; empty where it is none. Unchecked: good only to refuse a handle for."""
-    if len(handle) > LONGEST_HANDLE or not _TEXT.fullmatch(handle):
-        return ""
     try:
-        return _decoder.decode(_decoded(handle[3:])[_CODE_BYTES:]).epoch
+        return _decoder.decode(_split(handle)[1][_CODE_BYTES:]).epoch
     except (PeerError, msgspec.MsgspecError):
         return ""
 
 
-def _decoded(text: str) -> bytes:
-    """Bytes from text that has exactly one spelling, so that no second one passes for another handle."""
+def _split(handle: str) -> tuple[str, bytes]:
+    """Version and content of a handle, which has exactly one spelling: no second one passes for another."""
+    version, text = handle[:3], handle[3:]
+    if len(handle) > LONGEST_HANDLE or version not in (_SIGNED, _UNSIGNED):
+        raise PeerError("it is no handle of kvconnect, or of another version")
     try:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise PeerError(f"it is cut or changed: {error}") from error
     if base64.urlsafe_b64encode(data).decode().rstrip("=") != text or len(data) <= _CODE_BYTES:
         raise PeerError("it is cut or changed")
-    return data
+    return version, data

@@ -21,7 +21,17 @@ def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | 
     Two prompts have the same one only if they have the same tokens and the same ``keys`` in the same order.
     """
     digest = hashlib.blake2b(struct.pack("<Q", len(token_ids)), digest_size=PROMPT_BYTES)
-    digest.update(_packed(token_ids if isinstance(token_ids, list) else list(token_ids)))
+    # Four bytes a token, the lowest first.
+    packed = array("I")
+    try:
+        # Less than half the time of ``struct.pack``, which makes a tuple of all tokens first.
+        packed.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
+        if sys.byteorder == "big":
+            packed.byteswap()
+        digest.update(packed)
+    except (OverflowError, TypeError):
+        # No vocabulary has such tokens, but a client may send them. Longer than as many that fit.
+        digest.update(repr(list(token_ids)).encode().ljust(4 * len(token_ids) + 1))
     for key in keys:
         digest.update(struct.pack("<I", len(key)))
         for part in key:
@@ -29,17 +39,3 @@ def digest_prompt(token_ids: Sequence[int], keys: Iterable[Sequence[str | int | 
             digest.update(struct.pack("<cQ", type(part).__name__[:1].encode(), len(data)))
             digest.update(data)
     return digest.digest()
-
-
-def _packed(token_ids: list[int]) -> array[int] | bytes:
-    """Four bytes a token, the lowest first."""
-    packed = array("I")
-    try:
-        # Less than half the time of ``struct.pack``, which makes a tuple of all tokens first.
-        packed.fromlist(token_ids)
-    except (OverflowError, TypeError):
-        # No vocabulary has such tokens, but a client may send them. Longer than as many that fit.
-        return repr(token_ids).encode().ljust(4 * len(token_ids) + 1)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed

@@ -135,7 +135,7 @@ class SchedulerHooks(Protocol):
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
-        """A request was admitted with these blocks, all that it has; so many tokens of the offer are loaded."""
+        """A request was admitted with these blocks, all that it has; some offered tokens are loaded."""
 
     def checkpoints(self, request: RequestView) -> Sequence[int]:
         """Token counts, rising, after which the state of an admitted request is wanted."""

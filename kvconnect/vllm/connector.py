@@ -25,9 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
+from kvconnect.vllm import settings
 from kvconnect.vllm.factory import make_scheduler_half, make_worker_half, tensor_rank
 from kvconnect.vllm.geometry import running_states, transferred_groups
-from kvconnect.vllm.loaded import LoadedWeights, loaded_weights
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
     AddressMetadata,
@@ -38,20 +38,11 @@ from kvconnect.vllm.metadata import (
 )
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
-from kvconnect.vllm.recovery import Recovery
 from kvconnect.vllm.requests import introduce, reaches_router, shorten
-from kvconnect.vllm.settings import (
-    computes_prompts_whole,
-    log_like_vllm,
-    outermost,
-    read_config,
-    recompute_if_alone,
-    refuse_unsupported,
-    warn_if_restores_fail,
-)
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
-from kvconnect.vllm.steps import Steps
+from kvconnect.vllm.steps import Recovery, Steps
 from kvconnect.vllm.versions import check_vllm
+from kvconnect.vllm.weights import LoadedWeights, loaded_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,14 +74,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        log_like_vllm()
+        settings.log_like_vllm()
         check_vllm(base)
         self._vllm = vllm_config
         self._cache = kv_cache_config
-        self._config = read_config(vllm_config)
-        refuse_unsupported(vllm_config, kv_cache_config, self._config)
+        self._config = settings.read_config(vllm_config)
+        settings.refuse_unsupported(vllm_config, kv_cache_config, self._config)
         if role is KVConnectorRole.SCHEDULER:
-            recompute_if_alone(vllm_config, self._config)
+            settings.recompute_if_alone(vllm_config, self._config)
         self._kept = kept_groups(kv_cache_config) if self._config.extra.offload else ()
         self._scheduler: SchedulerComposite | None = None
         self._workers: dict[int, AddressMetadata] = {}
@@ -98,11 +89,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._was_reset = False
         self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
-        self._worker: WorkerComposite | None = None
-        self._own = AddressMetadata(0, None)
+        self._worker = WorkerComposite(None, None)
+        self._own: AddressMetadata | None = None
         self._weights: LoadedWeights | None = None
         self._report = ReportMetadata(())
-        self._is_asked = False
 
     # What vLLM asks the class
 
@@ -118,15 +108,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return TransferStats(copy.deepcopy(data or {}))
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> TransferPromMetrics:
+    def build_prom_metrics(cls, *labels: Any, **more: Any) -> TransferPromMetrics:
         """The series of vLLM's ``/metrics``."""
-        return TransferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return TransferPromMetrics(*labels, **more)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -177,7 +161,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             return None, False
         count, in_background = half.matched_tokens(request, num_computed_tokens)
         missing = request.num_tokens - num_computed_tokens - (count or 0)
-        if count and missing > 1 and half.offload is not None and computes_prompts_whole(self._vllm):
+        if count and missing > 1 and half.offload is not None and settings.computes_prompts_whole(self._vllm):
             half.offload.withdraw(request.request_id)
             return 0, False
         return count, in_background
@@ -280,7 +264,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         if self._kept and not rank:
-            warn_if_restores_fail(self, outermost(self), self._config)
+            settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.
@@ -288,8 +272,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         Of a ``MultiConnector`` vLLM passes on to all children what the first that answers says, and not all
         bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
         """
-        answers = self._own.address is not None or outermost(self) is self
-        return self._own if self._worker is not None and answers else None
+        listens = self._own is not None and self._own.address is not None
+        return self._own if listens or settings.outermost(self) is self else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
@@ -297,16 +281,16 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         Blocks that are to be stored are read now, since this step may overwrite them. ``start_load_kv`` comes
         after the launch, and what is recorded there waits for this step too.
         """
-        if self._worker is None or not isinstance(kv_connector_metadata, OrdersMetadata):
-            return
-        self._check_weights(kv_connector_metadata)
-        self._worker.before_step(kv_connector_metadata.orders)
+        if isinstance(kv_connector_metadata, OrdersMetadata):
+            self._check_weights(kv_connector_metadata)
+            self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hand this step's orders to the worker half. Never waits."""
         metadata = self._get_connector_metadata()
-        if self._worker is not None and isinstance(metadata, OrdersMetadata):
-            self._is_asked = metadata.asks_address
+        if isinstance(metadata, OrdersMetadata):
+            if metadata.asks_address and self._own is not None:
+                self._report.addresses = (self._own,)
             self._check_weights(metadata)
             self._worker.start(metadata.orders)
 
@@ -327,7 +311,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
-        results = Results() if self._worker is None else self._worker.results()
+        results = self._worker.results()
         for request_id, reason in results.failed.items():
             level = logging.DEBUG if reason == ABORTED else logging.WARNING
             logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
@@ -341,20 +325,17 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
         report, self._report = self._report, ReportMetadata(())
-        if self._is_asked and self._worker is not None:
-            report.addresses = (self._own,)
         return report if report.reports or report.addresses or report.settled else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""
-        changes = None if self._worker is None else self._worker.changes()
-        return None if changes is None else TransferStats.of_worker(self._own.rank, changes)
+        changes = self._worker.changes()
+        return TransferStats.of_worker(self._own.rank, changes) if self._own and changes else None
 
     def shutdown(self) -> None:
         """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
-        if self._worker is not None:
-            self._worker.drain(_DRAIN_S)
-            self._worker.close()
+        self._worker.drain(_DRAIN_S)
+        self._worker.close()
 
     # Helpers
 
@@ -382,7 +363,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def _check_weights(self, metadata: OrdersMetadata) -> None:
         """Before anything of a step's orders is carried out, in whichever hook of it comes first."""
-        if metadata.check_weights and self._worker is not None and self._weights is not None:
+        if metadata.check_weights and self._weights is not None:
             metadata.check_weights = False
             if self._weights.check():
                 self._worker.replace_weights(self._weights.name)

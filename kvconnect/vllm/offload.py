@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +155,13 @@ def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]
     The cache's own geometry, its scales, the weights, the rank and the salt are known elsewhere. vLLM's
     version counts, since what its kernels keep in a block may change with it.
     """
-    cache, model = vllm_config.cache_config, vllm_config.model_config
+    cache = vllm_config.cache_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     layout = getattr(cache, "get_resolved_kv_cache_layout", None)
+    specs = [group_spec(group) for group in kv_cache_config.kv_cache_groups]
     return {
         "stack": f"vllm {vllm_version()}",
-        "model": _model_facts(model),
+        "model": _model_facts(vllm_config.model_config),
         "draft": None if draft is None else _model_facts(draft),
         "cache_dtype": str(cache.cache_dtype),
         "layout": None if layout is None else str(layout()),
@@ -170,7 +171,11 @@ def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]
             os.environ.get("PYTHONHASHSEED", ""),
             hash_block_tokens(vllm_config, kv_cache_config),
         ],
-        "specs": [_spec_facts(group) for group in kv_cache_config.kv_cache_groups],
+        "specs": [
+            {"kind": type(spec).__name__}
+            | {name: str(getattr(spec, name)) for name in _READ_OF_SPECS if hasattr(spec, name)}
+            for spec in specs
+        ],
     }
 
 
@@ -184,9 +189,3 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "quantization": str(model.quantization),
         "config": hashlib.sha256(text.encode()).hexdigest(),
     }
-
-
-def _spec_facts(group: Any) -> Mapping[str, str]:
-    spec = group_spec(group)
-    found = {name: str(getattr(spec, name)) for name in _READ_OF_SPECS if hasattr(spec, name)}
-    return {"kind": type(spec).__name__, **found}

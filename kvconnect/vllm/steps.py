@@ -7,12 +7,16 @@ a new request may find blocks in the prefix cache that another one computes in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from kvconnect.orders import OffloadReport
 from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
 
 logger = logging.getLogger(__name__)
+
+WAIT_S = 5.0
+"""How long no report may come after the start. What takes longer comes with the first requests."""
 
 
 class Steps:
@@ -103,6 +107,45 @@ class Steps:
                 num_tokens = _certain(request, computed.num_tokens)
                 all_computed.append(computed._replace(num_tokens=num_tokens))
         return Step(all_computed, all_states)
+
+
+class Recovery:
+    """How long an idle vLLM must step so that its scheduler gets the reports that its workers begin with.
+
+    These are what lower tiers hold from before, and the size of a worker's rows where another connector has
+    the handshake. vLLM takes reports with its steps only, and steps only while it has something to do:
+    without this, prompts that come first after a restart would find nothing.
+    """
+
+    def __init__(self, *, expects: bool, clock: Callable[[], float]) -> None:
+        self._expects = expects
+        self._clock = clock
+        self._until: float | None = None
+        self._is_bringing = False
+
+    def expect(self, *, expects: bool) -> None:
+        """What was expected has come, and whether something else is."""
+        self._expects, self._until = expects, None
+
+    def step(self) -> None:
+        """A step begins."""
+        self._is_bringing = False
+
+    def reported(self, reports: Iterable[OffloadReport]) -> None:
+        """What a step brought. Reports are of bounded length, so that more may follow."""
+        if any(report.changes for report in reports):
+            self._is_bringing = True
+            self._expects = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the next step may bring more."""
+        if self._is_bringing or not self._expects:
+            return self._is_bringing
+        if self._until is None:
+            self._until = self._clock() + WAIT_S
+        self._expects = self._clock() < self._until
+        return self._expects
 
 
 def _computed(scheduler_output: Any, due: Mapping[str, int]) -> dict[str, Computed]:

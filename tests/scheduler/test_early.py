@@ -12,7 +12,7 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig, TransferConfig
 from kvconnect.orders import Await, LetGo, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.early import EarlyLoads
+from kvconnect.scheduler.decode import EarlyLoads
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 
 FULL = KVCacheGroup(("f",), FullAttentionSpec(4, 1, 4, torch.float16))

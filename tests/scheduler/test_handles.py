@@ -18,9 +18,8 @@ from kvconnect.errors import ConfigError, PeerError
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles
+from kvconnect.scheduler.handles import LONGEST_HANDLE, MOST_SKEW_S, Claims, Handles, PeerTrust
 from kvconnect.scheduler.params import HANDLE_KEY, PEER_KEY, TRANSFER_KEY, read_remote_prefill
-from kvconnect.scheduler.trust import PeerTrust
 from tests.scheduler.test_connector import ATTENTION, HANDLES, Request, connector, prefilled
 
 CACHE = KVCacheConfig(100, (ATTENTION,))

@@ -15,9 +15,8 @@ from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
-from kvconnect.scheduler.handles import Handles
+from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.stack import Computed, LongestRequest, SchedulerHooks, StackTraits, Step
-from kvconnect.scheduler.trust import PeerTrust
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
 from tests.simulator.pace import Pace

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from kvconnect.peer.loss import Quarantine
-from kvconnect.scheduler.decode import DecodeRequests
-from kvconnect.scheduler.early import EarlyLoads
+from kvconnect.scheduler.decode import DecodeRequests, EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.fetch_service import FetchService

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.orders import OffloadReport, TierChange
-from kvconnect.vllm.recovery import WAIT_S, Recovery
+from kvconnect.vllm.steps import WAIT_S, Recovery
 
 NEWS = [OffloadReport(0), OffloadReport(1, changes=(TierChange("disk", 0, (b"h",)),))]
 

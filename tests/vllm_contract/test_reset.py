@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.loaded import LoadedWeights
 from kvconnect.vllm.metadata import OrdersMetadata
 from kvconnect.vllm.steps import Steps
+from kvconnect.vllm.weights import LoadedWeights
 
 EMPTY, BUSY = SimpleNamespace(total_num_scheduled_tokens=0), SimpleNamespace(total_num_scheduled_tokens=3)
 LOAD = Orders(loads=(Load("r", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (1,)),)),))

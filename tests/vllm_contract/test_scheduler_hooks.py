@@ -20,10 +20,10 @@ from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import AddressMetadata, ReportMetadata
-from kvconnect.vllm.recovery import WAIT_S, Recovery
-from kvconnect.vllm.steps import Steps
+from kvconnect.vllm.steps import WAIT_S, Recovery, Steps
 from tests.offload.half_kit import Kind, Stack
 
+OWN = AddressMetadata(0, None, {0: 64})
 KEPT, MOVED = (0,), (0, 1)
 """A cache of which one group is replayed after a hit, unless a peer sends it."""
 
@@ -40,8 +40,8 @@ def connector(half: SchedulerComposite | None = None, engine: str = "none") -> K
     made._vllm = SimpleNamespace(
         cache_config=SimpleNamespace(enable_prefix_caching=True), scheduler_config=SimpleNamespace()
     )
-    made._workers, made._early, made._is_asked = {}, {}, False
-    made._report, made._own, made._worker = ReportMetadata(()), AddressMetadata(0, None, {0: 64}), None
+    made._workers, made._early = {}, {}
+    made._report, made._own, made._worker = ReportMetadata(()), None, None
     made._scheduler, made._kept = half, KEPT
     made._cache = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())], transfer_group_ids=MOVED
@@ -157,9 +157,9 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
         lambda *given: made.append(given[-1]) or SchedulerComposite(None, stack.half),
     )
     ours, theirs = connector(), Theirs()
-    ours._worker = Worker()
+    ours._worker, ours._own = Worker(), OWN
     worker = beside(ours, Theirs(), first=first)
-    monkeypatch.setattr(module, "outermost", lambda ours: worker)
+    monkeypatch.setattr(module.settings, "outermost", lambda ours: worker)
     ours = connector()
     scheduler = beside(ours, theirs, first=first)
     told = {(0, 0): worker.get_handshake_metadata()}
@@ -200,13 +200,13 @@ def test_requests_wait_for_a_bounded_time_for_what_workers_tell():
 def test_alone_the_handshake_tells_what_the_workers_are():
     hooks = connector()
     assert hooks.get_handshake_metadata() is None
-    hooks._worker = Worker()
-    assert hooks.get_handshake_metadata() == AddressMetadata(0, None, {0: 64})
+    hooks._own = OWN
+    assert hooks.get_handshake_metadata() == OWN
 
 
 def test_an_engine_beside_another_handshake_is_refused_with_what_is_accepted():
     hooks = connector(engine="nixl")
-    hooks._worker, hooks._own = Worker(), AddressMetadata(0, RankAddress(0, "10.0.0.1", 5600))
+    hooks._own = AddressMetadata(0, RankAddress(0, "10.0.0.1", 5600))
     assert hooks.get_handshake_metadata().address is not None
     with pytest.raises(ConfigError, match=r"TheirMetadata.* engine is 'nixl'; accepted .*: engine 'none'"):
         hooks.set_xfer_handshake_metadata_pp_aware({(0, 0): TheirMetadata()})

@@ -14,8 +14,13 @@ import torch
 from torch import nn
 
 from kvconnect.offload.namespace import Namespace
-from kvconnect.vllm.loaded import LoadedWeights, loaded_weights, tensors_digest
-from kvconnect.vllm.weights import checkpoint_name, files_name
+from kvconnect.vllm.weights import (
+    LoadedWeights,
+    checkpoint_name,
+    files_name,
+    loaded_weights,
+    tensors_digest,
+)
 
 LAYERS = 40
 
@@ -303,7 +308,7 @@ def test_what_cannot_be_looked_at_is_another_after_each_reset():
 
 
 def test_the_models_are_those_of_the_runner_that_registers(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvconnect.vllm.loaded._all_ranks", alone)
+    monkeypatch.setattr("kvconnect.vllm.weights._all_ranks", alone)
     vllm_config = SimpleNamespace(speculative_config=None)
     vllm_config.model_config, vllm_config.load_config = config(tmp_path, "s3://bucket/x")
     models = [network(0), network(1)]
