@@ -66,7 +66,8 @@ class Speculation:
     def use_eagle(self) -> bool:
         return self._is_eagle
 
-    use_eagle_block_drop = use_eagle
+    use_eagle_block_drop = needs_eagle_block_drop = use_eagle
+    disable_eagle_block_drop = False
 
     def use_multi_module_mtp(self) -> bool:
         return False
