@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_exact
 from kvconnect.errors import LocalError
-from kvconnect.runner_kit.table_ops import PAD_SLOT, TableOps, make_table_ops
+from kvconnect.runner_kit.table_ops import PAD_SLOT, TableMemory, make_table_ops
 
 BlockIds = NDArray[np.int64]
 Indices = Sequence[int] | NDArray[np.int64] | torch.Tensor
@@ -83,26 +83,12 @@ class BlockTables:
         self._slots = [
             torch.full((max_tokens,), PAD_SLOT, dtype=torch.int64, device=device) for _ in self._groups
         ]
-        self._ops: TableOps = make_table_ops(
-            kernels,
-            self._tables,
-            self._batch,
-            self._slots,
-            ratios=self._ratios,
-            kernel_block_sizes=tuple(kernel_block_sizes.values()),
+        sizes = tuple(kernel_block_sizes.values())
+        self._ops = make_table_ops(
+            kernels, TableMemory(self._tables, self._batch, self._slots, self._ratios, sizes)
         )
-        self._ratio_row = np.asarray(self._ratios)
-        self._capacity_row = np.asarray(self._capacities)
-        self._group_row = np.arange(len(self._groups))
         self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
-        # Staged writes: those of single requests grow in arrays, whole batches are kept as they are.
-        self._records = array("i")
-        self._ids = array("i")
-        self._record_chunks: list[NDArray[np.int32]] = []
-        self._id_chunks: list[NDArray[np.int32] | BlockIds] = []
-        self._num_ids = 0
-        self._touched = np.zeros(max_requests, dtype=np.bool_)
-        self._conflict = False
+        self._staged = _Staged(max_requests)
 
     # Sizes
 
@@ -141,19 +127,14 @@ class BlockTables:
                 raise self._overflow(request_index, index, ends[index])
             if min(ids) < 0:
                 raise LocalError(f"cache group {group} got block id {min(ids)}, ids are 0 or more")
-        self._touch(request_index)
-        staged = self._num_ids
+        self._staged.touch(request_index)
         for group, ids in enumerate(new_block_ids):
             if len(ids):
                 index = self._position[group]
-                start = 0 if overwrite else counts[index]
-                self._records.extend((index, request_index, start, len(ids), staged))
-                self._ids.extend(ids)
-                staged += len(ids)
-        self._num_ids = staged
+                self._staged.write(index, request_index, 0 if overwrite else counts[index], ids)
         for index, (count, end) in enumerate(zip(counts, ends, strict=True)):
             if count > end:
-                self._records.extend((index, request_index, end, end - count, 0))
+                self._staged.zero(index, request_index, end, count - end)
         self._counts[request_index] = ends
 
     def append_batch(self, request_indices: BlockIds, counts: BlockIds, block_ids: BlockIds) -> None:
@@ -183,23 +164,18 @@ class BlockTables:
                 "must be different, and every block needs one id of 0 or more"
             )
         start = self._counts[rows]
-        grown = start + counts * self._ratio_row
-        if (grown > self._capacity_row).any():
-            at, index = np.argwhere(grown > self._capacity_row)[0]
+        grown = start + counts * self._ratios
+        if (grown > self._capacities).any():
+            at, index = np.argwhere(grown > self._capacities)[0]
             raise self._overflow(int(rows[at]), int(index), int(grown[at, index]))
-        self._close_chunk()
         records = np.empty((*counts.shape, 5), dtype=np.int32)
-        records[:, :, 0] = self._group_row
+        records[:, :, 0] = np.arange(len(self._groups))
         records[:, :, 1] = rows[:, None]
         records[:, :, 2] = start
         records[:, :, 3] = counts
-        records[:, :, 4] = ends.reshape(counts.shape) - counts + self._num_ids
-        self._record_chunks.append(records.reshape(-1, 5))
-        self._id_chunks.append(ids)
-        self._num_ids += len(ids)
+        records[:, :, 4] = ends.reshape(counts.shape) - counts
+        self._staged.write_batch(rows, records.reshape(-1, 5), ids)
         self._counts[rows] = grown
-        self._conflict |= bool(self._touched[rows].any())
-        self._touched[rows] = True
 
     def clear_row(self, request_index: int) -> None:
         """Stage the emptying of a request's rows. The entries become the null block.
@@ -208,22 +184,19 @@ class BlockTables:
             LocalError: the request index is out of range.
         """
         self._check_row(request_index)
-        self._touch(request_index)
+        self._staged.touch(request_index)
         for index, count in enumerate(self._counts[request_index].tolist()):
             if count:
-                self._records.extend((index, request_index, 0, -count, 0))
+                self._staged.zero(index, request_index, 0, count)
         self._counts[request_index] = 0
 
     def apply(self) -> None:
         """Make everything staged visible to kernels, in the order it was staged."""
-        self._close_chunk()
-        if not self._record_chunks:
-            return
-        self._ops.apply(self._record_chunks, self._id_chunks, self._conflict)
-        self._record_chunks, self._id_chunks = [], []
-        self._num_ids = 0
-        self._touched.fill(False)
-        self._conflict = False
+        staged = self._staged
+        staged.close_chunk()
+        if staged.records:
+            self._ops.apply(staged.records, staged.ids, staged.keep_order)
+            self._staged = _Staged(self.max_requests)
 
     # Reads
 
@@ -286,14 +259,6 @@ class BlockTables:
             raise LocalError(f"query_start has {len(starts)} entries for {len(indices)} requests")
         self._ops.compute_slots(indices, starts, places, num_tokens)
 
-    def _close_chunk(self) -> None:
-        """Put what single requests staged behind what is staged already."""
-        if self._records:
-            self._record_chunks.append(np.frombuffer(self._records, dtype=np.int32).reshape(-1, 5))
-            self._id_chunks.append(np.frombuffer(self._ids, dtype=np.int32))
-            # New arrays, since the chunks are views of the old ones.
-            self._records, self._ids = array("i"), array("i")
-
     def _check_row(self, request_index: int) -> None:
         if not 0 <= request_index < self.max_requests:
             raise LocalError(f"request index {request_index} is not in 0..{self.max_requests - 1}")
@@ -305,14 +270,57 @@ class BlockTables:
         for index in (min(request_indices), max(request_indices)):
             self._check_row(int(index))
 
-    def _touch(self, request_index: int) -> None:
-        """Remember that a row has staged writes; a second one has to keep its order."""
-        if self._touched[request_index]:
-            self._conflict = True
-        self._touched[request_index] = True
-
     def _overflow(self, request_index: int, index: int, end: int) -> LocalError:
         return LocalError(
             f"request index {request_index} would hold {end} kernel blocks in cache group "
             f"{self._groups[index]}, whose rows hold {self._capacities[index]}"
         )
+
+
+class _Staged:
+    """Writes that wait for ``apply``, as chunks of records and ids (see ``table_ops``).
+
+    Those of single requests grow in arrays, whole batches are kept as they are.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self.records: list[NDArray[np.int32]] = []
+        self.ids: list[NDArray[np.int32] | BlockIds] = []
+        self.keep_order = False
+        """Some row is written twice."""
+        self._num_ids = 0
+        self._open_records, self._open_ids = array("i"), array("i")
+        self._touched = np.zeros(max_requests, dtype=np.bool_)
+
+    def touch(self, request_index: int) -> None:
+        """A row is about to be written."""
+        self.keep_order |= bool(self._touched[request_index])
+        self._touched[request_index] = True
+
+    def write(self, table: int, row: int, start: int, block_ids: Sequence[int]) -> None:
+        """Write logical ids from entry ``start`` on."""
+        self._open_records.extend((table, row, start, len(block_ids), self._num_ids))
+        self._open_ids.extend(block_ids)
+        self._num_ids += len(block_ids)
+
+    def zero(self, table: int, row: int, start: int, count: int) -> None:
+        """Make ``count`` entries from ``start`` on the null block."""
+        self._open_records.extend((table, row, start, -count, 0))
+
+    def write_batch(self, rows: BlockIds, records: NDArray[np.int32], block_ids: BlockIds) -> None:
+        """Add a chunk, whose records have offsets within ``block_ids``."""
+        self.close_chunk()
+        records[:, 4] += self._num_ids
+        self.records.append(records)
+        self.ids.append(block_ids)
+        self._num_ids += len(block_ids)
+        self.keep_order |= bool(self._touched[rows].any())
+        self._touched[rows] = True
+
+    def close_chunk(self) -> None:
+        """Put what single requests wrote behind the chunks before it."""
+        if self._open_records:
+            self.records.append(np.frombuffer(self._open_records, dtype=np.int32).reshape(-1, 5))
+            self.ids.append(np.frombuffer(self._open_ids, dtype=np.int32))
+            # New arrays, since the chunks are views of the old ones.
+            self._open_records, self._open_ids = array("i"), array("i")

@@ -97,19 +97,11 @@ class FlexBuffers:
         self.capacity = capacity
         groups, stride = capacity.query_groups, capacity.row_stride
         self._flat = torch.full((groups * stride,), NULL_PAGE, dtype=torch.int32, device=device)
-        self._kv_indices = self._flat.view(groups, stride)[:, : capacity.kv_indices]
-        self._kv_num_blocks = torch.zeros(groups, dtype=torch.int32, device=device)
-        self._filled = (0, 0)
-
-    @property
-    def kv_num_blocks(self) -> torch.Tensor:
-        """int32 of shape ``(query_groups,)``. Never moves."""
-        return self._kv_num_blocks
-
-    @property
-    def kv_indices(self) -> torch.Tensor:
+        self.kv_indices = self._flat.view(groups, stride)[:, : capacity.kv_indices]
         """int32 of shape ``(query_groups, kv_indices)``, rows ``row_stride`` apart. Never moves."""
-        return self._kv_indices
+        self.kv_num_blocks = torch.zeros(groups, dtype=torch.int32, device=device)
+        """int32 of shape ``(query_groups,)``. Never moves."""
+        self._filled = (0, 0)
 
     def fill(
         self,
@@ -141,7 +133,7 @@ class FlexBuffers:
         self._reset()
         self._filled = (used, int(most.max()) if used else 0)
         self._write(runs, block_tables)
-        return FlexBlocks(self._kv_num_blocks[:used], self._kv_indices[:used], most)
+        return FlexBlocks(self.kv_num_blocks[:used], self.kv_indices[:used], most)
 
     def _check(
         self, queries: torch.Tensor, ends: torch.Tensor, tables: torch.Tensor, window: int | None
@@ -201,8 +193,8 @@ class FlexBuffers:
     def _reset(self) -> None:
         """Make what the previous step named null again."""
         groups, width = self._filled
-        self._kv_num_blocks[:groups] = 0
-        self._kv_indices[:groups, :width] = NULL_PAGE
+        self.kv_num_blocks[:groups] = 0
+        self.kv_indices[:groups, :width] = NULL_PAGE
 
     def _write(self, runs: _PageRuns, tables: torch.Tensor) -> None:
         total = int(runs.length.sum())
@@ -219,13 +211,13 @@ class FlexBuffers:
         fresh = pages != NULL_PAGE
         fresh[1:] &= key[1:] != key[:-1]
         # int64 counts, because index_add wants one dtype; the copy narrows them.
-        counts = torch.zeros(len(self._kv_num_blocks), dtype=torch.int64, device=tables.device)
+        counts = torch.zeros(len(self.kv_num_blocks), dtype=torch.int64, device=tables.device)
         counts.index_add_(0, group, fresh.long())
         slot = fresh.cumsum(0) - 1 - (counts.cumsum(0) - counts)[group]
         # What is not kept is written, as a null page, where nothing else ever is: the last row's last slot.
         place = torch.where(fresh, group * self.capacity.row_stride + slot, len(self._flat) - 1)
         self._flat[place] = torch.where(fresh, pages, NULL_PAGE).int()
-        self._kv_num_blocks.copy_(counts)
+        self.kv_num_blocks.copy_(counts)
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,29 @@ entries. Records and ids come in chunks, in the order they were staged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.errors import ConfigError
+from kvconnect.runner_kit.kernels import wants_triton
 
 PAD_SLOT = -1
 """The slot of a token that is written nowhere."""
 
 Records = Sequence[NDArray[np.int32]]
 StagedIds = Sequence[NDArray[np.int32] | NDArray[np.int64]]
+
+
+class TableMemory(NamedTuple):
+    """Tensors and numbers of every table, in one order: see ``BlockTables``."""
+
+    tables: Sequence[torch.Tensor]
+    batch: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
+    ratios: Sequence[int]
+    kernel_block_sizes: Sequence[int]
 
 
 class TableOps(Protocol):
@@ -49,46 +59,24 @@ class TableOps(Protocol):
         ...
 
 
-def make_table_ops(
-    kernels: str,
-    tables: Sequence[torch.Tensor],
-    batch: Sequence[torch.Tensor],
-    slots: Sequence[torch.Tensor],
-    *,
-    ratios: Sequence[int],
-    kernel_block_sizes: Sequence[int],
-) -> TableOps:
+def make_table_ops(kernels: str, memory: TableMemory) -> TableOps:
     """The operations for these tensors.
 
     Raises:
         ConfigError: ``kernels`` is unknown, or Triton is not installed.
     """
-    if kernels not in ("auto", "torch", "triton"):
-        raise ConfigError(f"kernels is {kernels!r}; accepted: auto, torch, triton")
-    on_cuda = bool(tables) and tables[0].is_cuda
-    if kernels == "triton" or (kernels == "auto" and on_cuda):
-        try:
-            from kvconnect.runner_kit.table_ops_triton import TritonTableOps
-        except ImportError as error:
-            raise ConfigError(f"kernels is {kernels!r}, which needs Triton: pip install triton") from error
-        return TritonTableOps(tables, batch, slots, ratios=ratios, kernel_block_sizes=kernel_block_sizes)
-    return TorchTableOps(tables, batch, slots, ratios=ratios, kernel_block_sizes=kernel_block_sizes)
+    if not wants_triton(kernels, bool(memory.tables) and memory.tables[0].is_cuda):
+        return TorchTableOps(memory)
+    from kvconnect.runner_kit.table_ops_triton import TritonTableOps
+
+    return TritonTableOps(memory)
 
 
 class TorchTableOps:
     """The operations in torch, on any device; a few calls per group."""
 
-    def __init__(
-        self,
-        tables: Sequence[torch.Tensor],
-        batch: Sequence[torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        *,
-        ratios: Sequence[int],
-        kernel_block_sizes: Sequence[int],
-    ) -> None:
-        self._tables, self._batch, self._slots = tables, batch, slots
-        self._ratios, self._sizes = ratios, kernel_block_sizes
+    def __init__(self, memory: TableMemory) -> None:
+        self._tables, self._batch, self._slots, self._ratios, self._sizes = memory
 
     def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
         """See ``TableOps``. Later records win where entries repeat, which is their order."""

@@ -7,7 +7,6 @@ allocations of different widths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kvconnect.runner_kit.table_ops import Records, StagedIds
+from kvconnect.runner_kit.kernels import PinnedStaging
+from kvconnect.runner_kit.table_ops import Records, StagedIds, TableMemory
 
 _CHUNK = 128
 _FIELDS = 5
@@ -123,27 +123,20 @@ def _slots_kernel(
 class TritonTableOps:
     """The operations as one launch each. See ``TableOps``."""
 
-    def __init__(
-        self,
-        tables: Sequence[torch.Tensor],
-        batch: Sequence[torch.Tensor],
-        slots: Sequence[torch.Tensor],
-        *,
-        ratios: Sequence[int],
-        kernel_block_sizes: Sequence[int],
-    ) -> None:
+    def __init__(self, memory: TableMemory) -> None:
+        tables = memory.tables
         self._device = tables[0].device
         # The kernels hold addresses only: these references keep the memory behind them.
-        self._kept = (tables, batch, slots)
+        self._kept = memory
         self._tables, self._batch, self._slots = (
-            self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in (tables, batch, slots)
+            self._numbers([tensor.data_ptr() for tensor in tensors]) for tensors in memory[:3]
         )
         self._widths = self._numbers([table.shape[1] for table in tables])
         self._max_requests = tables[0].shape[0]
-        self._ratios = self._numbers(ratios)
-        self._sizes = self._numbers(kernel_block_sizes)
+        self._ratios = self._numbers(memory.ratios)
+        self._sizes = self._numbers(memory.kernel_block_sizes)
         self._counting = np.arange(1, dtype=np.int32)
-        self._staging = _Staging(self._device)
+        self._staging = PinnedStaging(self._device, np.int32)
 
     def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
         """See ``TableOps``. With ``keep_order`` one program carries out all records of a row."""
@@ -158,7 +151,7 @@ class TritonTableOps:
             starts = np.concatenate(([0], breaks, [num_records]))
         else:
             starts = self._one_each(num_records)
-        staged_at = self._staging.put(*columns, starts, *ids)
+        staged_at = self._staging.put(*columns, starts, *ids).data_ptr()
         programs = len(starts) - 1
         _apply_kernel[(programs,)](
             staged_at,
@@ -224,49 +217,3 @@ class TritonTableOps:
 
     def _numbers(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._device)
-
-
-class _Staging:
-    """Pinned host memory for one step's staged numbers, which the kernel reads where they are.
-
-    Two buffers take turns, and one is not written again before its reader is done.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._capacity = 0
-        self._turn = 0
-        self._hosts: list[torch.Tensor] = []
-        self._views: list[NDArray[np.int32]] = []
-        self._events: list[Any] = []
-
-    def put(self, *columns: np.ndarray) -> int:
-        """The address of the columns, one after the other, as int32."""
-        size = sum(len(column) for column in columns)
-        if size > self._capacity:
-            self._grow(size)
-        self._turn = 1 - self._turn
-        if self._events:
-            self._events[self._turn].synchronize()
-        host = self._views[self._turn]
-        at = 0
-        for column in columns:
-            host[at : at + len(column)] = column
-            at += len(column)
-        return self._hosts[self._turn].data_ptr()
-
-    def in_use(self) -> None:
-        """What was put is being read by what was launched just now."""
-        if self._events:
-            self._events[self._turn].record()
-
-    def _grow(self, size: int) -> None:
-        for event in self._events:
-            event.synchronize()
-        self._capacity = max(1024, 2 * size)
-        self._hosts = [
-            torch.empty(self._capacity, dtype=torch.int32, pin_memory=self._on_cuda) for _ in range(2)
-        ]
-        self._views = [host.numpy() for host in self._hosts]
-        if self._on_cuda and not self._events:
-            self._events = [torch.cuda.Event() for _ in range(2)]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
+from kvconnect.runner_kit.kernels import wants_triton
 
 PageTable = NDArray[np.int64]
 """Rows of address, stride and size in bytes: one per stretch of logical pages to zero."""
@@ -50,21 +51,16 @@ class KVBlockZeroer:
         runner_only_layers: frozenset[str] = frozenset(),
         kernels: str = "auto",
     ) -> None:
-        if kernels not in ("auto", "torch", "triton"):
-            raise ConfigError(f"kernels is {kernels!r}; accepted: auto, torch, triton")
+        on_cuda = torch.device(device).type == "cuda"
+        use_triton = wants_triton(kernels, on_cuda)
         if unknown := runner_only_layers - set(table.layers):
             raise LayoutError(f"runner_only_layers {sorted(unknown)} are not layers of the table")
         self.pages = logical_pages(table, runner_only_layers)
         self.num_blocks = _num_blocks(table)
-        on_cuda = torch.device(device).type == "cuda"
         self._ops: _ZeroOps
-        if kernels == "triton" or (kernels == "auto" and on_cuda):
-            try:
-                from kvconnect.runner_kit.zeroing_triton import TritonZeroOps
-            except ImportError as error:
-                raise ConfigError(
-                    f"kernels is {kernels!r}, which needs Triton: pip install triton"
-                ) from error
+        if use_triton:
+            from kvconnect.runner_kit.zeroing_triton import TritonZeroOps
+
             self._ops = TritonZeroOps(self.pages, self.num_blocks, torch.device(device))
         elif on_cuda:
             raise ConfigError("kernels is 'torch', which zeroes CPU memory only; accepted: auto, triton")

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from kvconnect.runner_kit.kernels import PinnedStaging
 from kvconnect.runner_kit.words_triton import word_pointer
 from kvconnect.runner_kit.zeroing import PageTable, word_bytes
 
@@ -39,25 +40,15 @@ class TritonZeroOps:
         self._chunk = _CHUNK_BYTES // self._word_bytes
         words = int(pages[:, 2].max()) // self._word_bytes if len(pages) else 0
         self._chunks = triton.cdiv(words, self._chunk)
-        self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._turn = 0
-        self._hosts = [torch.empty(num_blocks, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)]
-        self._events = [torch.cuda.Event() for _ in range(2)] if self._on_cuda else []
+        self._staging = PinnedStaging(device, np.int64, num_blocks)
         self._blocks = torch.empty(num_blocks, dtype=torch.int64, device=device)
 
     def zero(self, blocks: NDArray[np.int64]) -> None:
         """Zero these logical blocks in every stretch."""
         if len(blocks) > len(self._blocks):
             blocks = np.unique(blocks)
-        self._turn = 1 - self._turn
-        if self._events:
-            # The last but one launch must have taken its ids before they are overwritten.
-            self._events[self._turn].synchronize()
-        host = self._hosts[self._turn][: len(blocks)]
-        host.numpy()[:] = blocks
-        self._blocks[: len(blocks)].copy_(host, non_blocking=True)
+        # The copy takes the ids before the staging memory is written again.
+        self._blocks[: len(blocks)].copy_(self._staging.put(blocks), non_blocking=True)
         grid = (len(blocks), len(self._pages), self._chunks)
         _zero_kernel[grid](self._pages, self._blocks, WORD=self._word_bytes, CHUNK=self._chunk)
-        if self._events:
-            self._events[self._turn].record()
+        self._staging.in_use()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvconnect.testing.store_master import StoreMaster, master_binary
 from tests.node.node_harness import make_prompt
 from tests.offload.node_kit import make_keeper
+from tests.offload.store_master import StoreMaster, master_binary
 
 pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")
 PROMPT = make_prompt(200, seed=1)

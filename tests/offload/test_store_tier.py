@@ -18,8 +18,8 @@ from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
 from kvconnect.orders import Fetch, Seek, Store
-from kvconnect.testing.store_master import StoreMaster, free_port, master_binary
 from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, some_rows
+from tests.offload.store_master import StoreMaster, free_port, master_binary
 from tests.offload.worker_kit import NUM_GROUPS, Rig, copies
 
 pytestmark = pytest.mark.skipif(master_binary() is None, reason="no mooncake_master here")

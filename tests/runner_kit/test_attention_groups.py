@@ -22,7 +22,7 @@ from kvconnect.cache.specs import (
 from kvconnect.errors import LayoutError
 from kvconnect.runner_kit.attention_groups import GraphSupport, init_attention
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
-from kvconnect.testing import runner_kit_example
+from tests.runner_kit import example
 
 
 @dataclass
@@ -84,7 +84,7 @@ def test_layers_without_a_backend_and_backends_without_a_layer_are_errors():
 
 def test_the_kit_works_alone():
     done = subprocess.run(
-        [sys.executable, "-m", "kvconnect.testing.runner_kit_example"],
+        [sys.executable, "-m", "tests.runner_kit.example"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -96,4 +96,4 @@ def test_the_kit_works_alone():
         "slot of its token 129: 385 and of the padding: -1",
         "fresh pages hold NaN: False",
     ]
-    assert Path(runner_kit_example.__file__).read_text().count("\n") < 60
+    assert Path(example.__file__).read_text().count("\n") < 60

@@ -1,4 +1,4 @@
-"""The runner kit without the rest: ``python -m kvconnect.testing.runner_kit_example``."""
+"""The runner kit without the rest: ``python -m tests.runner_kit.example``."""
 
 from dataclasses import dataclass
 
