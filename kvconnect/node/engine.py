@@ -6,19 +6,20 @@ an inbox and wake it; it answers through the requests' sinks and a published sna
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvconnect.errors import LocalError
+from kvconnect.node.connector import Connector
 from kvconnect.node.request import Failure, Output, Request
-from kvconnect.node.request_book import Counts
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.orders import Results
-from kvconnect.scheduler.stack import WorkerHooks
 
 logger = logging.getLogger(__name__)
 
@@ -40,42 +41,22 @@ class Snapshot:
     steps: int
 
 
-@dataclass
-class _Inbox:
-    """What other threads want of the loop. Guarded by the engine's condition."""
-
-    requests: list[Request] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    woken: bool = False
-    stopping: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.requests or self.aborted or self.woken or self.stopping)
-
-
 class Engine:
-    """Runs ``scheduler`` and ``runner`` in a thread; ``worker`` is the connector's other half, if any.
+    """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the other half, if there is one."""
 
-    ``offload_state`` tells any thread what is kept.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        worker: WorkerHooks | None = None,
-        offload_state: Callable[[], Mapping[str, Any]] | None = None,
-    ) -> None:
-        if (worker is None) != (scheduler.transfers is None):
-            raise LocalError("a connector has two halves: the scheduler's and the worker's")
+    def __init__(self, scheduler: Scheduler, runner: Runner, connector: Connector | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.worker = worker
-        self.offload_state = offload_state
+        self.options = scheduler.options
+        self.vocab_size = runner.model.dims.vocab_size
+        self.worker = None if connector is None else connector.worker
+        self.offload_state = None if connector is None else connector.offload_state
         self.snapshot = self._take_snapshot(0)
-        self._condition = threading.Condition()
-        self._inbox = _Inbox()
-        self._arrived: list[Request] = []
+        # A request that arrived, the id of one that is aborted, or None to wake the loop.
+        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._arriving: Request | None = None
+        self._lock = threading.Lock()
+        self._stopping = False
         self._failed: str | None = None
         self._thread = threading.Thread(target=self._run, name="kvconnect-node-engine", daemon=True)
 
@@ -92,9 +73,9 @@ class Engine:
 
     def stop(self) -> None:
         """End the loop after its current step, and close the connector. Requests end with an error."""
-        with self._condition:
-            self._inbox.stopping = True
-            self._condition.notify()
+        with self._lock:
+            self._stopping = True
+        self.wake()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive():
@@ -119,57 +100,65 @@ class Engine:
         Raises:
             LocalError: the loop has ended.
         """
-        with self._condition:
-            if self._failed is not None or self._inbox.stopping:
+        with self._lock:
+            if self._failed is not None or self._stopping:
                 raise LocalError(f"the engine loop has ended: {self._failed or 'the node is stopping'}")
-            self._inbox.requests.append(request)
-            self._condition.notify()
+            self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at whatever stage it is."""
-        with self._condition:
-            self._inbox.aborted.append(request_id)
-            self._condition.notify()
+        self._inbox.put(request_id)
 
     def wake(self) -> None:
         """Results are waiting. Called by the connector, from any thread."""
-        with self._condition:
-            self._inbox.woken = True
-            self._condition.notify()
+        self._inbox.put(None)
+
+    def state(self) -> dict[str, Any]:
+        """What the engine and its connector hold. For any thread."""
+        state = {"model": self.options.model, **asdict(self.snapshot)}
+        connector_state = getattr(self.worker, "state", None)
+        if connector_state is not None:
+            state["connector"] = connector_state()
+        if self.offload_state is not None:
+            state["offload"] = self.offload_state()
+        return state
 
     # --- the loop's thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._take_inbox():
-                wait_s = self._step()
+            while not self._stopping:
+                wait_s = self.run_once()
                 if wait_s > 0:
-                    self._sleep(wait_s)
+                    with contextlib.suppress(queue.Empty):
+                        self._take(self._inbox.get(timeout=wait_s))
             self._end("the node is stopping", status=503)
         except Exception as error:
             logger.exception("the engine loop failed; the node answers no more requests")
             self._end(f"the engine loop failed: {type(error).__name__}: {error}", status=500)
 
-    def _take_inbox(self) -> bool:
-        """Hand what arrived to the scheduler. True: the loop is to end."""
-        with self._condition:
-            inbox, self._inbox = self._inbox, _Inbox(stopping=self._inbox.stopping)
-        # Kept where ``_end`` finds them: a request that was taken must be answered, whatever happens.
-        self._arrived = inbox.requests
-        while self._arrived:
-            self.scheduler.add(self._arrived[0])
-            self._arrived.pop(0)
-        for request_id in inbox.aborted:
-            self.scheduler.abort(request_id)
-        return inbox.stopping
+    def _take(self, item: Request | str | None) -> None:
+        """Hand what arrived to the scheduler."""
+        if isinstance(item, Request):
+            # Kept where ``_end`` finds it: a request that was taken must be answered, whatever happens.
+            self._arriving = item
+            self.scheduler.add(item)
+            self._arriving = None
+        elif item is not None:
+            self.scheduler.abort(item)
+
+    def _drained(self) -> Iterator[Request | str | None]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._inbox.get_nowait()
 
     def run_once(self) -> float:
-        """Take what arrived and do one step. The loop's thread does this; tests may do it without one."""
-        self._take_inbox()
-        return self._step()
+        """Take what arrived, and do one step: results, plan, compute, orders, answers.
 
-    def _step(self) -> float:
-        """One step: results, plan, compute, orders, answers. Returns how long to sleep, in seconds."""
+        Returns how long to sleep, in seconds. The loop's thread calls it; tests may do so without one.
+        """
+        for item in self._drained():
+            self._take(item)
         scheduler, transfers = self.scheduler, self.scheduler.transfers
         results = self.worker.results() if self.worker is not None else Results()
         if results:
@@ -206,38 +195,30 @@ class Engine:
         self.worker.before_step(orders)
         self.worker.start(orders)
 
-    def _sleep(self, wait_s: float) -> None:
-        """Sleep until something arrives, at most ``wait_s``."""
-        with self._condition:
-            if not self._inbox:
-                self._condition.wait(wait_s)
-
     def _deliver(self) -> None:
-        for request, output in self.scheduler.book.take_outputs():
+        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        for request, output in outputs:
             try:
                 request.sink(output)
             except Exception:
                 logger.exception("the output of request %s could not be delivered", request.request_id)
 
     def _end(self, reason: str, status: int) -> None:
-        with self._condition:
+        with self._lock:
             self._failed = reason
-            inbox, self._inbox = self._inbox, _Inbox(stopping=True)
-        self.scheduler.fail_all(Failure(status, reason, "server_error"))
+        failure = Failure(status, reason, "server_error")
+        self.scheduler.fail_all(failure)
+        unanswered = [self._arriving, *self._drained()]
+        outputs = [(one, Output(failure=failure)) for one in unanswered if isinstance(one, Request)]
+        self.scheduler.outputs += outputs
         self._deliver()
-        for request in [*self._arrived, *inbox.requests]:
-            request.sink(Output(failure=Failure(status, reason, "server_error")))
 
     def _take_snapshot(self, steps: int) -> Snapshot:
-        pool, counts = self.scheduler.manager.pool, self.scheduler.book.counts
-        return Snapshot(
-            blocks={
-                "free": pool.num_free,
-                "held": pool.num_held,
-                "total": pool.total,
-                "reserved": pool.reserved,
-            },
-            requests=self.scheduler.book.by_state(),
-            counts={name: getattr(counts, name) for name in Counts.__dataclass_fields__},
-            steps=steps,
-        )
+        pool = self.scheduler.manager.pool
+        blocks = {
+            "free": pool.num_free,
+            "held": pool.num_held,
+            "total": pool.total,
+            "reserved": pool.reserved,
+        }
+        return Snapshot(blocks, self.scheduler.by_state(), asdict(self.scheduler.counts), steps)

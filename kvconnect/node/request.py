@@ -1,8 +1,4 @@
-"""A completion request as the node's engine sees it, and what its client gets.
-
-Owns no blocks and no queues: a record that the scheduler changes. A request may carry a truncated prompt
-(see ``truncate``), which is what a prefill node of a recurrent model computes.
-"""
+"""A completion request as the node's engine sees it, and what its client gets."""
 
 from __future__ import annotations
 

@@ -1,22 +1,36 @@
-"""Which requests run, wait or load, and what each step computes.
+"""Which requests run, wait or load, what each step computes, and what clients are to be sent.
 
-Owns the queues, the rows of the block tables and every change of a request's state. Requests are served
-first come first served with a token budget per step; when blocks run out, the latest running request is
-preempted and recomputed later. It touches no tensor and no socket; all calls come from one thread.
+Owns the unanswered requests, the queues, the rows of the block tables and every change of a request's state.
+Requests are served first come first served with a token budget per step; when blocks run out, the latest
+running request is preempted and recomputed later. It touches no tensor and no socket; all calls come from one
+thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, replace
 
 from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.node.blocks import BlockManager, Hit
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Failure, Output, Request, RequestState
-from kvconnect.node.request_book import RequestBook
 from kvconnect.node.step import Chunk, Step
 from kvconnect.node.transfers import Transfers
 from kvconnect.orders import Results
+
+
+@dataclass
+class Counts:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class Scheduler:
@@ -28,7 +42,11 @@ class Scheduler:
         self.options = options
         self.manager = manager
         self.transfers = transfers
-        self.book = RequestBook(manager, transfers)
+        self.counts = Counts()
+        # Not yet answered, by id.
+        self.requests: dict[str, Request] = {}
+        # What clients are to be sent, in order; the engine empties it.
+        self.outputs: list[tuple[Request, Output]] = []
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_rows = list(range(options.max_num_seqs))[::-1]
@@ -42,33 +60,75 @@ class Scheduler:
         Raises:
             LocalError: a request with this id is already here.
         """
-        self.book.add(request)
+        if request.request_id in self.requests:
+            raise LocalError(f"request id {request.request_id!r} is already in use")
+        request.blocks = self.manager.new_request()
+        self.requests[request.request_id] = request
         if self.transfers is not None:
             self.transfers.hooks.new_request(request)
             try:
                 request.truncate(self.transfers.hooks.prefill_tokens(request))
             except KVConnectError as error:
-                self.book.fail(request, Failure(400, str(error), "invalid_request_error"))
+                self._fail(request, Failure(400, str(error), "invalid_request_error"))
                 return
-        self.book.counts.prompt_tokens += request.num_prompt_tokens
+        self.counts.prompt_tokens += request.num_prompt_tokens
         if request.num_prompt_tokens == 0:
             # A one-token prompt of a recurrent model: the decode node computes all of it.
-            self.book.finish(request, Output(finish_reason="length"))
+            self._end(request, Output(finish_reason="length"))
             return
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
         """End a request without an answer; one that already ended is left alone."""
-        request = self.book.find(request_id)
+        request = self.requests.get(request_id)
         if request is not None:
             self._leave_queues(request)
-            self.book.abort(request)
+            self.counts.aborted += 1
+            self._end(request, Output(finish_reason="abort"), delivered=False)
 
     def fail_all(self, failure: Failure) -> None:
-        """End every request with the same error: the engine loop is over."""
-        self.book.fail_all(failure)
+        """End every request with the same error, and report it to no connector: the engine loop is over."""
+        self.outputs.extend((request, Output(failure=failure)) for request in self.requests.values())
+        self.requests.clear()
         self.waiting.clear()
         self.running.clear()
+
+    def by_state(self) -> dict[str, int]:
+        """How many requests are in each state, and how many ended ones still hold blocks."""
+        counts = {state.value: 0 for state in RequestState if state is not RequestState.FINISHED}
+        for request in self.requests.values():
+            counts[request.state.value] += 1
+        transfers = self.transfers
+        counts["waiting_to_be_fetched"] = len(transfers.unsent) if transfers else 0
+        counts["aborted_while_loading"] = len(transfers.abandoned) if transfers else 0
+        return counts
+
+    def _fail(self, request: Request, failure: Failure) -> None:
+        self.counts.failed += 1
+        self._end(request, Output(failure=failure), delivered=False)
+
+    def _end(self, request: Request, output: Output, *, delivered: bool = True) -> None:
+        """Settle the request's blocks with the connector, then queue its last output.
+
+        ``delivered``: it has all its tokens.
+        """
+        assert request.blocks is not None
+        block_ids = request.blocks.snapshot()
+        request.state = RequestState.FINISHED
+        del self.requests[request.request_id]
+        self.counts.finished += delivered
+        free, params = True, None
+        if self.transfers is not None:
+            free, params = self.transfers.end(request, block_ids, delivered=delivered)
+        if free:
+            self.manager.free(request.blocks)
+        last = replace(
+            output,
+            kv_transfer_params=params if delivered else None,
+            kv_block_ids=block_ids,
+            cached_tokens=request.cached_tokens,
+        )
+        self.outputs.append((request, last))
 
     def _leave_queues(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
@@ -89,7 +149,7 @@ class Scheduler:
         """Decide what the next step computes, and give it blocks."""
         step = Step()
         budget = self.options.max_num_batched_tokens
-        preempted = self.book.counts.preemptions
+        preempted = self.counts.preemptions
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -99,7 +159,7 @@ class Scheduler:
             self._add_chunk(request, count, step)
             budget -= count
             index += 1
-        if self.book.counts.preemptions == preempted:
+        if self.counts.preemptions == preempted:
             self._admit(budget, step)
         step.released_rows, self._released_rows = self._released_rows, []
         return step
@@ -143,7 +203,7 @@ class Scheduler:
         self._release_row(request)
         self._begin_anew(request)
         request.preemptions += 1
-        self.book.counts.preemptions += 1
+        self.counts.preemptions += 1
         self.waiting.appendleft(request)
 
     def _begin_anew(self, request: Request) -> None:
@@ -220,7 +280,7 @@ class Scheduler:
             external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
             self.waiting.remove(request)
-            self.book.fail(request, Failure(400, str(error), "invalid_request_error"))
+            self._fail(request, Failure(400, str(error), "invalid_request_error"))
             return None
         if external and not in_background:
             raise LocalError(
@@ -257,17 +317,17 @@ class Scheduler:
     def _count_cached(self, request: Request, num_tokens: int) -> None:
         """What a request that begins anew finds, of its own answer too, was not cached for its client."""
         if request.preemptions == 0:
-            self.book.count_cached(request, num_tokens)
+            self.counts.cached_tokens += num_tokens - request.cached_tokens
+            request.cached_tokens = num_tokens
 
     # --- what happened ----------------------------------------------------------------------------
 
     def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
         """The step was computed; ``sampled`` are the new token and draft token by request."""
         if self.transfers is not None:
-            self.transfers.launched(step, self.book.find)
+            self.transfers.launched(step, self.requests)
         for chunk in step.chunks:
-            request = self.book.find(chunk.request_id)
-            assert request is not None
+            request = self.requests[chunk.request_id]
             assert request.blocks is not None
             request.num_computed_tokens = chunk.start + len(chunk.token_ids)
             self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
@@ -275,13 +335,13 @@ class Scheduler:
                 continue
             token, draft = sampled[chunk.request_id]
             request.token_ids.append(token)
-            self.book.counts.generated_tokens += 1
+            self.counts.generated_tokens += 1
             drafts = None if draft is None else (draft,)
             if request.num_generated_tokens >= request.max_tokens:
                 self._leave_queues(request)
-                self.book.finish(request, Output((token,), drafts, finish_reason="length"))
+                self._end(request, Output((token,), drafts, finish_reason="length"))
             else:
-                self.book.tell(request, Output((token,), drafts))
+                self.outputs.append((request, Output((token,), drafts)))
 
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""
@@ -302,4 +362,4 @@ class Scheduler:
             self.waiting.appendleft(request)
         for request, reason in settled.failed:
             self._count_cached(request, 0)
-            self.book.fail(request, Failure(502, reason, "kv_load_error"))
+            self._fail(request, Failure(502, reason, "kv_load_error"))

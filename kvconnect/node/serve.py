@@ -21,7 +21,6 @@ from kvconnect.node.cache import (
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
-from kvconnect.node.engine_client import EngineClient
 from kvconnect.node.flex_attention import flex_backend
 from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.models import build_model
@@ -80,10 +79,7 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         zeroes_new_blocks=needs_zeroing(cache.config),
     )
-    scheduler = Scheduler(options, manager, transfers)
-    if connector is None:
-        return Engine(scheduler, runner)
-    return Engine(scheduler, runner, connector.worker, connector.offload_state)
+    return Engine(Scheduler(options, manager, transfers), runner, connector)
 
 
 def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decoder | None:
@@ -117,8 +113,7 @@ async def _drain(engine: Engine) -> None:
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
     engine = build_engine(options)
-    client = EngineClient(engine, model=options.model, seed=options.seed)
-    server = NodeServer(client, HttpLimits().within_open_files())
+    server = NodeServer(engine, HttpLimits().within_open_files())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,11 +1,14 @@
 """The node's HTTP interface: completions, health, metrics and a look inside.
 
-Owns the connections and the requests' answers, on one event loop; it reaches the engine through its client.
+Owns the connections and the requests' answers, on one event loop; the engine's thread queues outputs there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import itertools
 import json
 import logging
 import time
@@ -13,10 +16,13 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import prometheus_client
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvconnect.errors import LocalError
 from kvconnect.node.completions import (
+    DEFAULT_MAX_TOKENS,
     Answer,
     BadRequest,
     CompletionBody,
@@ -24,28 +30,27 @@ from kvconnect.node.completions import (
     error_body,
     parse_completion,
 )
-from kvconnect.node.engine_client import EngineClient
-from kvconnect.node.http_limits import MAX_BODY_BYTES, BodyReader, HttpLimits, Listener
-from kvconnect.node.request import Failure, Output
+from kvconnect.node.engine import Engine
+from kvconnect.node.http_limits import HttpLimits, listen
+from kvconnect.node.request import Failure, Output, Request
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
+# A body has a prompt that fits the model, in JSON, and not much more: so many bytes, and more for each token.
+_BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _NoTracebacks(logging.Filter):
+def _is_ours(record: logging.LogRecord) -> bool:
     """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """See ``logging.Filter``."""
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, (HttpProcessingError, ConnectionError))
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, ConnectionError))
 
 
 _http_logger = logging.getLogger("kvconnect.node.http")
-_http_logger.addFilter(_NoTracebacks())
+_http_logger.addFilter(_is_ours)
 
 
 def _error(message: str, kind: str, status: int) -> web.Response:
@@ -68,16 +73,18 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 
 class NodeServer:
-    """Serves the engine behind ``client``, within ``limits``."""
+    """Serves ``engine``, whose loop it starts and stops, within ``limits``."""
 
-    def __init__(self, client: EngineClient, limits: HttpLimits | None = None) -> None:
-        self._client = client
+    def __init__(self, engine: Engine, limits: HttpLimits | None = None) -> None:
+        self._engine = engine
         self._limits = limits or HttpLimits()
-        self._bodies = BodyReader(self._limits)
+        self._serials = itertools.count()
+        # Of every request that the engine has not ended, by its id.
+        self._outputs: dict[str, asyncio.Queue[Output]] = {}
         self._in_flight = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
+        self._listening: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and start the engine. Returns the port, which the system chose if ``port`` is 0.
@@ -85,24 +92,28 @@ class NodeServer:
         Raises:
             OSError: the address cannot be listened on.
         """
-        app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[self._note_connection, _errors_as_json]
-        )
+        self._loop = asyncio.get_running_loop()
+        max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_as_json])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/debug/state", self._state)
         # Cancelling the handler is how a client that left is noticed.
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=_http_logger
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            logger=_http_logger,
+            keepalive_timeout=self._limits.idle_timeout_s,
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._listener = Listener(self._runner.server, self._limits)
-        bound = await self._listener.open(host, port)
-        self._client.start()
-        return bound
+        self._listening = await listen(self._runner.server, host, port, self._limits.max_connections)
+        self._engine.start()
+        return int(self._listening.sockets[0].getsockname()[1])
 
     def refuse(self) -> None:
         """Take no new request from now on; those in flight go on."""
@@ -116,81 +127,83 @@ class NodeServer:
             await asyncio.sleep(0.02)
         if self._in_flight:
             logger.warning("%d requests were still in flight and are ended", self._in_flight)
-        await self._client.stop()
-        if self._listener is not None:
-            self._listener.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # --- handlers ---------------------------------------------------------------------------------
 
-    @web.middleware
-    async def _note_connection(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._listener is not None:
-            self._listener.note_request(request.protocol)
-        return await handler(request)
-
     async def _health(self, _: web.Request) -> web.Response:
-        if self._client.alive and not self._draining:
+        if self._engine.alive and not self._draining:
             return web.json_response({"status": "ok"})
         return _error("the engine loop has ended or the node is stopping", "server_error", 503)
 
     async def _models(self, _: web.Request) -> web.Response:
-        info = self._client.info
-        model = {"id": info.model, "object": "model", "owned_by": "kvconnect", "seed": info.seed}
-        model["max_model_len"] = info.max_model_len
+        options = self._engine.options
+        model = {"id": options.model, "object": "model", "owned_by": "kvconnect", "seed": options.seed}
+        model["max_model_len"] = options.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _show_metrics(self, _: web.Request) -> web.Response:
-        body, content_type = self._client.metrics()
-        return web.Response(body=body, headers={"Content-Type": content_type})
+    async def _metrics(self, _: web.Request) -> web.Response:
+        headers = {"Content-Type": prometheus_client.CONTENT_TYPE_LATEST}
+        return web.Response(body=prometheus_client.generate_latest(), headers=headers)
 
     async def _state(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._client.state(), content_type="application/json")
+        text = json.dumps(self._engine.state(), default=str)
+        return web.Response(text=text, content_type="application/json")
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
             return _error("the node is stopping", "server_error", 503)
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
-        try:
-            decoded = json.loads(await self._bodies.read(http))
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not valid JSON: {error}") from error
-        body = self._checked(decoded)
-        if self._client.num_open >= self._limits.max_requests:
+        if max(self._in_flight, len(self._outputs)) >= self._limits.max_requests:
             text = f"the node serves {self._limits.max_requests} requests already"
             return _error(text, "server_error", 503)
-        answer = Answer(
-            request_id,
-            self._client.info.model,
-            int(time.time()),
-            len(body.prompt_token_ids),
-            body.return_kv_block_ids,
-        )
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
+        # Clients may reuse an id; the engine and the peers need one per request.
+        engine_id = f"{request_id}-{next(self._serials)}"
         self._in_flight += 1
-        engine_id = self._client.submit(request_id, body, outputs.put_nowait)
         try:
-            return await (self._stream if body.stream else self._whole)(http, answer, outputs)
+            body = await self._read(http)
+            request = self._request(engine_id, body)
+            returns_ids = bool(body.return_kv_block_ids)
+            answer = Answer(request_id, self._engine.options.model, int(time.time()), returns_ids)
+            outputs = self._until_last(request)
+            if body.stream:
+                return await self._stream(http, answer, request, outputs)
+            return await self._whole(answer, request, outputs)
         finally:
-            # A client that left before the end cancelled this; a request that has ended is left alone.
-            self._client.abort(engine_id)
             self._in_flight -= 1
+            # A client that left before the end cancelled this; one that has ended is left alone.
+            if engine_id in self._outputs:
+                self._engine.abort(engine_id)
 
-    def _checked(self, decoded: object) -> CompletionBody:
-        """A body that the engine can serve.
+    async def _read(self, http: web.Request) -> CompletionBody:
+        try:
+            decoded = json.loads(await asyncio.wait_for(http.read(), self._limits.body_timeout_s))
+        except asyncio.TimeoutError:
+            text = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
+            raise BadRequest(text, status=408) from None
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is not valid JSON: {error}") from error
+        return parse_completion(decoded, model=self._engine.options.model)
+
+    def _request(self, engine_id: str, body: CompletionBody) -> Request:
+        """A request that the engine can serve.
 
         Raises:
             BadRequest: it cannot, and the text says why.
         """
-        info = self._client.info
-        body = parse_completion(decoded, model=info.model, vocab_size=info.vocab_size)
-        refusal = self._client.refusal(len(body.prompt_token_ids), body.max_tokens)
+        prompt = body.prompt_token_ids(self._engine.vocab_size)
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        refusal = self._engine.refusal(len(prompt), max_tokens)
         if refusal is None and body.kv_transfer_params is not None:
             refusal = self._params_refusal(body.kv_transfer_params)
         if refusal is not None:
             raise BadRequest(refusal)
-        return body
+        sink = functools.partial(self._deliver, engine_id)
+        return Request(engine_id, prompt, max_tokens, sink, body.kv_transfer_params)
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:
         # Whether they make sense is for the connector to decide: some policies serve a request all the same.
@@ -198,43 +211,65 @@ class NodeServer:
             length_bytes = len(json.dumps(params))
         except RecursionError:
             return "kv_transfer_params are nested too deeply"
-        if length_bytes > self._limits.max_params_bytes:
-            accepted = self._limits.max_params_bytes
+        accepted = self._limits.max_params_bytes
+        if length_bytes > accepted:
             return f"kv_transfer_params have {length_bytes} bytes of JSON, accepted: {accepted}"
         return None
 
+    # --- answers ----------------------------------------------------------------------------------
+
+    def _deliver(self, engine_id: str, output: Output) -> None:
+        """Called on the engine's thread."""
+        # A loop that was closed has no client left.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue, engine_id, output)
+
+    def _queue(self, engine_id: str, output: Output) -> None:
+        outputs = self._outputs.pop(engine_id) if output.is_last else self._outputs[engine_id]
+        outputs.put_nowait(output)
+
+    async def _until_last(self, request: Request) -> AsyncIterator[Output]:
+        """What the engine answers, or its refusal."""
+        outputs = self._outputs[request.request_id] = asyncio.Queue[Output]()
+        try:
+            self._engine.submit(request)
+        except LocalError as error:
+            refusal = Output(failure=Failure(503, str(error), "invalid_request_error"))
+            self._queue(request.request_id, refusal)
+        is_last = False
+        while not is_last:
+            output = await outputs.get()
+            is_last = output.is_last
+            yield output
+
     async def _whole(
-        self, _: web.Request, answer: Answer, outputs: asyncio.Queue[Output]
+        self, answer: Answer, request: Request, outputs: AsyncIterator[Output]
     ) -> web.StreamResponse:
         tokens: list[int] = []
         drafts: list[int] | None = None
-        async for output in _until_last(outputs):
+        async for output in outputs:
             tokens.extend(output.token_ids)
             if output.draft_token_ids is not None:
                 drafts = [*(drafts or []), *output.draft_token_ids]
         if output.failure is not None:
             return _failed(answer, output.failure)
-        response = web.json_response(answer.body(tokens, drafts, output, len(tokens)))
+        response = web.json_response(answer.body(request, tokens, drafts, output))
         response.headers[REQUEST_ID_HEADER] = answer.request_id
         return response
 
     async def _stream(
-        self, http: web.Request, answer: Answer, outputs: asyncio.Queue[Output]
+        self, http: web.Request, answer: Answer, request: Request, outputs: AsyncIterator[Output]
     ) -> web.StreamResponse:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers={**headers, REQUEST_ID_HEADER: answer.request_id})
-        generated = 0
-        async for output in _until_last(outputs):
+        async for output in outputs:
             failure = output.failure
             if failure is not None and not response.prepared:
                 return _failed(answer, failure)
-            generated += len(output.token_ids)
             if failure is not None:
                 body = error_body(failure.message, failure.kind, failure.status)
-            elif output.is_last:
-                body = answer.body(output.token_ids, output.draft_token_ids, output, generated)
             else:
-                body = answer.chunk(output.token_ids, output.draft_token_ids)
+                body = answer.body(request, output.token_ids, output.draft_token_ids, output)
             try:
                 if not response.prepared:
                     await response.prepare(http)
@@ -245,14 +280,6 @@ class NodeServer:
             except ConnectionError:
                 break  # the client left
         return response
-
-
-async def _until_last(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
-    while True:
-        output = await outputs.get()
-        yield output
-        if output.is_last:
-            return
 
 
 def _failed(answer: Answer, failure: Failure) -> web.Response:

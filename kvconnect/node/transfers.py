@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,26 +49,17 @@ class Transfers:
         self.hooks = hooks
         self._states = [index for index, group in enumerate(config.groups) if group.is_state]
         self._align = align_tokens(config)
-        self.loading: dict[str, Request] = {}
         self._recompute_failed_loads = recompute_failed_loads
-        self._abandoned: dict[str, Request] = {}
-        self._unsent: dict[str, Request] = {}
+        # Loads under way, those among them whose request was aborted, and ended requests to be fetched.
+        self.loading: dict[str, Request] = {}
+        self.abandoned: dict[str, Request] = {}
+        self.unsent: dict[str, Request] = {}
         self._warned = False
-
-    @property
-    def num_abandoned(self) -> int:
-        """Loads under way whose request was aborted."""
-        return len(self._abandoned)
-
-    @property
-    def num_unsent(self) -> int:
-        """Ended requests whose blocks wait to be fetched."""
-        return len(self._unsent)
 
     @property
     def num_outstanding(self) -> int:
         """Requests that a result is awaited for."""
-        return len(self.loading) + self.num_abandoned + self.num_unsent
+        return len(self.loading) + len(self.abandoned) + len(self.unsent)
 
     def first_chunk(self, request: Request, count: int) -> int:
         """A request was admitted: find out where its chunks end. Returns the tokens of the first."""
@@ -82,8 +73,8 @@ class Transfers:
         index = bisect_right(places, computed)
         return count if index == len(places) else min(count, places[index] - computed)
 
-    def launched(self, step: Step, find: Callable[[str], Request | None]) -> None:
-        """A step was computed, and its blocks are still those of its requests."""
+    def launched(self, step: Step, requests: Mapping[str, Request]) -> None:
+        """A step of these requests was computed, and its blocks are still theirs."""
         due = self.hooks.due
         if not due:
             return
@@ -93,8 +84,7 @@ class Transfers:
             if chunk.request_id not in due:
                 continue
             if self._states and end % self._align == 0:
-                request = find(chunk.request_id)
-                assert request is not None
+                request = requests[chunk.request_id]
                 assert request.blocks is not None
                 for group in self._states:
                     block_id = request.blocks.ids[group][-1]
@@ -109,10 +99,10 @@ class Transfers:
         """Tell the connector that a request ended. Whether its blocks are free now, and parameters."""
         keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
         if self.loading.pop(request.request_id, None) is not None:
-            self._abandoned[request.request_id] = request
+            self.abandoned[request.request_id] = request
             return False, params
         if keep:
-            self._unsent[request.request_id] = request
+            self.unsent[request.request_id] = request
         return not keep, params
 
     def settle(self, results: Results) -> Settled:
@@ -120,14 +110,14 @@ class Transfers:
         settled = Settled()
         self.hooks.update_results(results)
         for request_id in results.sent:
-            request = self._unsent.pop(request_id, None)
+            request = self.unsent.pop(request_id, None)
             if request is None:
                 self._report_unknown("sent", request_id)
             else:
                 settled.freed.append(request)
         for request_id in results.received:
-            if request_id in self._abandoned:
-                settled.freed.append(self._abandoned.pop(request_id))
+            if request_id in self.abandoned:
+                settled.freed.append(self.abandoned.pop(request_id))
                 continue
             request = self.loading.pop(request_id, None)
             if request is None:

@@ -7,28 +7,26 @@ import json
 import aiohttp
 import pytest
 
-from kvconnect.node.engine_client import NodeInfo
 from kvconnect.node.http_limits import HttpLimits
+from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output
 from kvconnect.node.server import NodeServer
 
+BODY_TOKENS = 100
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 class IdleEngine:
-    """A client of an engine that ends a request when it is told to, and an aborted one no sooner."""
+    """An engine that ends a request when it is told to, and an aborted one no sooner."""
 
-    info = NodeInfo("m", 0, 512, 100)
+    options = NodeOptions(model="m", max_model_len=BODY_TOKENS)
+    vocab_size = 512
     alive = True
 
     def __init__(self):
-        self.sinks = {}
+        self.requests = {}
         self.ids = []
         self.aborted = []
-
-    @property
-    def num_open(self):
-        return len(self.sinks)
 
     def start(self):
         pass
@@ -36,23 +34,20 @@ class IdleEngine:
     def refusal(self, num_prompt_tokens, max_tokens):
         return None
 
-    async def stop(self):
+    def stop(self):
         pass
 
-    def submit(self, request_id, body, sink):
-        self.ids.append(request_id)
-        self.sinks[request_id] = sink
-        return request_id
+    def submit(self, request):
+        self.ids.append(request.request_id)
+        self.requests[request.request_id] = request
 
     def abort(self, engine_id):
-        if engine_id in self.sinks:
-            self.sinks[engine_id] = None
-            self.aborted.append(engine_id)
+        self.aborted.append(engine_id)
 
     def end(self, engine_id):
-        sink = self.sinks.pop(engine_id, None)
-        if sink is not None:
-            sink(Output((7,), finish_reason="length"))
+        request = self.requests.pop(engine_id, None)
+        if request is not None:
+            request.sink(Output((7,), finish_reason="length"))
 
 
 class Served:
@@ -119,7 +114,7 @@ def test_requests_that_the_engine_has_not_ended_are_bounded():
         for engine_id in node.engine.ids:
             node.engine.end(engine_id)
         assert (await served)[0] == (await staying)[0] == 200
-        assert node.engine.num_open == 0
+        assert not node.engine.requests
 
     run(test, max_requests=2)
 
@@ -139,22 +134,19 @@ def test_connections_are_bounded():
     run(test, max_connections=3)
 
 
-def test_large_bodies_are_bounded_together_and_small_ones_pass():
+def test_bodies_are_bounded_each_by_the_longest_prompt_and_together_by_their_number():
     async def test(node):
-        first = await node.raw(HEAD % 4_000_000 + b" " * 900_000)
+        large, _ = await node.raw(HEAD % 300_000 + b" " * 300_000)
+        assert await status_of(large) == 413, "a prompt of the model's length is far smaller"
+        begun = [await node.raw(HEAD % 200_000 + b" " * 1000) for _ in range(2)]
         await asyncio.sleep(0.1)
-        second, _ = await node.raw(HEAD % 4_000_000 + b" " * 900_000)
-        assert await status_of(second) == 503
-        small = asyncio.create_task(node.post())
-        await node.submitted(1)
-        node.engine.end(node.engine.ids[0])
-        assert (await small)[0] == 200
-        first[1].close()
+        assert (await node.post())[0] == 503
+        begun[0][1].close()
         await asyncio.sleep(0.1)
-        large, _ = await node.raw(HEAD % 900_000 + b" " * 900_000)
-        assert await status_of(large) == 400, "all of it was read, and it is no JSON"
+        whole, _ = await node.raw(HEAD % 200_000 + b" " * 200_000)
+        assert await status_of(whole) == 400, "all of it was read, and it is no JSON"
 
-    run(test, max_bodies_bytes=1_500_000)
+    run(test, max_requests=2)
 
 
 def test_a_body_that_does_not_arrive_is_given_up():
@@ -168,16 +160,15 @@ def test_a_body_that_does_not_arrive_is_given_up():
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp"])
-def test_a_connection_that_says_nothing_is_closed_and_one_that_did_is_kept(begun):
+def test_a_connection_without_a_request_is_closed_and_one_that_is_served_is_not(begun):
     async def test(node):
         silent, _ = await node.raw(begun)
-        spoken, writer = await node.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert await status_of(spoken) == 200
+        served = asyncio.create_task(node.post())
+        await node.submitted(1)
         started = asyncio.get_running_loop().time()
         assert await silent.read() == b""
         assert 0.3 < asyncio.get_running_loop().time() - started < 2.0
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        await spoken.readuntil(b"}")
-        assert await status_of(spoken) == 200
+        node.engine.end(node.engine.ids[0])
+        assert (await served)[0] == 200
 
-    run(test, first_request_timeout_s=0.4)
+    run(test, idle_timeout_s=0.4)
