@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,28 +22,24 @@ from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
 from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.parallel import ParallelFlow
 from kvconnect.router.pool import Pool
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
 
 
-class _NoTracebacks(logging.Filter):
+def _is_ours(record: logging.LogRecord) -> bool:
     """A client that leaves, or sends what is no HTTP and gets an error for it, is no error of ours."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """See ``logging.Filter``."""
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, (HttpProcessingError, ConnectionError))
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, ConnectionError))
 
 
 _http_logger = logging.getLogger("kvconnect.router.http")
-_http_logger.addFilter(_NoTracebacks())
+_http_logger.addFilter(_is_ours)
 
 _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
-FLOWS: dict[str, type[Flow]] = {"sequential": Flow, "parallel": ParallelFlow}
+FLOWS = ("sequential", "parallel")
 """How a request may run through its two nodes."""
 
 
@@ -68,38 +65,34 @@ class Router:
         self.in_flight = 0
         self.is_draining = False
         self._clock = clock
-        self._flow_class = FLOWS[flow]
         self._decode_fallback = decode_fallback
-        self._flow: Flow | None = None
-        self._upstream: Upstream | None = None
-
-    async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """Hold the client session and the health checks while the application runs."""
-        self._upstream = Upstream(self.limits, self.metrics, self._clock)
-        self._flow = self._flow_class(
+        self._upstream = Upstream(limits, self.metrics, clock)
+        self.flow = Flow(
             self.prefill,
             self.decode,
             self._upstream,
-            self.limits,
             self.metrics,
-            self._clock,
-            decode_fallback=self._decode_fallback,
+            clock,
+            parallel=flow == "parallel",
+            decode_fallback=decode_fallback,
         )
-        checks = [
-            asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
-            for pool in (self.prefill, self.decode)
-            for url in pool.urls
-        ]
-        try:
-            yield
-        finally:
-            for task in checks:
-                task.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
-            await self._upstream.close()
+
+    async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
+        """Hold the client session and the health checks while the application runs."""
+        async with self._upstream:
+            checks = [
+                asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
+                for pool in (self.prefill, self.decode)
+                for url in pool.urls
+            ]
+            try:
+                yield
+            finally:
+                for task in checks:
+                    task.cancel()
+                await asyncio.gather(*checks, return_exceptions=True)
 
     async def _check_forever(self, pool: Pool, url: str) -> None:
-        assert self._upstream is not None
         while True:
             try:
                 await self._upstream.check(pool, url)
@@ -107,40 +100,34 @@ class Router:
                 logger.exception("the health check of %s failed in a way that was not foreseen", url)
             await asyncio.sleep(self.limits.check_interval_s)
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """``POST /v1/completions`` and ``/v1/chat/completions``."""
-        assert self._flow is not None
-        return await self._admitted(request, self._flow.run)
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """``GET /v1/models``: what a decode node answers."""
-        assert self._flow is not None
-        return await self._admitted(request, self._flow.pass_to_decode)
-
-    async def _admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:
+    async def admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:
+        """Serve a request, unless the router is full or ends."""
         started = self._clock()
         request_id = bodies.request_id_of(request.headers)
+        response: web.StreamResponse
         if self.is_draining:
             response = error_response(503, "the router is shutting down", request_id, retry_after_s=5)
             response.force_close()
-            return self._noted(request, request_id, started, response)
-        if self.in_flight >= self.limits.max_in_flight:
+        elif self.in_flight >= self.limits.max_in_flight:
             text = f"the router serves {self.limits.max_in_flight} requests already"
             response = error_response(503, text, request_id, retry_after_s=1)
-            return self._noted(request, request_id, started, response)
-        self.in_flight += 1
-        self.metrics.in_flight.inc()
-        try:
-            answer = await self._answer(request, request_id, started, run)
-        except (asyncio.CancelledError, ConnectionError):
-            # The connections to nodes are closed by now, and the nodes see it.
-            self.metrics.clients_gone.inc()
-            logger.info("%s %s: the client left", request.path, request_id)
-            raise
-        finally:
-            self.in_flight -= 1
-            self.metrics.in_flight.dec()
-        return self._noted(request, request_id, started, answer)
+        else:
+            self.in_flight += 1
+            self.metrics.in_flight.inc()
+            try:
+                response = await self._answer(request, request_id, started, run)
+            except (asyncio.CancelledError, ConnectionError):
+                # The connections to nodes are closed by now, and the nodes see it.
+                self.metrics.clients_gone.inc()
+                logger.info("%s %s: the client left", request.path, request_id)
+                raise
+            finally:
+                self.in_flight -= 1
+                self.metrics.in_flight.dec()
+        self.metrics.requests.labels(request.path, str(response.status)).inc()
+        took_s = self._clock() - started
+        logger.info("%s %s: %d in %.3f s", request.path, request_id, response.status, took_s)
+        return response
 
     async def _answer(
         self, request: web.Request, request_id: str, started: float, run: _Run
@@ -161,14 +148,6 @@ class Router:
             retry_after_s = 1 if error.status == 503 else None
             return error_response(error.status, str(error), request_id, retry_after_s=retry_after_s)
 
-    def _noted(
-        self, request: web.Request, request_id: str, started: float, response: web.StreamResponse
-    ) -> web.StreamResponse:
-        self.metrics.requests.labels(request.path, str(response.status)).inc()
-        took_s = self._clock() - started
-        logger.info("%s %s: %d in %.3f s", request.path, request_id, response.status, took_s)
-        return response
-
     async def health(self, _request: web.Request) -> web.Response:
         """The process is alive."""
         return web.json_response({"status": "alive"})
@@ -178,13 +157,11 @@ class Router:
         missing = [pool.role for pool in (self.prefill, self.decode) if not pool.is_ready()]
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
-        if "decode" in missing or (missing and ("all" in request.query or not self._needs_no_prefill())):
+        # Decode nodes compute prompts then. Not while it is unknown whether a prefill node is there.
+        needs_no_prefill = self._decode_fallback and self.prefill.is_out() and "all" not in request.query
+        if "decode" in missing or (missing and not needs_no_prefill):
             return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
         return web.json_response({"status": "ready", "missing": missing})
-
-    def _needs_no_prefill(self) -> bool:
-        """Decode nodes compute prompts now. Not while it is unknown whether a prefill node is there."""
-        return self._decode_fallback and self.prefill.is_out()
 
     async def show_metrics(self, _request: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -235,9 +212,9 @@ def create_router_app(
     app = web.Application(client_max_size=limits.max_body_bytes)
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
-    app.router.add_post("/v1/completions", router.complete)
-    app.router.add_post("/v1/chat/completions", router.complete)
-    app.router.add_get("/v1/models", router.models)
+    app.router.add_post("/v1/completions", partial(router.admitted, run=router.flow.run))
+    app.router.add_post("/v1/chat/completions", partial(router.admitted, run=router.flow.run))
+    app.router.add_get("/v1/models", partial(router.admitted, run=router.flow.pass_to_decode))
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

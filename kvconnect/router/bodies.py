@@ -177,8 +177,15 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
-    """A body as it goes over the wire."""
-    return json.dumps(body, separators=(",", ":")).encode()
+    """A body as it goes over the wire.
+
+    Raises:
+        BadBody: it is nested more deeply than can be written.
+    """
+    try:
+        return json.dumps(body, separators=(",", ":")).encode()
+    except RecursionError:
+        raise BadBody("the request body is nested too deeply") from None
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

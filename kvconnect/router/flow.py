@@ -9,10 +9,10 @@ that runs ``Flow.run``, which closes every connection to a node.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ import aiohttp
 from aiohttp import web
 
 from kvconnect.router import bodies
-from kvconnect.router.limits import RouterLimits
+from kvconnect.router.bodies import SideChannel
+from kvconnect.router.legs import Begun, Prefilled, end, is_as_announced, lacks_kv, until_clear
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Lease, Pool
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
@@ -32,66 +33,42 @@ logger = logging.getLogger("kvconnect.router")
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One client's request. ``body`` is None where it has none."""
+    """One client's request."""
 
     request: web.Request
     request_id: str
     started: float
     headers: Headers
-    body: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A node's own refusal, to be passed to the client as it is."""
-
-    status: int
-    headers: list[tuple[str, str]]
-    body: bytes
-
-    @property
-    def is_of_the_request(self) -> bool:
-        """Every node would refuse this request; otherwise this one cannot serve it, or not now."""
-        return 400 <= self.status < 500 and self.status not in (408, 429)
-
-
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """What the prefill node at ``url`` handed out; ``params`` is None if that was nothing."""
-
-    url: str
-    params: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A decode node's answer, as far as it is read: nothing of it has been sent to the client."""
-
-    answer: aiohttp.ClientResponse
-    first: bytes
+    body: Mapping[str, Any]
 
 
 class Flow:
-    """Runs requests against two pools, one after the other. Holds no state of a request between calls."""
+    """Runs requests against two pools. Holds no state of a request between calls.
+
+    ``parallel``: both nodes are asked at once, where the address to fetch from the prefill node is known.
+    ``decode_fallback``: the decode node computes the prompt where prefill failed.
+    """
 
     def __init__(
         self,
         prefill: Pool,
         decode: Pool,
         upstream: Upstream,
-        limits: RouterLimits,
         metrics: RouterMetrics,
-        clock: Clock = time.monotonic,
+        clock: Clock,
         *,
-        decode_fallback: bool = True,
+        parallel: bool,
+        decode_fallback: bool,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._upstream = upstream
-        self._limits = limits
         self._metrics = metrics
         self._clock = clock
+        self._parallel = parallel
         self._decode_fallback = decode_fallback
+        # Where each prefill node is fetched from, as its last answer said.
+        self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
 
     async def run(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
@@ -118,19 +95,63 @@ class Flow:
             UpstreamError: no node gave an answer.
         """
         headers = bodies.request_headers(request.headers.items(), request_id)
-        return await self._run_decode(Exchange(request, request_id, started, headers, None), None)
+        exchange = Exchange(request, request_id, started, headers, {})
+        async with contextlib.AsyncExitStack() as stack:
+            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, None))
 
     async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
+        lease = self._prefill.take(self._clock()) if self._parallel else None
+        channel = self._channels.get(lease.url) if lease is not None else None
+        if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
+            return await self._run_at_once(exchange, lease, channel)
+        return await self._run_in_turn(exchange, lease)
+
+    async def _run_in_turn(self, exchange: Exchange, lease: Lease | None = None) -> web.StreamResponse:
+        """Prefill, at the node of ``lease`` first, then decode."""
         self._metrics.flows.labels("sequential").inc()
-        return await self._go_on(exchange, self._run_prefill(exchange, self._prefill_params(exchange)))
-
-    def _prefill_params(self, exchange: Exchange) -> Mapping[str, Any]:
-        assert exchange.body is not None
         # Never the client's own id: it would choose whose KV a decode node is given.
-        return bodies.prefill_params(exchange.body, uuid.uuid4().hex)
+        params = bodies.prefill_params(exchange.body, uuid.uuid4().hex)
+        return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
-    async def _go_on(self, exchange: Exchange, prefill: Awaitable[Handed | Refused]) -> web.StreamResponse:
+    async def _run_at_once(
+        self, exchange: Exchange, lease: Lease, channel: SideChannel
+    ) -> web.StreamResponse:
+        """Serve a request from both nodes: the decode node waits for KV while the prefill node computes it.
+
+        P's answer is the truth: where it contradicts what D was sent, D's request is given up before the
+        client has seen anything of it, and goes on as a sequential one.
+        """
+        self._metrics.flows.labels("parallel").inc()
+        transfer_id = uuid.uuid4().hex
+        announced = bodies.announced_prefill(transfer_id)
+        # It has begun, and with it the lease has an owner, before this task can be cancelled: that takes its
+        # next turn, and tasks take their first in the order in which they are made.
+        prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                sent = bodies.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
+                decode = asyncio.create_task(self._begin_decode(stack, exchange, sent))
+                try:
+                    await until_clear(prefill, decode, channel)
+                    if decode.done() and (not lacks_kv(decode) or is_as_announced(prefill, channel)):
+                        return await self._pass_on(exchange, decode.result())
+                finally:
+                    await end(decode)
+            # Only P's answer is left, and D's connection is closed.
+            self._metrics.flows.labels("resumed").inc()
+            error = prefill.exception()
+            if isinstance(error, UpstreamError):
+                self._channels.pop(lease.url, None)
+                if not error.was_reached:
+                    # It does not have the request: another node may take it.
+                    return await self._run_in_turn(exchange)
+            return await self._go_on(exchange, prefill)
+        finally:
+            # P's request may outlast D's first byte, and is void after D's last.
+            await end(prefill)
+
+    async def _go_on(self, exchange: Exchange, prefill: Awaitable[Prefilled]) -> web.StreamResponse:
         """What follows prefill: decode, or why there is none.
 
         Raises:
@@ -142,20 +163,21 @@ class Flow:
             if not self._decode_fallback:
                 raise
             return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
-        if isinstance(outcome, Refused):
-            if outcome.is_of_the_request or not self._decode_fallback:
-                return _response(outcome)
+        if isinstance(outcome, web.Response):
+            # Of these every node would refuse the request; of others this one cannot serve it, or not now.
+            is_of_the_request = 400 <= outcome.status < 500 and outcome.status not in (408, 429)
+            if is_of_the_request or not self._decode_fallback:
+                return outcome
             why = f"the prefill node answered {outcome.status}"
             return await self._run_alone(exchange, "prefill_refused", why)
-        if outcome.params is None:
+        if outcome is None:
             why = "the prefill node handed out no transfer parameters"
             return await self._run_alone(exchange, "empty_params", why)
-        assert exchange.body is not None
-        params = bodies.decode_params(exchange.body, outcome.params)
+        params = bodies.decode_params(exchange.body, outcome)
         if params is None:
             why = "several prompts or answers cannot share what the prefill node handed out"
             return await self._run_alone(exchange, "several", why)
-        return await self._run_decode(exchange, params)
+        return await self._run_decode(exchange, bodies.decode_body(exchange.body, params))
 
     async def _run_alone(self, exchange: Exchange, reason: str, why: str) -> web.StreamResponse:
         """Have the decode node compute the prompt too. Counted by ``reason``; each is logged once."""
@@ -168,29 +190,36 @@ class Flow:
                 reason,
                 why,
             )
-        return await self._run_decode(exchange, None)
+        return await self._run_decode(exchange, exchange.body)
 
     async def _run_prefill(
         self,
         exchange: Exchange,
         params: Mapping[str, Any],
+        lease: Lease | None = None,
         *,
-        lent: Lease | None = None,
-        only_lent: bool = False,
-    ) -> Handed | Refused:
-        """Prefill with these parameters; ``lent`` and ``only_lent`` as ``Upstream.send`` has them."""
-        assert exchange.body is not None
-        body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
-        headers = bodies.identity_encoding(exchange.headers)
-        request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-        async with self._upstream.send(self._prefill, request, lent=lent, only_lent=only_lent) as (
-            url,
-            answer,
-        ):
+        retry: bool = True,
+    ) -> Prefilled:
+        """Prefill with these parameters, and note where the node is fetched from.
+
+        ``lease`` and ``retry`` as ``Upstream.send`` has them.
+        """
+        with contextlib.ExitStack() as unsent:
+            if lease is not None:
+                unsent.callback(self._prefill.release, lease)
+            body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
+            headers = bodies.identity_encoding(exchange.headers)
+            request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
+            unsent.pop_all()
+        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (url, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
-                kept = bodies.answer_headers(answer.headers.items(), exchange.request_id)
-                return Refused(answer.status, [(k, v) for k, v in kept if k.lower() != "content-length"], raw)
+                refused = web.Response(status=answer.status, body=raw)
+                refused.headers.popall("Content-Type", None)
+                for key, value in bodies.answer_headers(answer.headers.items(), exchange.request_id):
+                    if key.lower() != "content-length":
+                        refused.headers.add(key, value)
+                return refused
         try:
             parsed = json.loads(raw)
         except (ValueError, RecursionError):
@@ -200,7 +229,12 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        return Handed(url, handed or None)
+        channel = bodies.side_channel(handed)
+        if channel is None:
+            self._channels.pop(url, None)
+        else:
+            self._channels[url] = channel
+        return handed or None
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's answer, within its bound.
@@ -208,34 +242,31 @@ class Flow:
         Raises:
             UpstreamError: it is too long, too late, or cut off.
         """
-        raw = bytearray()
+        raw, most = bytearray(), self._upstream.limits.max_answer_bytes
         with self._upstream.translated("prefill"):
             async for chunk in answer.content.iter_any():
                 raw += chunk
-                if len(raw) > self._limits.max_answer_bytes:
+                if len(raw) > most:
                     break
-        if len(raw) > self._limits.max_answer_bytes:
-            text = f"the prefill node's answer is longer than {self._limits.max_answer_bytes} bytes"
+        if len(raw) > most:
+            text = f"the prefill node's answer is longer than {most} bytes"
             raise self._upstream.failed("prefill", "bad_answer", text)
         return bytes(raw)
 
-    async def _run_decode(self, exchange: Exchange, params: Mapping[str, Any] | None) -> web.StreamResponse:
+    async def _run_decode(self, exchange: Exchange, body: Mapping[str, Any]) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, params))
+            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body))
 
     async def _begin_decode(
-        self, stack: contextlib.AsyncExitStack, exchange: Exchange, params: Mapping[str, Any] | None
+        self, stack: contextlib.AsyncExitStack, exchange: Exchange, body: Mapping[str, Any] | None
     ) -> Begun:
         """Decode up to the answer's first byte. Its connection stays open for as long as ``stack`` does.
 
         Raises:
             UpstreamError: there is none.
         """
-        body = None
-        if exchange.body is not None:
-            body = bodies.to_bytes(bodies.decode_body(exchange.body, params))
-        client = exchange.request
-        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
+        client, raw = exchange.request, None if body is None else bodies.to_bytes(body)
+        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, raw)
         _, answer = await stack.enter_async_context(self._upstream.send(self._decode, request))
         with self._upstream.translated("decode"):
             first = await answer.content.readany()
@@ -270,11 +301,3 @@ class Flow:
                 return response
         await response.write_eof()
         return response
-
-
-def _response(refused: Refused) -> web.Response:
-    response = web.Response(status=refused.status, body=refused.body)
-    response.headers.popall("Content-Type", None)
-    for key, value in refused.headers:
-        response.headers.add(key, value)
-    return response

@@ -10,21 +10,17 @@ from kvconnect.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    """Bounds and deadlines. Names carry their units.
+    """Bounds and deadlines.
 
     Attributes:
         connect_timeout_s: to reach a node, name look-up included.
-        prefill_timeout_s: for all of a prefill node's answer.
+        prefill_timeout_s: for all of a prefill node's answer, of at most ``max_answer_bytes``.
         decode_timeout_s: until a decode node's first byte, and between any two of its bytes.
-        body_timeout_s: for the client to send its whole body.
-        max_body_bytes: largest body taken from a client.
-        max_answer_bytes: largest answer taken from a prefill node.
+        body_timeout_s: for a client to send its whole body, of at most ``max_body_bytes``.
         max_in_flight: requests served at once; more are refused with 503.
         retries: further nodes tried where one cannot be reached.
-        check_interval_s: between two health checks of a node.
-        check_timeout_s: for one health check.
-        failures_to_eject: failures to reach a node, in a row, after which it leaves rotation.
-        eject_s: seconds after which it is probed.
+        failures_to_eject: failures to reach a node, in a row, after which it leaves rotation; after
+            ``eject_s`` it is probed.
         drain_timeout_s: after SIGTERM, for the requests under way to end.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,47 +20,38 @@ class RouterMetrics:
     def __init__(self, *pools: Pool) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self.requests = Counter(
-            "kvconnect_router_requests", "Answered requests.", ["endpoint", "status"], registry=registry
-        )
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.requests = counter("kvconnect_router_requests", "Answered requests.", ["endpoint", "status"])
         self.in_flight = Gauge("kvconnect_router_in_flight", "Requests being served now.", registry=registry)
-        self.leg_seconds = Histogram(
+        self.leg_seconds = histogram(
             "kvconnect_router_leg_seconds",
             "Seconds from the start of a request to a node to the end of its answer.",
             ["role"],
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.first_byte_seconds = Histogram(
+        self.first_byte_seconds = histogram(
             "kvconnect_router_first_byte_seconds",
             "Seconds from a request's arrival to the first byte of its answer.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.leg_failures = Counter(
+        self.leg_failures = counter(
             "kvconnect_router_leg_failures",
             "Requests to nodes that gave no whole answer, by what happened.",
             ["role", "reason"],
-            registry=registry,
         )
-        self.retries = Counter(
-            "kvconnect_router_retries", "Requests tried again on another node.", ["role"], registry=registry
-        )
-        self.fallbacks = Counter(
+        self.retries = counter("kvconnect_router_retries", "Requests tried again on another node.", ["role"])
+        self.fallbacks = counter(
             "kvconnect_router_fallbacks",
             "Requests that the decode node served alone, by why; prefill_* where prefill failed.",
             ["reason"],
-            registry=registry,
         )
-        self.flows = Counter(
+        self.flows = counter(
             "kvconnect_router_flows",
             "Requests that went to both nodes: sequential, parallel, or resumed, which is a parallel one "
             "whose decode request had to be given up.",
             ["flow"],
-            registry=registry,
         )
-        self.clients_gone = Counter(
-            "kvconnect_router_clients_gone", "Clients that left before their answer ended.", registry=registry
+        self.clients_gone = counter(
+            "kvconnect_router_clients_gone", "Clients that left before their answer ended."
         )
         registry.register(_PoolCollector(pools))
 
@@ -85,7 +77,8 @@ class _PoolCollector(Collector):
         )
         for pool in self._pools:
             for node in pool.view():
-                load.add_metric([pool.role, node.url], node.in_flight)
-                healthy.add_metric([pool.role, node.url], float(node.state is State.HEALTHY))
-                ejections.add_metric([pool.role, node.url], node.ejections)
+                names = [pool.role, node.url]
+                load.add_metric(names, node.in_flight)
+                healthy.add_metric(names, float(node.state is State.HEALTHY))
+                ejections.add_metric(names, node.ejections)
         yield from (load, healthy, ejections)

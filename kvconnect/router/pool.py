@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.router.limits import RouterLimits
@@ -31,17 +31,10 @@ class State(enum.Enum):
 _IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to talk to one node once. ``is_load`` leases count as load, health checks do not."""
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node as its pool knows it. ``probe`` is the lease whose verdict decides whether it returns."""
 
-    number: int
-    url: str
-    is_load: bool
-
-
-@dataclass(slots=True)
-class _Node:
     url: str
     state: State = State.UNKNOWN
     in_flight: int = 0
@@ -49,20 +42,18 @@ class _Node:
     ejections: int = 0
     retry_at: float = 0.0
     last_taken: int = 0
-    probe: int | None = None
+    probe: Lease | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """What can be read of a node, for metrics and readiness."""
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to talk to one node once. ``is_load`` leases count as load, health checks do not."""
 
     url: str
-    state: State
-    in_flight: int
-    ejections: int
+    is_load: bool
+    is_open: bool = True
 
 
-@dataclass(slots=True)
 class Pool:
     """The nodes of one role. Owned by one event loop; no method waits.
 
@@ -70,20 +61,17 @@ class Pool:
         ConfigError: there is no node, or one is named twice.
     """
 
-    role: str
-    urls: Sequence[str]
-    limits: RouterLimits = field(default_factory=RouterLimits)
-    _nodes: dict[str, _Node] = field(init=False, repr=False)
-    _leases: dict[int, Lease] = field(init=False, repr=False, default_factory=dict)
-    _numbers: itertools.count[int] = field(init=False, repr=False, default_factory=lambda: itertools.count(1))
-
-    def __post_init__(self) -> None:
-        if not self.urls:
-            raise ConfigError(f"no {self.role} node is given; name at least one URL")
-        doubled = sorted({url for url in self.urls if list(self.urls).count(url) > 1})
+    def __init__(self, role: str, urls: Sequence[str], limits: RouterLimits | None = None) -> None:
+        if not urls:
+            raise ConfigError(f"no {role} node is given; name at least one URL")
+        doubled = sorted({url for url in urls if list(urls).count(url) > 1})
         if doubled:
-            raise ConfigError(f"{self.role} node {doubled[0]} is given twice")
-        self._nodes = {url: _Node(url) for url in self.urls}
+            raise ConfigError(f"{role} node {doubled[0]} is given twice")
+        self.role = role
+        self.urls = urls
+        self.limits = limits or RouterLimits()
+        self._nodes = {url: Node(url) for url in urls}
+        self._taken = itertools.count(1)
 
     def take(self, now: float, avoid: Collection[str] = ()) -> Lease | None:
         """Lease the least loaded node in rotation that is not in ``avoid``.
@@ -91,11 +79,10 @@ class Pool:
         Among equals the one that waited longest. With none in rotation, an ejected node whose time
         is up is leased as its probe. None if there is no such node either.
         """
-        candidates = [n for n in self._nodes.values() if n.state in _IN_ROTATION and n.url not in avoid]
-        if candidates:
+        others = [node for node in self._nodes.values() if node.url not in avoid]
+        if candidates := [node for node in others if node.state in _IN_ROTATION]:
             return self._lease(min(candidates, key=lambda n: (n.in_flight, n.last_taken)), is_load=True)
-        due = [n for n in self._nodes.values() if self._is_due(n, now) and n.url not in avoid]
-        if due:
+        if due := [node for node in others if self._is_due(node, now)]:
             return self._lease(min(due, key=lambda n: (n.retry_at, n.last_taken)), is_load=True)
         return None
 
@@ -116,7 +103,7 @@ class Pool:
     def unreachable(self, lease: Lease, now: float) -> bool:
         """The node could not be reached. True if it left rotation because of this."""
         node = self._node_of(lease)
-        if node.probe == lease.number:
+        if node.probe is lease:
             node.state, node.retry_at, node.probe = State.EJECTED, now + self.limits.eject_s, None
             return False
         if node.state not in _IN_ROTATION:
@@ -135,10 +122,10 @@ class Pool:
             LocalError: the lease was given back before.
         """
         node = self._node_of(lease)
-        del self._leases[lease.number]
+        lease.is_open = False
         if lease.is_load:
             node.in_flight -= 1
-        if node.probe == lease.number:
+        if node.probe is lease:
             node.state, node.probe = State.EJECTED, None
 
     def is_ready(self) -> bool:
@@ -149,24 +136,23 @@ class Pool:
         """Every node has left rotation."""
         return not any(node.state in _IN_ROTATION for node in self._nodes.values())
 
-    def view(self) -> list[NodeView]:
-        """Every node, in the order given."""
-        return [NodeView(n.url, n.state, n.in_flight, n.ejections) for n in self._nodes.values()]
+    def view(self) -> list[Node]:
+        """Copies of every node, in the order given."""
+        return [replace(node) for node in self._nodes.values()]
 
-    def _is_due(self, node: _Node, now: float) -> bool:
+    def _is_due(self, node: Node, now: float) -> bool:
         return node.state is State.EJECTED and now >= node.retry_at
 
-    def _lease(self, node: _Node, *, is_load: bool) -> Lease:
-        lease = Lease(next(self._numbers), node.url, is_load)
-        self._leases[lease.number] = lease
+    def _lease(self, node: Node, *, is_load: bool) -> Lease:
+        lease = Lease(node.url, is_load)
         if is_load:
             node.in_flight += 1
-            node.last_taken = lease.number
+            node.last_taken = next(self._taken)
         if node.state is State.EJECTED:
-            node.state, node.probe = State.PROBING, lease.number
+            node.state, node.probe = State.PROBING, lease
         return lease
 
-    def _node_of(self, lease: Lease) -> _Node:
-        if lease.number not in self._leases:
-            raise LocalError(f"lease {lease.number} of {lease.url} was given back before")
+    def _node_of(self, lease: Lease) -> Node:
+        if not lease.is_open:
+            raise LocalError(f"a lease of {lease.url} was given back before")
         return self._nodes[lease.url]

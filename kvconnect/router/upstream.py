@@ -54,21 +54,12 @@ class UpstreamRequest:
 
 
 class Upstream:
-    """Sends requests to the nodes of two roles. One event loop owns it; close it when done."""
+    """Sends requests to the nodes of two roles, within an ``async with`` block of one event loop."""
 
     def __init__(self, limits: RouterLimits, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
-        self._limits = limits
+        self.limits = limits
         self._metrics = metrics
         self._clock = clock
-        # Connections are not reused: a node may close an idle one at any moment, and then a request that
-        # was lost on the way cannot be told from one that the node began to work on. The number of
-        # connections is bounded by max_in_flight. Bodies pass as they are, packed or not.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            auto_decompress=False,
-            skip_auto_headers=_NOT_ADDED,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
         connect_s = limits.connect_timeout_s
         self._timeouts = {
             # One deadline for all of it: nothing is passed on before it has ended.
@@ -81,70 +72,77 @@ class Upstream:
             ),
         }
 
-    async def close(self) -> None:
-        """Close every connection."""
+    async def __aenter__(self) -> None:
+        # Connections are not reused: a node may close an idle one at any moment, and then a request that
+        # was lost on the way cannot be told from one that the node began to work on. The number of
+        # connections is bounded by max_in_flight. Bodies pass as they are, packed or not.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            auto_decompress=False,
+            skip_auto_headers=_NOT_ADDED,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     @contextlib.asynccontextmanager
     async def send(
-        self, pool: Pool, request: UpstreamRequest, *, lent: Lease | None = None, only_lent: bool = False
+        self, pool: Pool, request: UpstreamRequest, lease: Lease | None = None, *, retry: bool = True
     ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
         """The URL of a node of ``pool`` and its answer, its headers read and its body not.
 
-        ``lent`` is a lease of the node to try first, which its owner gives back; with ``only_lent`` no
-        other node is tried.
-
-        Leaving the block closes the connection, so a node whose answer was not read to its end sees
-        its client leave. The block may raise what reading raises: ``translated`` gives it a meaning.
+        ``lease`` is of the node to try first, and is given back as any other. Leaving the block closes the
+        connection, so a node whose answer was not read to its end sees its client leave. The block may raise
+        what reading raises: ``translated`` gives it a meaning.
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
         """
         started = self._clock()
-        lease, response = await self._reach(pool, request, lent, 0 if only_lent else self._limits.retries)
+        lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
         try:
             yield lease.url, response
         finally:
             response.close()
-            if lease is not lent:
-                pool.release(lease)
+            pool.release(lease)
             self._metrics.leg_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
-        self, pool: Pool, request: UpstreamRequest, lent: Lease | None, retries: int
+        self, pool: Pool, request: UpstreamRequest, lease: Lease | None, retries: int
     ) -> tuple[Lease, aiohttp.ClientResponse]:
         tried: list[str] = []
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
-            lease = lent if lent is not None and not tried else pool.take(self._clock(), avoid=tried)
+            if lease is None or tried:
+                lease = pool.take(self._clock(), avoid=tried)
             if lease is None:
                 break
             if tried:
                 self._metrics.retries.labels(pool.role).inc()
             tried.append(lease.url)
-            kept = False
-            try:
-                with self.translated(pool.role):
-                    response = await self._session.request(
-                        request.method,
-                        lease.url + request.path,
-                        data=request.body,
-                        headers=request.headers,
-                        timeout=self._timeouts[pool.role],
-                        allow_redirects=False,
-                    )
+            with contextlib.ExitStack() as leased:
+                leased.callback(pool.release, lease)
+                try:
+                    with self.translated(pool.role):
+                        response = await self._session.request(
+                            request.method,
+                            lease.url + request.path,
+                            data=request.body,
+                            headers=request.headers,
+                            timeout=self._timeouts[pool.role],
+                            allow_redirects=False,
+                        )
+                except UpstreamError as error:
+                    if error.was_reached:
+                        raise
+                    self._note_unreachable(pool, lease, str(error))
+                    last = error
+                    continue
                 if response.status < 500:
                     self._note_answer(pool, lease)
-                kept = True
+                leased.pop_all()
                 return lease, response
-            except UpstreamError as error:
-                if error.was_reached:
-                    raise
-                self._note_unreachable(pool, lease, str(error))
-                last = error
-            finally:
-                if not kept and lease is not lent:
-                    pool.release(lease)
         if not tried:
             self._metrics.leg_failures.labels(pool.role, last.reason).inc()
         raise last
@@ -152,7 +150,7 @@ class Upstream:
     @contextlib.contextmanager
     def translated(self, role: str) -> Iterator[None]:
         """Turn what the HTTP client raises into a counted ``UpstreamError``."""
-        limits = self._limits
+        limits = self.limits
         try:
             yield
         except aiohttp.ConnectionTimeoutError as error:
@@ -186,7 +184,7 @@ class Upstream:
         lease = pool.take_check(url, self._clock())
         if lease is None:
             return
-        timeout = aiohttp.ClientTimeout(total=self._limits.check_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self.limits.check_timeout_s)
         problem = ""
         try:
             try:

@@ -318,6 +318,26 @@ def test_whatever_the_nodes_do_every_client_is_answered_and_nothing_is_left() ->
     run(main())
 
 
+@pytest.mark.parametrize("flow", ["sequential", "parallel"])
+def test_a_body_that_cannot_be_written_again_is_refused_and_holds_no_node(flow, monkeypatch) -> None:
+    """Reading may reach a little deeper than writing. The doubles check that no node counts as loaded."""
+
+    def fails(*_args, **_options):
+        raise RecursionError
+
+    async def main() -> None:
+        async with pair(prefill=hands_out(), decode=DONE, flow=flow) as (client, _, _):
+            await learnt(client)
+            monkeypatch.setattr("kvconnect.router.bodies.json.dumps", fails)
+            raw = b'{"prompt": [1]}'
+            async with client.session.post(client.url + "/v1/completions", data=raw) as response:
+                monkeypatch.undo()
+                assert (response.status, "nested" in await response.text()) == (400, True)
+            assert (await client.post(ASK))[0] == 200
+
+    run(main())
+
+
 def test_a_script_is_not_asked_twice() -> None:
     """The doubles' own check: a request more than planned would be an IndexError, and a 500."""
 
