@@ -17,7 +17,7 @@ from torch.nn import functional
 from benchmarks.node.model import DTYPE, BenchModel, layer_pages, store
 from benchmarks.transfer.cache import BenchCache
 from kvconnect.arithmetic import div_ceil
-from kvconnect.node.cache import NodeCache, Place
+from kvconnect.node.cache import NodeCache
 from kvconnect.node.decode import Decoder
 from kvconnect.node.models.base import CacheLayout, CacheSizing
 from kvconnect.node.runner import Runner
@@ -74,10 +74,8 @@ class SharedCache(NodeCache):
             device=cache.device,
         )
 
-    def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
-        return {
-            layer.name: Place(self._storages[layer.name], 0) for layers in layout.groups for layer in layers
-        }
+    def _allocate(self, layout: CacheLayout) -> dict[str, torch.Tensor]:
+        return self._storages
 
 
 def share_cache(model: BenchModel, cache: BenchCache, rows: int, most_tokens: int) -> SharedCache:

@@ -69,9 +69,8 @@ class _Layer:
 class BenchModel:
     """See ``kvconnect.node.models.base.Model``. ``cache`` is set before the first step."""
 
-    name = "bench"
-
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
+        self.name = f"bench:{size}"
         self.size = size
         self.dims = Dims(size.vocab, size.hidden)
         self.default_block_size = layout.block_tokens
@@ -114,10 +113,6 @@ class BenchModel:
             raise LocalError("a step came before the model was given its cache")
         attend = _attend_decode(self.cache, step.positions)
         return ModelOutput(self.run(token_ids, step.positions, sampled, attend))
-
-    def describe(self) -> str:
-        """See ``Model``."""
-        return str(self.size)
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor, attend: Attend

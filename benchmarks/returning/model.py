@@ -21,8 +21,6 @@ from kvconnect.node.models.base import ModelOutput
 class PromptModel(BenchModel):
     """The same decoder for any step of a node, in bfloat16. ``attach`` is called before the first one."""
 
-    name = "bench-prompts"
-
     def attach(self, cache: NodeCache) -> None:
         """Have the device's own attention read this cache."""
         for name, group in cache.group_of.items():

@@ -10,10 +10,11 @@ nothing of models, scheduling or transfers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 # What everything is computed in; the cache is coarser.
 COMPUTE_DTYPE = torch.float64
-# Query rows per slice: bounds the score matrix of a long prompt's chunk.
-QUERY_SLICE = 256
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,13 @@ class SegmentAttention:
             ids = self._table[segment.row, read.start : read.stop].long()
             keys = pages.keys.gather(ids)
             values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
-            first = read.start * self.page_tokens
-            outputs.append(_attend(query[segment.span], keys, values, segment.start, first, window))
+            position = torch.arange(segment.start, segment.start + segment.length, device=ids.device)[:, None]
+            key = torch.arange(read.start * self.page_tokens, read.stop * self.page_tokens, device=ids.device)
+            visible = key <= position
+            if window is not None:
+                visible &= key > position - window
+            mixed = attend_rows(query[segment.span][None], keys[None], values[None], visible[None])
+            outputs.append(mixed[0])
         return torch.cat(outputs)
 
 
@@ -203,51 +207,43 @@ Attend = Callable[[str, AttentionPages, torch.Tensor, "int | None", "int | None"
 """Attention of a layer's queries over its pages, with its window and the width of values in key rows."""
 
 
+@dataclass(frozen=True)
 class StepContext:
     """One forward pass: its tokens, their positions, and where each lies in every group's pages.
 
-    Args:
+    Attributes:
         cache: its slots are computed for this step.
         positions: of shape ``(tokens,)``.
         tables: kernel block ids by group; the row of each token in them is in ``rows``.
         runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
-        attend: attention once keys and values are stored.
+        attention: what attends once keys and values are stored.
         used: where False, nothing is stored.
     """
 
-    def __init__(
-        self,
-        cache: NodeCache,
-        positions: torch.Tensor,
-        *,
-        tables: Mapping[int, torch.Tensor],
-        rows: torch.Tensor,
-        runs: Sequence[tuple[slice, torch.Tensor]],
-        attend: Attend,
-        used: torch.Tensor | None = None,
-    ) -> None:
-        self.positions = positions
-        self._cache = cache
-        self._tables = tables
-        self._rows = rows
-        self._runs = runs
-        self._attend = attend
-        self._used = used
-        self._slots = {}
-        for group, size in cache.kernel_block_sizes.items():
-            if group not in cache.state_groups:
+    cache: NodeCache
+    positions: torch.Tensor
+    tables: Mapping[int, torch.Tensor]
+    rows: torch.Tensor
+    runs: Sequence[tuple[slice, torch.Tensor]]
+    attention: Attend
+    used: torch.Tensor | None = None
+    _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for group, size in self.cache.kernel_block_sizes.items():
+            if group not in self.cache.state_groups:
                 # A padded token has no slot: with ``used`` the null block keeps what it has.
-                slots = cache.tables.slots(group)[: len(positions)].clamp(min=0)
+                slots = self.cache.tables.slots(group)[: len(self.positions)].clamp(min=0)
                 self._slots[group] = slots // size, slots % size
 
     def states(self, layer: str) -> Iterator[RequestStates]:
         """A recurrent layer's states, of all requests of the step in batch order."""
-        pages = self._cache.pages[layer]
+        pages = self.cache.pages[layer]
         if not isinstance(pages, StatePages):
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
-        table = self._tables[self._cache.group_of[layer]]
-        for span, rows in self._runs:
-            yield RequestStates(span, pages, table[rows, 0].long(), self._used)
+        table = self.tables[self.cache.group_of[layer]]
+        for span, rows in self.runs:
+            yield RequestStates(span, pages, table[rows, 0].long(), self.used)
 
     def attend(
         self,
@@ -266,7 +262,7 @@ class StepContext:
         Returns ``(tokens, query heads, value width)``.
         """
         pages = self._store(layer, keys, values)
-        return self._attend(layer, pages, query, window, value_width)
+        return self.attention(layer, pages, query, window, value_width)
 
     def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Store the batch's rows, then read the row at one of ``positions`` for each token.
@@ -275,18 +271,18 @@ class StepContext:
         Returns ``(tokens, width)`` as the cache keeps them.
         """
         pages = self._store(layer, rows, None)
-        group = self._cache.group_of[layer]
-        size = self._cache.kernel_block_sizes[group]
-        return pages.keys.read(self._tables[group][self._rows, positions // size].long(), positions % size)
+        group = self.cache.group_of[layer]
+        size = self.cache.kernel_block_sizes[group]
+        return pages.keys.read(self.tables[group][self.rows, positions // size].long(), positions % size)
 
     def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
-        pages = self._cache.pages[layer]
+        pages = self.cache.pages[layer]
         if not isinstance(pages, AttentionPages):
             raise TypeError(f"layer {layer!r} keeps no rows by token")
-        kernel_ids, offsets = self._slots[self._cache.group_of[layer]]
-        pages.keys.write(kernel_ids, offsets, keys, self._used)
+        kernel_ids, offsets = self._slots[self.cache.group_of[layer]]
+        pages.keys.write(kernel_ids, offsets, keys, self.used)
         if pages.values is not None and values is not None:
-            pages.values.write(kernel_ids, offsets, values, self._used)
+            pages.values.write(kernel_ids, offsets, values, self.used)
         return pages
 
 
@@ -314,37 +310,23 @@ def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
         tables=tables,
         rows=torch.repeat_interleave(rows, lengths, output_size=count),
         runs=[(segment.span, rows[index : index + 1]) for index, segment in enumerate(segments)],
-        attend=attend,
+        attention=attend,
     )
 
 
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_start: int,
-    key_start: int,
-    window: int | None,
+def attend_rows(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Causal attention of one request's queries over its keys; positions count from the two starts."""
-    tokens, heads, width = query.shape
-    kv_heads = keys.shape[1]
-    key_positions = torch.arange(key_start, key_start + keys.shape[0], device=query.device)
-    by_head = keys.permute(1, 2, 0)
-    values_by_head = values.permute(1, 0, 2)
-    outputs = []
-    for begin in range(0, tokens, QUERY_SLICE):
-        part = query[begin : begin + QUERY_SLICE]
-        grouped = part.view(-1, kv_heads, heads // kv_heads, width).permute(1, 2, 0, 3)
-        scores = (grouped.flatten(1, 2) @ by_head) * width**-0.5
-        scores = scores.view(kv_heads, heads // kv_heads, len(part), -1)
-        first = query_start + begin
-        positions = torch.arange(first, first + len(part), device=query.device)[:, None]
-        hidden = key_positions > positions
-        if window is not None:
-            hidden |= key_positions <= positions - window
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-        mixed = weights.flatten(1, 2) @ values_by_head
-        mixed = mixed.view(kv_heads, heads // kv_heads, len(part), -1)
-        outputs.append(mixed.permute(2, 0, 1, 3).reshape(len(part), heads, -1))
-    return torch.cat(outputs)
+    """Attention of each row's queries over its keys.
+
+    ``query`` is ``(rows, tokens, heads, width)``, keys and values ``(rows, positions, kv heads, ..)``, and
+    ``visible`` is ``(rows, tokens, positions)``; every token sees something.
+    """
+    mixed = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=visible[:, None],
+        enable_gqa=True,
+    )
+    return mixed.transpose(1, 2)

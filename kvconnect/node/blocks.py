@@ -139,22 +139,6 @@ class BlockPool:
         """A block with this content, free or held."""
         return self._block_of.get(key)
 
-    def check(self) -> None:
-        """Prove the pool's invariants.
-
-        Raises:
-            LocalError: one does not hold; the text says which.
-        """
-        for block_id, references in enumerate(self._references):
-            if block_id < self._first:
-                if references or block_id in self._free or block_id in self._key_of:
-                    raise LocalError(f"block {block_id} is null or reserved, but is in use")
-            elif (references == 0) != (block_id in self._free):
-                state = "free" if block_id in self._free else "not free"
-                raise LocalError(f"block {block_id} has {references} references and is {state}")
-        if {key: block for block, key in self._key_of.items()} != self._block_of:
-            raise LocalError("the prefix map and its inverse differ")
-
 
 @dataclass(frozen=True)
 class Hit:
@@ -196,18 +180,15 @@ class Grown:
     """
 
     new_ids: tuple[list[int], ...]
-    zero_blocks: dict[int, list[int]]
+    zero_blocks: list[tuple[int, list[int]]]
     new_block_ids_to_zero: list[int]
 
 
 class BlockManager:
-    """Gives blocks of ``pool`` to requests.
+    """Gives blocks of ``pool`` to requests, and with ``zeroes_new_blocks`` reports those to be zeroed.
 
-    Args:
-        config: the cache; a state group in it turns prefix reuse off, because a state block holds the
-            state after one certain token only.
-        max_step_tokens: most tokens that one step computes, which bounds what a window needs.
-        zeroes_new_blocks: report fresh attention blocks for zeroing.
+    A state group turns prefix reuse off: its block holds the state after one certain token only.
+    ``max_step_tokens`` bounds what a window needs.
     """
 
     def __init__(
@@ -242,7 +223,8 @@ class BlockManager:
             return nothing
         size = self._sizes[-1]
         limit = (len(token_ids) - 1) // size * size
-        self._hash_blocks(blocks, token_ids)
+        for block_tokens in self._sizes:
+            blocks.content_hashes(token_ids, block_tokens)
         for index, group in enumerate(self._groups):
             if group.retention.sees_all:
                 hashes = blocks.hashes[group.block_size][: limit // group.block_size]
@@ -269,10 +251,6 @@ class BlockManager:
         """The first block of a group that computing ``next_position`` and later tokens can read."""
         group = self._groups[index]
         return 0 if group.is_state else group.retention.num_freed(next_position, group.block_size)
-
-    def fits(self, blocks: RequestBlocks, hit: Hit | None, num_computed: int, num_tokens: int) -> bool:
-        """Whether ``grow`` with the same arguments would succeed."""
-        return self._missing(blocks, hit, num_computed, num_tokens) <= self.pool.num_free
 
     def fits_whole(self, blocks: RequestBlocks, hit: Hit, num_tokens: int) -> bool:
         """Whether all ``num_tokens`` can be computed, step by step, without any other block being freed."""
@@ -307,7 +285,7 @@ class BlockManager:
         tokens are reused or will be written by a load. Blocks that no later token reads are freed first.
         Returns None, and changes nothing, if there are not enough free blocks.
         """
-        if not self.fits(blocks, hit, num_computed, num_tokens):
+        if self._missing(blocks, hit, num_computed, num_tokens) > self.pool.num_free:
             return None
         first_kept = [self._first_kept(index, num_computed) for index in range(len(self._groups))]
         # Every reused block is taken before any new one, or a new one could be a reused one.
@@ -317,7 +295,7 @@ class BlockManager:
                 ids.append(block_id if position >= kept else NULL_BLOCK)
                 self.pool.hold(ids[-1:])
         added: list[list[int]] = []
-        zero_blocks: dict[int, list[int]] = {}
+        zero_blocks: list[tuple[int, list[int]]] = []
         to_zero: list[int] = []
         for index, group in enumerate(self._groups):
             ids, kept = blocks.ids[index], first_kept[index]
@@ -328,7 +306,7 @@ class BlockManager:
             added.append([NULL_BLOCK] * skipped + fresh)
             ids.extend(added[-1])
             if group.is_state and fresh:
-                zero_blocks[index] = fresh
+                zero_blocks.append((index, fresh))
             elif self._zeroes_new_blocks:
                 # A load writes every byte of the blocks that it fills whole, and no more of the last one
                 # than it needs.
@@ -347,18 +325,13 @@ class BlockManager:
         """Let later requests reuse the request's full blocks among the first ``num_computed`` tokens."""
         if not self.reuses_prefixes:
             return
-        self._hash_blocks(blocks, token_ids)
         for index, group in enumerate(self._groups):
-            hashes, ids = blocks.hashes[group.block_size], blocks.ids[index]
+            hashes, ids = blocks.content_hashes(token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
             for position in range(blocks.remembered[index], full):
                 if ids[position] != NULL_BLOCK:
                     self.pool.remember((index, hashes[position]), ids[position])
             blocks.remembered[index] = max(full, blocks.remembered[index])
-
-    def _hash_blocks(self, blocks: RequestBlocks, token_ids: Sequence[int]) -> None:
-        for size in self._sizes:
-            blocks.content_hashes(token_ids, size)
 
     def free(self, blocks: RequestBlocks) -> None:
         """Release all blocks of a request; its hash chains stay."""

@@ -7,8 +7,10 @@ knows nothing of requests, and nothing of connectors: what it makes is the same 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
@@ -76,25 +78,11 @@ def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks, tuple(groups))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a layer's pages start, in bytes from the start of one of the storages."""
-
-    storage: torch.Tensor
-    offset_bytes: int
-
-
 class NodeCache:
     """The cache tensors of one node, and the block tables that point into them.
 
-    Attributes:
-        config: what the cache holds.
-        attention: the backends by group, their kernel block sizes and metadata builders.
-        kernel_block_sizes: tokens per kernel block, by group.
-        tables: block tables with ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens``
-            (None: as many as ``max_model_len``).
-        tensors: every layer's tensor with its dimensions named, for registration.
-        pages: every layer's pages, and ``layer_attention`` what attends over them.
+    ``tables`` have ``max_num_seqs`` rows, and slots for ``max_num_batched_tokens`` (None: as many as
+    ``max_model_len``). ``tensors`` are for registration; ``layer_attention`` attends over ``pages``.
     """
 
     def __init__(
@@ -140,49 +128,46 @@ class NodeCache:
             name: group.metadata_builder for group in self.attention.groups for name in group.layer_names
         }
 
-    def _allocate(self, layout: CacheLayout) -> dict[str, Place]:
-        """Zeroed storages; layers at the same place of different groups start at the same byte."""
-        depth = max(len(layers) for layers in layout.groups)
+    def _allocate(self, layout: CacheLayout) -> dict[str, torch.Tensor]:
+        """Zeroed bytes for each layer; layers at the same place of different groups share theirs."""
+        places = list(zip_longest(*layout.groups))
         sizes = [
-            self.config.num_blocks
-            * max(layers[slot].spec.page_size_bytes for layers in layout.groups if slot < len(layers))
-            for slot in range(depth)
+            self.config.num_blocks * max(layer.spec.page_size_bytes for layer in place if layer)
+            for place in places
+        ]
+        storages = [
+            torch.zeros(size, dtype=torch.int8, device=self.device)
+            for size in ([sum(sizes)] if layout.single_storage else sizes)
         ]
         if layout.single_storage:
-            whole = torch.zeros(sum(sizes), dtype=torch.int8, device=self.device)
-            slots = [Place(whole, sum(sizes[:slot])) for slot in range(depth)]
-        else:
-            slots = [Place(torch.zeros(size, dtype=torch.int8, device=self.device), 0) for size in sizes]
-        return {layer.name: slots[slot] for layers in layout.groups for slot, layer in enumerate(layers)}
+            storages = list(torch.split(storages[0], sizes))
+        return {
+            layer.name: storage
+            for place, storage in zip(places, storages, strict=True)
+            for layer in place
+            if layer
+        }
 
-    def _layer_tensor(self, layer: CachedLayer, group: int, place: Place) -> torch.Tensor:
+    def _layer_tensor(self, layer: CachedLayer, group: int, storage: torch.Tensor) -> torch.Tensor:
         """A view of the storage with one dimension per name in the layer's axes."""
         spec = layer.spec
         if isinstance(spec, StateSpec):
-            pages = (self.config.num_blocks, spec.content_bytes)
-            return place.storage.as_strided(pages, (spec.page_size_bytes, 1), place.offset_bytes)
+            pages = storage[: self.config.num_blocks * spec.page_size_bytes].view(self.config.num_blocks, -1)
+            return pages[:, : spec.content_bytes]
         if spec.page_size_bytes != spec.content_bytes:
             raise LayoutError(f"layer {layer.name!r} pads its attention pages; this cache pads states only")
-        ratio = div_exact(spec.block_size, self.kernel_block_sizes[group])
         axes = layer.axes.split()
-        values_apart = "plane" in axes
-        width = spec.head_size
-        if isinstance(spec, FullAttentionSpec) and not values_apart:
-            width *= 2
+        # Keys and values of a layer with heads lie in planes of their own, or side by side.
+        has_heads = isinstance(spec, FullAttentionSpec)
         extent = {
             "plane": 2,
-            "block": self.config.num_blocks * ratio,
+            "block": self.config.num_blocks * div_exact(spec.block_size, self.kernel_block_sizes[group]),
             "head": spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 1,
             "token": self.kernel_block_sizes[group],
-            "content": width,
+            "content": spec.head_size * (2 if has_heads and "plane" not in axes else 1),
         }
-        size = tuple(extent[axis] for axis in axes)
-        strides = [1]
-        for length in reversed(size[1:]):
-            strides.insert(0, strides[0] * length)
-        storage = place.storage.view(spec.dtype)
-        offset = div_exact(place.offset_bytes, spec.dtype.itemsize)
-        return storage.as_strided(size, tuple(strides), offset)
+        size = [extent[axis] for axis in axes]
+        return storage.view(spec.dtype)[: math.prod(size)].view(size)
 
     def region_table(self) -> RegionTable:
         """Every page of the cache, as transfers and the zeroer know it."""

@@ -46,11 +46,12 @@ class Connector:
 def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = False) -> str:
     """What two nodes must have in common for one to continue with the other's cache.
 
-    With ``convert_dtype`` the cache's type is not part of it, but that the other one says so too.
+    A model's name fixes its widths. With ``convert_dtype`` the cache's type is not part of it, but that the
+    other one converts too.
     """
     dtype = str(parse_cache_dtype(options.kv_cache_dtype)).removeprefix("torch.")
     kept = "convert_dtype=true" if convert_dtype else f"dtype={dtype}"
-    return f"{model.name}:{model.describe()}:{kept}"
+    return f"{model.name}:{kept}"
 
 
 def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
@@ -123,24 +124,21 @@ def _content_hashes(request: RequestView, block_tokens: int) -> Sequence[bytes]:
 
 def _state_of(scheduler: OffloadScheduler, worker: OffloadWorker) -> Callable[[], Mapping[str, Any]]:
     def state() -> Mapping[str, Any]:
-        usage = {**scheduler.usage(), **worker.usage()}
-        return {"busy": {**scheduler.state(), **worker.state(), **_behind(usage)}, "usage": usage}
-
-    def try_again() -> Mapping[str, Any]:
         # The engine's thread goes on meanwhile, and what is counted may grow under the one that counts.
         for _ in range(_TRIES):
             with contextlib.suppress(RuntimeError):
-                return state()
+                usage = {**scheduler.usage(), **worker.usage()}
+                return {"busy": {**scheduler.state(), **worker.state(), **_behind(usage)}, "usage": usage}
         return {"busy": {"counting": 1}, "usage": {}}
 
-    return try_again
+    return state
 
 
 def _behind(usage: Mapping[str, Any]) -> dict[str, int]:
     """Tiers that still look for what they have from before, and records that the scheduler half misses."""
-    recovering = untold = 0
+    recovering = unreported = 0
     for name, tier in usage["tiers"].items():
         recovering += bool(tier.get("recovering"))
         if "records" in tier:
-            untold += abs(tier["records"] - sum(usage["lower"].get(name, {}).values()))
-    return {"recovering": recovering, "untold": untold}
+            unreported += abs(tier["records"] - sum(usage["lower"].get(name, {}).values()))
+    return {"recovering": recovering, "unreported": unreported}

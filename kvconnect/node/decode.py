@@ -8,13 +8,12 @@ runs.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from kvconnect.node.attention import AttentionPages, StepContext
+from kvconnect.node.attention import AttentionPages, StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
@@ -48,7 +47,7 @@ def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
         first = positions.new_zeros(count, 1)
         if window is not None:
             first = (positions[:, None] - window + 1).clamp(min=0)
-        hidden = (key_positions > positions[:, None]) | (key_positions < first)
+        visible = (key_positions <= positions[:, None]) & (key_positions >= first)
         # Pages of which nothing is visible are not read by a kernel; the rest are read whole.
         page = key_positions // size
         unread = (page > positions[:, None] // size) | (page < first // size)
@@ -57,37 +56,9 @@ def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
             values = keys[..., :value_width]
         else:
             values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
-        return _attend_batch(query, keys, values, hidden)
+        return attend_rows(query[:, None], keys, values, visible[:, None])[:, 0]
 
-    return StepContext(
-        cache, positions, tables=tables, rows=rows, runs=[(slice(0, count), rows)], attend=attend, used=used
-    )
-
-
-def _attend_batch(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor
-) -> torch.Tensor:
-    """One query per row: ``(rows, heads, width)`` over ``(rows, positions, kv heads, ..)``."""
-    rows, heads, width = query.shape
-    kv_heads = keys.shape[2]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, width)
-    scores = (grouped @ keys.permute(0, 2, 3, 1)) * width**-0.5
-    weights = scores.masked_fill(hidden[:, None, None, :], float("-inf")).softmax(-1)
-    mixed: torch.Tensor = weights @ values.permute(0, 2, 1, 3)
-    return mixed.reshape(rows, heads, -1)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now and not inside: a graph that is destroyed during a capture makes it fail."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    return StepContext(cache, positions, tables, rows, [(slice(0, count), rows)], attend, used)
 
 
 class Decoder:
@@ -110,8 +81,13 @@ class Decoder:
         self._starts = torch.arange(most + 1, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         if captured:
-            with _no_garbage_collection():
+            # A graph that is destroyed during a capture makes it fail, and the collector may run anywhere.
+            gc.collect()
+            gc.disable()
+            try:
                 self._capture_all()
+            finally:
+                gc.enable()
 
     @property
     def captured_sizes(self) -> list[int]:

@@ -130,12 +130,16 @@ class Engine:
             while not self._stopping:
                 wait_s = self.run_once()
                 if wait_s > 0:
-                    with contextlib.suppress(queue.Empty):
-                        self._take(self._inbox.get(timeout=wait_s))
+                    self.sleep(wait_s)
             self._end("the node is stopping", status=503)
         except Exception as error:
             logger.exception("the engine loop failed; the node answers no more requests")
             self._end(f"the engine loop failed: {type(error).__name__}: {error}", status=500)
+
+    def sleep(self, wait_s: float) -> None:
+        """Sleep until something arrives, at most ``wait_s``, and take it."""
+        with contextlib.suppress(queue.Empty):
+            self._take(self._inbox.get(timeout=wait_s))
 
     def _take(self, item: Request | str | None) -> None:
         """Hand what arrived to the scheduler."""
@@ -147,6 +151,11 @@ class Engine:
         elif item is not None:
             self.scheduler.abort(item)
 
+    def take_arrived(self) -> None:
+        """Hand all that arrived to the scheduler."""
+        for item in self._drained():
+            self._take(item)
+
     def _drained(self) -> Iterator[Request | str | None]:
         with contextlib.suppress(queue.Empty):
             while True:
@@ -157,8 +166,7 @@ class Engine:
 
         Returns how long to sleep, in seconds. The loop's thread calls it; tests may do so without one.
         """
-        for item in self._drained():
-            self._take(item)
+        self.take_arrived()
         scheduler, transfers = self.scheduler, self.scheduler.transfers
         results = self.worker.results() if self.worker is not None else Results()
         if results:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kvconnect.arithmetic import div_ceil
 from kvconnect.node.attention import AttentionPages, Backend, Segment
 from kvconnect.node.options import NodeOptions
 from kvconnect.runner_kit.attention_groups import GraphSupport
@@ -23,8 +22,6 @@ from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapac
 
 # Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
 MAX_QUERY_BLOCK = 64
-# Query-key pairs per head in one call: bounds the score matrix, which exists in full.
-PAIRS_PER_CALL = 1 << 19
 
 # The compiler's stance belongs to the process: two nodes in one process take turns.
 _stance_lock = threading.Lock()
@@ -64,31 +61,18 @@ def flex_backend(backend: Backend, options: NodeOptions) -> FlexBackend:
     )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some of a batch's query groups: their pages, and what each of their tokens sees of them.
-
-    Attributes:
-        span: the query groups.
-        pages: page ids, int64 of shape ``(groups, width)``; null pages fill up.
-        num_pages: how many of them count, int32 of shape ``(groups,)``.
-        visible: bool of shape ``(groups, q_block_size, width * page_tokens)``.
-    """
-
-    span: slice
-    pages: torch.Tensor
-    num_pages: torch.Tensor
-    visible: torch.Tensor
-
-
 class FlexAttention:
-    """Attention over the pages in ``buffers``, for the layers of one cache group and backend."""
+    """Attention over the pages in ``buffers``, for the layers of one cache group and backend.
+
+    Of each query group of the batch it has the ids of its pages, ``(groups, width)`` with null pages at the
+    end, how many of them count, ``(groups,)``, and which rows of them each token sees,
+    ``(groups, q_block_size, width * page_tokens)``.
+    """
 
     def __init__(self, buffers: FlexBuffers) -> None:
         self.buffers = buffers
         self._segments: Sequence[Segment] = ()
-        self._table = torch.empty(0)
-        self._parts: list[_Part] = []
+        self._table = self._pages = self._num_pages = self._visible = torch.empty(0)
         self._filled_for: tuple[int | None, int] | None = None
 
     def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
@@ -102,17 +86,33 @@ class FlexAttention:
         # All layers of a step read the same pages, so the buffers are filled for the first of them.
         wanted = (window, pages.keys.pages.shape[0])
         if self._filled_for != wanted:
-            self._parts = list(self._fill(*wanted))
+            self._fill(*wanted)
             self._filled_for = wanted
         tokens, heads, width = query.shape
-        block = self.buffers.capacity.q_block_size
-        padded = query.new_zeros((div_ceil(tokens, block) * block, heads, width))
+        limits = self.buffers.capacity
+        groups, num_pages = self._pages.shape
+        padded = query.new_zeros((groups * limits.q_block_size, heads, width))
         padded[:tokens] = query
-        grouped = padded.view(-1, block, heads, width).transpose(1, 2)
-        outputs = [self._attend_part(part, grouped[part.span], pages, value_width) for part in self._parts]
-        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[:tokens]
+        grouped = padded.view(groups, limits.q_block_size, heads, width).transpose(1, 2)
+        keys = self._gather(pages.keys.gather(self._pages))
+        if pages.values is None:
+            values = keys[..., :value_width]
+        else:
+            values = self._gather(pages.values.gather(self._pages))
+        # The pages were gathered in the order of their indices, so the mask's blocks are 0, 1, ..
+        order = torch.arange(num_pages, dtype=torch.int32, device=query.device)
+        block_mask = BlockMask.from_kv_blocks(
+            self._num_pages.view(groups, 1, 1),
+            order.expand(groups, 1, 1, num_pages),
+            BLOCK_SIZE=(limits.q_block_size, limits.page_tokens),
+            mask_mod=lambda batch, _head, row, column: self._visible[batch, row, column],
+            seq_lengths=(limits.q_block_size, num_pages * limits.page_tokens),
+            compute_q_blocks=False,
+        )
+        out = _flex_attention(grouped, keys, values, block_mask)
+        return out.transpose(1, 2).flatten(0, 1)[:tokens]
 
-    def _fill(self, window: int | None, num_pages: int) -> Iterator[_Part]:
+    def _fill(self, window: int | None, num_pages: int) -> None:
         device, limits = self._table.device, self.buffers.capacity
         segments = self._segments
         tables = self._table[torch.tensor([s.row for s in segments], device=device)]
@@ -123,8 +123,7 @@ class FlexAttention:
             sliding_window=window,
         )
         logical = _logical_pages(segments, tables, num_pages, limits.page_tokens, window)
-        most = blocks.most_kv_blocks.tolist()
-        used = len(most)
+        used, width = len(blocks.kv_num_blocks), int(blocks.most_kv_blocks.max())
         # A padded token belongs to the first request and stands before its start, so it sees nothing.
         request = torch.zeros(used * limits.q_block_size, dtype=torch.int64)
         position = torch.full_like(request, -1)
@@ -133,46 +132,19 @@ class FlexAttention:
             position[segment.span] = torch.arange(segment.start, segment.start + segment.length)
         shape = (used, limits.q_block_size)
         request, position = request.view(shape).to(device), position.view(shape).to(device)
-        groups = max(1, PAIRS_PER_CALL // (limits.q_block_size * max(most) * limits.page_tokens))
-        for first in range(0, used, groups):
-            span = slice(first, first + groups)
-            width = max(most[span])
-            ids, num = blocks.kv_indices[span, :width].long(), blocks.kv_num_blocks[span]
-            place = logical[request[span][:, :, None], ids[:, None, :]]
-            beyond = torch.arange(width, device=device) >= num[:, None]
-            place.masked_fill_(beyond[:, None, :], -1)
-            yield _Part(span, ids, num, _visible(place, position[span], limits.page_tokens, window))
+        self._pages, self._num_pages = blocks.kv_indices[:, :width].long(), blocks.kv_num_blocks
+        place = logical[request[:, :, None], self._pages[:, None, :]]
+        beyond = torch.arange(width, device=device) >= self._num_pages[:, None]
+        place.masked_fill_(beyond[:, None, :], -1)
+        self._visible = _visible(place, position, limits.page_tokens, window)
 
-    def _attend_part(
-        self, part: _Part, query: torch.Tensor, pages: AttentionPages, value_width: int | None
-    ) -> torch.Tensor:
-        """``(groups, heads, q_block_size, width)`` to the same with the values' width."""
-        keys = self._gather(part, pages.keys.gather(part.pages))
-        if pages.values is None:
-            values = keys[..., :value_width]
-        else:
-            values = self._gather(part, pages.values.gather(part.pages))
-        groups, width = part.pages.shape
-        limits = self.buffers.capacity
-        # The pages were gathered in the order of their indices, so the mask's blocks are 0, 1, ..
-        order = torch.arange(width, dtype=torch.int32, device=query.device).expand(groups, 1, 1, width)
-        block_mask = BlockMask.from_kv_blocks(
-            part.num_pages.view(groups, 1, 1),
-            order,
-            BLOCK_SIZE=(limits.q_block_size, limits.page_tokens),
-            mask_mod=lambda batch, _head, row, column: part.visible[batch, row, column],
-            seq_lengths=(limits.q_block_size, width * limits.page_tokens),
-            compute_q_blocks=False,
-        )
-        return _flex_attention(query, keys, values, block_mask)
-
-    def _gather(self, part: _Part, rows: torch.Tensor) -> torch.Tensor:
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``(groups, rows, heads, width)`` to ``(groups, heads, rows, width)``, as a kernel would see it.
 
         It does not visit the pages after the last that counts. Here they are in the product, where only
         a zero leaves no trace whatever the page holds.
         """
-        count = part.num_pages.long()[:, None] * self.buffers.capacity.page_tokens
+        count = self._num_pages.long()[:, None] * self.buffers.capacity.page_tokens
         beyond = torch.arange(rows.shape[1], device=rows.device) >= count
         return rows.masked_fill_(beyond[:, :, None, None], 0).transpose(1, 2)
 

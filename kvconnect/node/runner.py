@@ -44,11 +44,6 @@ class Runner:
         Raises:
             LocalError: attention blocks are to be zeroed, and there is no zeroer.
         """
-        if step.new_block_ids_to_zero and self.zeroer is None:
-            raise LocalError(
-                f"{len(step.new_block_ids_to_zero)} fresh blocks are to be zeroed, but the runner has no "
-                "zeroer; it must be built once the cache exists"
-            )
         for row in step.released_rows:
             self.cache.tables.clear_row(row)
         for row, block_ids in step.new_rows:
@@ -56,9 +51,11 @@ class Runner:
         for row, block_ids in step.grown_rows:
             self.cache.tables.append_block_ids(row, block_ids)
         self.cache.tables.apply()
-        for group, fresh in step.zero_blocks.items():
+        for group, fresh in step.zero_blocks:
             self.cache.zero_blocks(group, fresh)
-        if step.new_block_ids_to_zero and self.zeroer is not None:
+        if step.new_block_ids_to_zero:
+            if self.zeroer is None:
+                raise LocalError("fresh blocks are to be zeroed, but the runner has no zeroer")
             self.zeroer.zero_block_ids(step.new_block_ids_to_zero)
 
     @torch.inference_mode()

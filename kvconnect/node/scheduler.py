@@ -8,6 +8,7 @@ thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from kvconnect.node.request import Failure, Output, Request, RequestState
 from kvconnect.node.step import Chunk, Step
 from kvconnect.node.transfers import Transfers
 from kvconnect.orders import Results
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -194,7 +197,7 @@ class Scheduler:
                 return False
         if any(grown.new_ids):
             step.grown_rows.append((request.row, grown.new_ids))
-        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
+        step.add_fresh(grown)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -265,7 +268,7 @@ class Scheduler:
             self._count_cached(request, computed)
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
-        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
+        step.add_fresh(grown)
         if self.transfers is not None:
             self.transfers.hooks.update_after_alloc(request, block_ids, 0)
             # The blocks that this leaves without tokens are there for the next chunk.
@@ -310,7 +313,7 @@ class Scheduler:
         request.num_computed_tokens = computed
         self._count_cached(request, computed)
         self.transfers.loading[request.request_id] = request
-        step.add_fresh(grown.zero_blocks, grown.new_block_ids_to_zero)
+        step.add_fresh(grown)
         self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
         return 0
 
@@ -346,20 +349,23 @@ class Scheduler:
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""
         assert self.transfers is not None
-        settled = self.transfers.settle(results)
-        for request in settled.freed:
+        freed, ended = self.transfers.settle(results)
+        for request in freed:
             assert request.blocks is not None
             self.manager.free(request.blocks)
-        for request in reversed(settled.loaded):
+        for request, problem in reversed(ended):
             assert request.blocks is not None
-            request.state = RequestState.WAITING
-            request.loaded = True
-            self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
-            self.waiting.appendleft(request)
-        for request in settled.computed_here:
+            if problem is None:
+                request.state = RequestState.WAITING
+                request.loaded = True
+                self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
+                self.waiting.appendleft(request)
+                continue
+            name = request.request_id
             self._count_cached(request, 0)
-            self._begin_anew(request)
-            self.waiting.appendleft(request)
-        for request, reason in settled.failed:
-            self._count_cached(request, 0)
-            self._fail(request, Failure(502, reason, "kv_load_error"))
+            if self.transfers.recompute_failed_loads or self.transfers.hooks.is_restored(name):
+                logger.warning("loading %s failed, it is computed here: %s", name, problem)
+                self._begin_anew(request)
+                self.waiting.appendleft(request)
+            else:
+                self._fail(request, Failure(502, problem, "kv_load_error"))

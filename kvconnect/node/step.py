@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from kvconnect.node.blocks import Grown
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -24,26 +26,23 @@ class Step:
     """Work of one step.
 
     Attributes:
-        chunks: the tokens to compute.
         zero_blocks: fresh blocks of state groups, by group: a recurrence begins at zero.
         new_block_ids_to_zero: fresh blocks of attention groups whose old bytes could be NaN; blocks that a
-            load fills whole are not among them. Both are zeroed after the block tables are up to date,
-            before the forward pass, and before any load of this step begins.
+            load fills whole are not among them.
         released_rows: block table rows that no request owns any more.
         new_rows, grown_rows: logical block ids per group that start a row anew, or add to it.
         deferred: a request waits for an answer of the connector, so the next step must come soon.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
-    zero_blocks: dict[int, list[int]] = field(default_factory=dict)
+    zero_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
     new_block_ids_to_zero: list[int] = field(default_factory=list)
     released_rows: list[int] = field(default_factory=list)
     new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     grown_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     deferred: bool = False
 
-    def add_fresh(self, zero_blocks: Mapping[int, Sequence[int]], block_ids: Sequence[int]) -> None:
+    def add_fresh(self, grown: Grown) -> None:
         """Add an allocation's blocks to those that are zeroed."""
-        for group, fresh in zero_blocks.items():
-            self.zero_blocks.setdefault(group, []).extend(fresh)
-        self.new_block_ids_to_zero.extend(block_ids)
+        self.zero_blocks += grown.zero_blocks
+        self.new_block_ids_to_zero += grown.new_block_ids_to_zero

@@ -11,7 +11,6 @@ import logging
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
@@ -29,19 +28,6 @@ def align_tokens(config: KVCacheConfig) -> int:
     return math.lcm(*(group.block_size for group in config.groups if group.has_cache and not group.is_state))
 
 
-@dataclass
-class Settled:
-    """Requests whose blocks are free now, those whose load succeeded, and those whose load failed.
-
-    Of the last, ``computed_here`` begin anew, and ``failed`` end, with the reason.
-    """
-
-    freed: list[Request] = field(default_factory=list)
-    loaded: list[Request] = field(default_factory=list)
-    computed_here: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)
-
-
 class Transfers:
     """The requests whose blocks a transfer keeps: loads under way, and finished prefills not yet sent."""
 
@@ -49,7 +35,7 @@ class Transfers:
         self.hooks = hooks
         self._states = [index for index, group in enumerate(config.groups) if group.is_state]
         self._align = align_tokens(config)
-        self._recompute_failed_loads = recompute_failed_loads
+        self.recompute_failed_loads = recompute_failed_loads
         # Loads under way, those among them whose request was aborted, and ended requests to be fetched.
         self.loading: dict[str, Request] = {}
         self.abandoned: dict[str, Request] = {}
@@ -105,33 +91,23 @@ class Transfers:
             self.unsent[request.request_id] = request
         return not keep, params
 
-    def settle(self, results: Results) -> Settled:
-        """What became of the requests that results came for."""
-        settled = Settled()
+    def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, str | None]]]:
+        """Requests whose blocks are free now, and loads that ended: those that failed, with the reason."""
         self.hooks.update_results(results)
+        freed, ended = [], []
         for request_id in results.sent:
-            request = self.unsent.pop(request_id, None)
-            if request is None:
-                self._report_unknown("sent", request_id)
+            if request_id in self.unsent:
+                freed.append(self.unsent.pop(request_id))
             else:
-                settled.freed.append(request)
+                self._report_unknown("sent", request_id)
         for request_id in results.received:
             if request_id in self.abandoned:
-                settled.freed.append(self.abandoned.pop(request_id))
-                continue
-            request = self.loading.pop(request_id, None)
-            if request is None:
-                self._report_unknown("received", request_id)
-            elif request_id not in results.failed:
-                settled.loaded.append(request)
-            elif self._recompute_failed_loads or self.hooks.is_restored(request_id):
-                logger.warning(
-                    "loading %s failed, it is computed here: %s", request_id, results.failed[request_id]
-                )
-                settled.computed_here.append(request)
+                freed.append(self.abandoned.pop(request_id))
+            elif request_id in self.loading:
+                ended.append((self.loading.pop(request_id), results.failed.get(request_id)))
             else:
-                settled.failed.append((request, results.failed[request_id]))
-        return settled
+                self._report_unknown("received", request_id)
+        return freed, ended
 
     def _report_unknown(self, what: str, request_id: str) -> None:
         if not self._warned:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from kvconnect.errors import PeerError
+from kvconnect.node.blocks import BlockPool
 from kvconnect.node.connector import Connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.options import NodeOptions
@@ -27,6 +28,17 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(512) for _ in range(length)]
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Prove the pool's invariants."""
+    for block_id, references in enumerate(pool._references):
+        if block_id <= pool.reserved:
+            used = references or pool.is_free(block_id) or block_id in pool._key_of
+            assert not used, f"block {block_id} is null or reserved, but is in use"
+        else:
+            assert (references == 0) == pool.is_free(block_id), f"block {block_id}: {references} references"
+    assert {key: block for block, key in pool._key_of.items()} == pool._block_of
 
 
 @dataclass
@@ -50,7 +62,7 @@ class Client:
         """Steps until the named requests ended."""
         for _ in range(MAX_STEPS):
             self.engine.run_once()
-            self.engine.scheduler.manager.pool.check()
+            check_pool(self.engine.scheduler.manager.pool)
             if all(self.last(name) is not None for name in names):
                 return
         raise AssertionError(f"{names} did not end within {MAX_STEPS} steps")
@@ -58,7 +70,7 @@ class Client:
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.engine.run_once()
-            self.engine.scheduler.manager.pool.check()
+            check_pool(self.engine.scheduler.manager.pool)
 
     def last(self, name: str) -> Output | None:
         outputs = self.outputs[name]

@@ -9,7 +9,7 @@ from kvconnect.node.blocks import BlockManager, BlockPool
 from kvconnect.node.cache import build_cache_config
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
-from tests.node.node_harness import make_client, make_prompt
+from tests.node.node_harness import check_pool, make_client, make_prompt
 
 CONFIGS = {
     name: build_cache_config(build_model(name).layout(CacheSizing(None, 1024)), 64)
@@ -51,7 +51,7 @@ def test_known_content_is_evicted_last_and_oldest_first():
     assert pool.allocate(1) == [first]
     assert pool.find((0, b"first")) is None
     assert pool.find((0, b"second")) == second
-    pool.check()
+    check_pool(pool)
 
 
 # A token id of a tiny alphabet, so that prefixes are shared; lengths around several blocks.
@@ -73,9 +73,10 @@ def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
             blocks = manager.new_request()
             hit = manager.find_hit(blocks, tokens)
             end = min(400, hit.num_tokens + amount)
-            fits = manager.fits(blocks, hit, hit.num_tokens, end)
+            free = pool.num_free
             grown = manager.grow(blocks, hit, hit.num_tokens, end)
-            assert fits == (grown is not None)
+            if grown is None:
+                assert (pool.num_free, blocks.ids) == (free, [[] for _ in blocks.ids])
             if grown is not None:
                 live[key] = (tokens, blocks, end, hit.num_tokens)
                 manager.remember(blocks, tokens, end)
@@ -87,7 +88,7 @@ def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
                 manager.remember(blocks, tokens, end)
         elif action == "free" and key in live:
             manager.free(live.pop(key)[1])
-        pool.check()
+        check_pool(pool)
         in_use = {b for _, blocks, _, _ in live.values() for ids in blocks.ids for b in ids if b}
         assert pool.num_held == len(in_use)
         for _, blocks, computed, _ in live.values():
@@ -108,7 +109,7 @@ def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
                         assert tokens[: (place + 1) * size] == tokens2[: (place + 1) * size]
     for _, blocks, _, _ in live.values():
         manager.free(blocks)
-    pool.check()
+    check_pool(pool)
     assert pool.num_free == pool.total
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kvconnect.orders import Orders
-from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, Client, check_pool, make_client, make_prompt
 
 BUDGET = 64
 PROMPT = make_prompt(400, seed=5)
@@ -77,7 +77,7 @@ def finish(prefill: Client, decode: Client, name: str = "a") -> list[int]:
     assert last.failure is None, last.failure
     until(prefill, lambda: prefill.held == decode.held == 0, decode)
     for client in (prefill, decode):
-        client.engine.scheduler.manager.pool.check()
+        check_pool(client.engine.scheduler.manager.pool)
         assert not any(client.engine.scheduler.transfers.hooks.state().values())
     return decode.tokens(name) + decode.drafts(name)
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_is_preempted_while_it_is_sent_is_sent_again(model, after)
         scheduler._preempt(request)
         # Somebody else gets the blocks at once.
         prefill.submit("other", make_prompt(600, seed=9), 1)
-        prefill.engine._take_inbox()
+        prefill.engine.take_arrived()
         scheduler.waiting.rotate(-1)
         prefill.engine.run_once()
         assert lost & blocks_of(prefill, "other")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.node.node_harness import Client, make_client
+from tests.node.node_harness import Client, check_pool, make_client
 
 DEADLINE_S = 60.0
 PLENTY_BYTES = 64 << 20
@@ -27,9 +27,9 @@ class Keeper(Client):
 
     def step(self) -> None:
         wait_s = self.engine.run_once()
-        self.engine.scheduler.manager.pool.check()
+        check_pool(self.engine.scheduler.manager.pool)
         if wait_s > 0:
-            self.engine._sleep(min(wait_s, 0.02))
+            self.engine.sleep(min(wait_s, 0.02))
 
     def settle(self) -> None:
         """Steps until nothing is under way; then nothing may be left."""

@@ -125,12 +125,6 @@ class LayeredModel:
         draft_tokens = self._draft(x, embedded, step, sampled) if self._draft is not None else None
         return ModelOutput(self._head(x[sampled]), draft_tokens)
 
-    def describe(self) -> str:
-        """See ``Model``."""
-        layers = ",".join(mixer.describe() for mixer in self._mixers)
-        draft = f"+draft:{self._draft.mixer.describe()}" if self._draft is not None else ""
-        return f"h{self.dims.hidden}v{self.dims.vocab_size}:{layers}{draft}"
-
 
 class Draft:
     """One layer and a head behind a main model: see ``Recipe``."""

@@ -100,10 +100,6 @@ class Model(Protocol):
         """Run the tokens of shape ``(n,)``; ``sampled`` are the places whose next token is wanted."""
         ...
 
-    def describe(self) -> str:
-        """The dimensions that two nodes must share for their caches to mean the same."""
-        ...
-
 
 class Mixer(Protocol):
     """The part of a layer that mixes tokens, and keeps something of them: attention or a recurrence."""
@@ -112,8 +108,4 @@ class Mixer(Protocol):
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
         """The layer's cache with blocks of ``block_size`` tokens."""
-        ...
-
-    def describe(self) -> str:
-        """The layer's dimensions."""
         ...

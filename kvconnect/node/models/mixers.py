@@ -51,10 +51,6 @@ class GroupedAttention:
         spec: LayerSpec = SlidingWindowSpec(*shape, sliding_window=self._window)
         return CachedLayer(self.name, spec, self._axes, SLIDING_BACKEND)
 
-    def describe(self) -> str:
-        """See ``Mixer``."""
-        return f"{self._heads}q{self._kv_heads}kv{self._head_size}w{self._window or 0}"
-
 
 class LatentAttention:
     """All heads attend over one latent row per token: a compressed part and a rotary part."""
@@ -85,10 +81,6 @@ class LatentAttention:
         """See ``Mixer``."""
         spec = MLASpec(block_size, self._latent + self._rotary, dtype)
         return CachedLayer(self.name, spec, "block token content", self._backend)
-
-    def describe(self) -> str:
-        """See ``Mixer``."""
-        return f"{self._heads}q{self._latent}+{self._rotary}"
 
 
 class WideMemory:
@@ -121,7 +113,3 @@ class WideMemory:
         """See ``Mixer``."""
         spec = MLASpec(block_size, self._copies * self._hidden, dtype)
         return CachedLayer(self.name, spec, "block token content", WIDE_BACKEND)
-
-    def describe(self) -> str:
-        """See ``Mixer``."""
-        return f"{self._copies}x{self._hidden}r{self._reads}"

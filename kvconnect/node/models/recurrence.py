@@ -74,7 +74,3 @@ class GatedLinearAttention:
         shapes = ((self.TAPS - 1, self._channels), (self._heads, self._size, self._size))
         spec = StateSpec(block_size, shapes, (CACHE_DTYPE, STATE_DTYPE))
         return CachedLayer(self.name, spec, "block content", None)
-
-    def describe(self) -> str:
-        """See ``Mixer``."""
-        return f"gla{self._heads}x{self._size}"
