@@ -19,7 +19,7 @@ from typing import Any
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.outcome import difference, tokens_of
-from kvconnect.demo.pair import START_TIMEOUT_S, Pair, ask, start_nodes, start_reference, start_router
+from kvconnect.demo.pair import Pair, ask, start_nodes, start_reference, start_router
 from kvconnect.errors import KVConnectError
 
 _SOAK_TOKENS = 4
@@ -59,7 +59,7 @@ def bench_soak(*, engine: str, model: str, prompts: int, concurrency: int, seed:
         wrong = [str(answer) for answer in answers if isinstance(answer, BadAnswer)]
         if compare:
             single = start_reference(children, model, *node_options)
-            url = single.wait_ready(time.monotonic() + START_TIMEOUT_S)
+            url = single.wait_ready()
             expected = _ask_many(url, model, made, concurrency)
             wrong += [
                 problem for a, b in zip(answers, expected, strict=True) if (problem := difference(a, b))
@@ -96,7 +96,7 @@ def bench_idle(*, engine: str, model: str, seconds: float) -> int:
     """
     with _running_pair(engine, model) as (children, pair):
         single = start_reference(children, model)
-        single.wait_ready(time.monotonic() + START_TIMEOUT_S)
+        single.wait_ready()
         for url in (single.url, pair.router.url):
             ask(url, model, list(range(1, 100)))
         time.sleep(1.0)

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvconnect.demo.children import Children
-from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
+from kvconnect.demo.http import growth, read_metrics
 from kvconnect.demo.outcome import tokens_of
-from kvconnect.demo.pair import RESERVED_BLOCKS, START_TIMEOUT_S, ask
+from kvconnect.demo.pair import RESERVED_BLOCKS, ask
 from kvconnect.errors import KVConnectError
 
 _BLOCK_TOKENS = 16
@@ -116,18 +116,12 @@ def _start(children: Children, options: StreamingOptions, name: str, min_tokens:
                 f"{side}-{name}", "serve", *common, *more, "--kv-transfer-config", json.dumps(config)
             )
         )
-    deadline = time.monotonic() + START_TIMEOUT_S
-    prefill, decode = (node.wait_ready(deadline) for node in nodes)
+    prefill, decode = (node.wait_ready() for node in nodes)
     asked = ("--prefill", prefill, "--decode", decode, "--flow", "parallel")
-    router = children.start(f"router-{name}", "router", "--port", "0", *asked).wait_ready(deadline)
-    while True:
-        try:
-            fetch_json(router + "/ready?all", timeout_s=5.0)
-            return _Side(prefill, router)
-        except BadAnswer:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    router = children.start(f"router-{name}", "router", "--port", "0", *asked)
+    router.wait_ready()
+    router.wait_answer("/ready?all")
+    return _Side(prefill, router.url)
 
 
 def _measure(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvconnect.demo.children import Children
@@ -20,8 +18,7 @@ def nodes(tmp_path_factory):
             children.start("second", *node_options("second", "kv_both"), "--reserved-blocks", "61"),
             children.start("alone", "serve", "--model", "gqa", "--port", "0"),
         ]
-        deadline = time.monotonic() + 60
-        yield [child.wait_ready(deadline) for child in made]
+        yield [child.wait_ready() for child in made]
 
 
 def prompt_of(length, first):

@@ -50,7 +50,7 @@ def nodes(tmp_path_factory):
             "stranger": serve(children, "stranger", "kv_consumer", keys_dir=str(folder / "stranger")),
             "insecure": serve(children, "insecure", "kv_consumer", insecure=True),
         }
-        urls = {name: child.wait_ready(time.monotonic() + 90) for name, child in started.items()}
+        urls = {name: child.wait_ready() for name, child in started.items()}
         yield {**urls, "folder": folder, "publics": publics}
 
 

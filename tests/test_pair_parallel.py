@@ -35,22 +35,20 @@ def nodes(tmp_path_factory):
             ),
             "alone": children.start("alone", "serve", "--model", "gqa", "--port", "0"),
         }
-        deadline = time.monotonic() + 60
-        urls = {name: child.wait_ready(deadline) for name, child in made.items()}
+        urls = {name: child.wait_ready() for name, child in made.items()}
         options = ("--prefill", urls["prefill"], "--decode", urls["decode"], "--flow", "parallel")
-        urls["router"] = children.start("router", "router", "--port", "0", *options).wait_ready(deadline)
+        urls["router"] = children.start("router", "router", "--port", "0", *options).wait_ready()
         until_ready(urls["router"])
 
         def restart_prefill(meanwhile=lambda: None):
             old = made["prefill"]
-            old.ask_to_end()
-            old.end(time.monotonic() + 5)
+            old.end(5)
             meanwhile()
             options = [
                 text.replace('"engine_id": "prefill"', '"engine_id": "new"') for text in prefill_options
             ]
             made["prefill"] = children.start("prefill-again", *options)
-            made["prefill"].wait_ready(time.monotonic() + 60)
+            made["prefill"].wait_ready()
             until_ready(urls["router"])
 
         urls["restart"] = restart_prefill

@@ -36,10 +36,9 @@ def nodes(request, tmp_path_factory):
             ),
             "alone": children.start("alone", "serve", "--model", model, "--port", "0"),
         }
-        deadline = time.monotonic() + 60
-        urls = {name: child.wait_ready(deadline) for name, child in made.items()}
+        urls = {name: child.wait_ready() for name, child in made.items()}
         options = ("--prefill", urls["prefill"], "--decode", urls["decode"], "--flow", "parallel")
-        urls["router"] = children.start("router", "router", "--port", "0", *options).wait_ready(deadline)
+        urls["router"] = children.start("router", "router", "--port", "0", *options).wait_ready()
         until_ready(urls["router"])
         yield urls, model
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from kvconnect.demo.children import Child
 from kvconnect.errors import KVConnectError
 
 _END_S = 10.0
@@ -45,7 +47,7 @@ class Side:
 
 
 class ChildProcess:
-    """A spawned process with one side in it.
+    """A process with one side in it.
 
     Args:
         name: what errors call it.
@@ -56,15 +58,19 @@ class ChildProcess:
     """
 
     def __init__(self, name: str, side: str, environment: Mapping[str, str | None], timeout_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
         self.name = name
         self._timeout_s = timeout_s
         self._step = "start"
-        self._pipe, far_end = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(far_end, side, dict(environment)), name=f"bench-{name}", daemon=True
-        )
-        self._process.start()
+        self._pipe, far_end = multiprocessing.Pipe()
+        code = f"from {__name__} import serve; serve({far_end.fileno()}, {side!r})"
+        # It finds what we find.
+        found = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._child = Child(
+            name,
+            [sys.executable, "-c", code],
+            environment={**found, **environment},
+            pass_fds=[far_end.fileno()],
+        ).start()
         # With our copy closed, the end of the child is the end of the pipe.
         far_end.close()
 
@@ -108,20 +114,20 @@ class ChildProcess:
 
     def end(self, deadline: float) -> None:
         """Wait for its end until the deadline on the monotonic clock, then make it end. Idempotent."""
-        self._process.join(max(0.0, deadline - time.monotonic()))
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(_END_S)
+        with suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(max(0.0, deadline - time.monotonic()))
+        self._child.kill()
         self._pipe.close()
 
     @property
     def died(self) -> str:
         """How it ended, empty while it runs."""
-        code = self._process.exitcode
+        code = self._child.exit_code()
         return "" if code is None else f"{self.name}: the process ended with code {code}"
 
     def _ended(self) -> str:
-        self._process.join(_GRACE_S)
+        with suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(_GRACE_S)
         return f"{self.died or self.name + ': its pipe is closed'} in step {self._step!r}"
 
 
@@ -142,7 +148,7 @@ class ChildPair:
         trace: TracebackType | None,
     ) -> None:
         died = [child.died for child in (self.prefill, self.decode) if child.died]
-        # After a failure nobody is asked nicely: a child that hangs would only cost time.
+        # After a failure no child is waited for: one that hangs would only cost time.
         deadline = time.monotonic() + (_END_S if error is None else 0.0)
         # One after the other: the one that fetches would report the end of the other as a loss.
         for child in (self.decode, self.prefill):
@@ -163,14 +169,9 @@ class ChildPair:
         return self.prefill.answer(), self.decode.answer()
 
 
-def _serve(pipe: Connection, side: str, environment: Mapping[str, str | None]) -> None:
-    # The terminal's interrupt goes to all; the parent then ends its children.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def serve(descriptor: int, side: str) -> None:
+    """In a child: take the steps of a side that come over a pipe, until it ends."""
+    pipe = Connection(descriptor)
     module, _, attribute = side.partition(":")
     made: Side | None = None
     problem = ""

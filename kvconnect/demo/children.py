@@ -1,7 +1,7 @@
-"""The demo's child processes: started together, waited for, and ended in every case.
+"""Child processes: started together, waited for until they answer, and ended in every case.
 
-Each runs in a process group of its own and writes to a log file of its own. Knows command lines and
-nothing of what the processes do.
+Each has a process group of its own, which ends with this process, and a log file. Knows nothing of what the
+processes do.
 """
 
 from __future__ import annotations
@@ -14,81 +14,148 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
+from kvconnect.demo.http import answers
 from kvconnect.errors import KVConnectError
 
 _READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
+START_TIMEOUT_S = 120.0
 _TERM_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
 
 # What a child runs. This interpreter, and not whatever "kvconnect" the PATH names.
 COMMAND = (sys.executable, "-m", "kvconnect")
+# A child is one of several on a machine, and its log is read while it runs.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class ChildFailed(KVConnectError):
     """A child ended early or was not ready in time. The text holds the end of its log."""
 
 
+class Process(Protocol):
+    """What is needed of ``subprocess.Popen``."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class Child:
-    """One ``kvconnect`` process."""
+    """A process in a group of its own, which may be started again once it has ended.
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    Its output is appended to ``log``, None for ours. ``environment`` is what its environment differs by; None
+    takes a variable away. ``url`` is where it answers; one of ``kvconnect`` prints it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path | None = None,
+        environment: Mapping[str, str | None] | None = None,
+        url: str = "",
+        **popen: Any,
+    ) -> None:
         self.name = name
-        self.log = folder / f"{name}.log"
-        self.url = ""
-        with self.log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [*COMMAND, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+        self.command = command
+        self.log = log
+        self.url = url
+        self.process: Process
         # Its group's too.
-        self.pid = self._process.pid
+        self.pid = 0
+        self._environment = {**os.environ, **(environment or {})}
+        self._popen = popen
+        self._log_start = 0
+        self._is_asked = False
 
-    def wait_ready(self, deadline: float) -> str:
-        """The URL it serves, once it is ready; ``deadline`` is on the monotonic clock.
+    def start(self) -> Child:
+        """Start it, and return at once."""
+        self._log_start = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+        self._is_asked = False
+        self.process = self._spawn()
+        self.pid = self.process.pid
+        return self
+
+    def _spawn(self) -> Process:
+        with contextlib.ExitStack() as opened:
+            out = None if self.log is None else opened.enter_context(self.log.open("ab"))
+            files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            return subprocess.Popen(
+                self.command,
+                env={name: value for name, value in self._environment.items() if value is not None},
+                preexec_fn=_begin,
+                **{**files, **self._popen},
+            )
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """The URL that a ``kvconnect`` process serves, once it is ready; raises as ``wait_until`` does."""
+        self.wait_until(lambda: bool(_READY.findall(self.said())), timeout_s)
+        self.url = _READY.findall(self.said())[0]
+        return self.url
+
+    def wait_answer(self, path: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until ``path`` is answered with 200; raises as ``wait_until`` does."""
+        self.wait_until(lambda: answers(self.url + path, timeout_s=2.0), timeout_s)
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for something that it does.
 
         Raises:
-            ChildFailed: it ended, or the deadline passed.
+            ChildFailed: it ended, or the time is over.
         """
-        while not (found := _READY.search(self.log.read_text(errors="replace"))):
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
             if (code := self.exit_code()) is not None:
                 raise ChildFailed(f"{self.name} ended with code {code} before it was ready\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise ChildFailed(f"{self.name} was not ready in time\n{self.tail()}")
-            time.sleep(0.05)
-        self.url = found[1]
-        return self.url
+            time.sleep(0.02)
 
     def exit_code(self) -> int | None:
         """None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
+
+    def said(self) -> str:
+        """Its output since its last start."""
+        if self.log is None:
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log, for an error report."""
-        text = self.log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"--- end of the log of {self.name} ---", *text])
+        return "\n".join([f"--- end of the log of {self.name} ---", *self.said().splitlines()[-lines:]])
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group; nothing if it is gone."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the whole group."""
-        self._signal(signal.SIGTERM)
+        """SIGTERM to the whole group, once."""
+        if not self._is_asked:
+            self._is_asked = True
+            self.send(signal.SIGTERM)
 
-    def end(self, deadline: float) -> None:
-        """Wait until the deadline, then SIGKILL to the whole group. Idempotent."""
+    def end(self, grace_s: float) -> int:
+        """SIGTERM, and SIGKILL if that does not help in time. Returns the exit code. Idempotent."""
+        self.ask_to_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        # The group may outlive its leader.
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+            self.process.wait(max(0.0, grace_s))
+        return self.kill()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+    def kill(self) -> int:
+        """SIGKILL to the whole group, which may outlive its leader. Returns the exit code."""
+        self.send(signal.SIGKILL)
+        return self.process.wait()
 
 
 class Children:
@@ -106,29 +173,38 @@ class Children:
 
     def start(self, name: str, *arguments: str) -> Child:
         """Start ``kvconnect ARGUMENTS`` and return at once."""
-        child = Child(name, arguments, self._folder)
-        self._all.append(child)
+        return self.add(Child(name, [*COMMAND, *arguments], self._folder / f"{name}.log", ENVIRONMENT))
+
+    def add(self, child: Child) -> Child:
+        """Start a child and return at once."""
+        self._all.append(child.start())
         return child
 
     def tails(self) -> str:
         """The ends of all logs."""
         return "\n".join(child.tail() for child in self._all)
 
-    def end(self) -> None:
+    def end(self, grace_s: float = _TERM_GRACE_S) -> None:
         """End all: SIGTERM to every one, then SIGKILL to what is left."""
         for child in self._all:
             child.ask_to_end()
-        deadline = time.monotonic() + _TERM_GRACE_S
+        deadline = time.monotonic() + grace_s
         for child in self._all:
-            child.end(deadline)
+            child.end(deadline - time.monotonic())
         self._all.clear()
 
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes kvconnect: end too if the demo itself is killed."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In a child: be sent a signal when its parent is gone, which cannot end it then."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _begin() -> None:
+    # Not a session of its own: Linux would schedule each child as one unit, and of children that share cores
+    # one that spins then keeps all threads of another from running.
+    os.setpgid(0, 0)
+    die_with_parent()

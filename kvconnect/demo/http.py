@@ -1,18 +1,16 @@
-"""Plain HTTP to the demo's children, with deadlines. Standard library only."""
+"""Plain HTTP to the demo's children, with deadlines."""
 
 from __future__ import annotations
 
 import json
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from kvconnect.errors import KVConnectError
+from prometheus_client.parser import text_string_to_metric_families
 
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from kvconnect.errors import KVConnectError
 
 # The children are on this machine: a proxy that the environment names is not for them.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -53,17 +51,25 @@ def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float
         raise BadAnswer(f"{url} answered something that is not JSON: {raw[:200]!r}") from error
 
 
+def answers(url: str, timeout_s: float = 5.0) -> bool:
+    """Whether a URL answers with 200."""
+    try:
+        fetch(url, timeout_s=timeout_s)
+    except BadAnswer:
+        return False
+    return True
+
+
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def parse_metrics(text: str) -> Samples:
     """Prometheus' text format as name and sorted labels to value."""
-    samples: Samples = {}
-    for line in text.splitlines():
-        found = _SAMPLE.match(line)
-        if found:
-            samples[found[1], tuple(sorted(_LABEL.findall(found[2] or "")))] = float(found[3])
-    return samples
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def read_metrics(url: str) -> Samples:
@@ -73,8 +79,8 @@ def read_metrics(url: str) -> Samples:
 
 def growth(before: Samples, after: Samples, name: str, **labels: str) -> float:
     """By how much a counter grew, summed over all samples that carry ``labels``."""
-    total = 0.0
-    for (sample, pairs), value in after.items():
-        if sample == name and labels.items() <= dict(pairs).items():
-            total += value - before.get((sample, pairs), 0.0)
-    return total
+    return sum(
+        value - before.get((sample, pairs), 0.0)
+        for (sample, pairs), value in after.items()
+        if sample == name and labels.items() <= dict(pairs).items()
+    )

@@ -11,15 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer, fetch_json
 from kvconnect.demo.outcome import Tokens, judge_tokens, tokens_of
-from kvconnect.demo.pair import START_TIMEOUT_S, ask, ask_all
+from kvconnect.demo.pair import ask, ask_all
 from kvconnect.demo.prompts import make_prompts
-from kvconnect.demo.report import Finding, known, note, report
-from kvconnect.errors import KVConnectError
+from kvconnect.demo.report import Finding, judging, known, report
 
 # Blocks of each model's pool, so that the prompts below do not fit into it together.
 POOLS = {"gqa": 64, "mla": 64, "mixed": 12, "sliding": 160, "hybrid": 40}
@@ -29,10 +27,8 @@ _SEED = 23
 # Of the demo's prompts these are long enough for whole blocks of every model.
 _RETURNING = (4, 7, 11)
 _OTHERS = (3, 9, 11, 14)
-_CPU_BYTES = 64 << 20
-_DISK_BYTES = 64 << 20
-_STOP_TIMEOUT_S = 20.0
-_SETTLE_TIMEOUT_S = 20.0
+_TIER_BYTES = 64 << 20
+_STOP_TIMEOUT_S = _SETTLE_TIMEOUT_S = 20.0
 
 
 @dataclass(kw_only=True)
@@ -68,15 +64,8 @@ def run_offload(*, models: Sequence[str], json_output: bool, node_options: Seque
     def run(folder: Path) -> Iterator[Finding]:
         for model in chosen:
             outcome = Returned(model=model, prompts=len(_RETURNING))
-            started = time.monotonic()
-            with Children(folder) as children:
-                try:
-                    _run(outcome, children, folder / f"kept-{model}", node_options)
-                except KVConnectError as error:
-                    outcome.problems.append(str(error))
-                if outcome.problems:
-                    note(children.tails())
-            outcome.seconds = round(time.monotonic() - started, 2)
+            with judging(outcome, folder) as children:
+                _run(outcome, children, folder / f"kept-{model}", node_options)
             yield outcome
 
     return report(run, json_output=json_output)
@@ -91,16 +80,15 @@ def _run(outcome: Returned, children: Children, disk: Path, node_options: Sequen
     outcome.could_be_found = sum((len(prompt) - 1) // size * size for prompt in prompts)
     plain = children.start("plain", "serve", "--model", model, "--port", "0", *node_options)
     node = _start(children, "first", model, disk, node_options)
-    expected = ask_all(plain.wait_ready(time.monotonic() + START_TIMEOUT_S), model, prompts)
-    url = node.wait_ready(time.monotonic() + START_TIMEOUT_S)
+    expected = ask_all(plain.wait_ready(), model, prompts)
+    url = node.wait_ready()
     _ask(outcome, url, prompts, expected)
     outcome.token_exact = 0
     ask_all(url, model, [other[index] for index in _OTHERS])
     outcome.from_memory = _ask(outcome, url, prompts, expected)
-    node.ask_to_end()
-    node.end(time.monotonic() + _STOP_TIMEOUT_S)
+    node.end(_STOP_TIMEOUT_S)
     again = _start(children, "again", model, disk, node_options)
-    url = again.wait_ready(time.monotonic() + START_TIMEOUT_S)
+    url = again.wait_ready()
     _wait_settled(url)
     outcome.from_disk = _ask(outcome, url, prompts, expected)
     for where, found in (("memory", outcome.from_memory), ("disk after a restart", outcome.from_disk)):
@@ -111,20 +99,12 @@ def _run(outcome: Returned, children: Children, disk: Path, node_options: Sequen
 
 
 def _start(children: Children, name: str, model: str, disk: Path, node_options: Sequence[str]) -> Child:
-    """A node that keeps blocks, and whose own pool is of no use to a prompt that comes back."""
-    offload: dict[str, Any] = {
-        "cpu_bytes": _CPU_BYTES,
-        "disk_path": str(disk),
-        "disk_bytes": _DISK_BYTES,
-    }
+    """A node that keeps blocks, and whose own pool does not serve a prompt that comes back."""
+    offload = {"cpu_bytes": _TIER_BYTES, "disk_path": str(disk), "disk_bytes": _TIER_BYTES}
     config = {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "none", "offload": offload}}
     pool = ("--num-blocks", str(POOLS[model]), "--no-enable-prefix-caching")
-    return children.start(
-        f"{name}-{model}",
-        *("serve", "--model", model, "--port", "0", "--kv-transfer-config", json.dumps(config)),
-        *pool,
-        *node_options,
-    )
+    serve = ("serve", "--model", model, "--port", "0", "--kv-transfer-config", json.dumps(config))
+    return children.start(f"{name}-{model}", *serve, *pool, *node_options)
 
 
 def _wait_settled(url: str) -> None:

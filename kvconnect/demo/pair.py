@@ -20,15 +20,14 @@ from kvconnect.demo.outcome import (
     Tokens,
     all_differ,
     difference,
-    is_idle,
     judge_tokens,
     judge_transfer,
     tokens_of,
 )
+from kvconnect.router.bodies import ASK_FOR_REMOTE_DECODE
 
 MAX_TOKENS = 12
 CONCURRENCY = 4
-START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 45.0
 READY_TIMEOUT_S = 15.0
@@ -38,17 +37,6 @@ PATHS = ("auto", "direct", "packed")
 
 # The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
 RESERVED_BLOCKS = 61
-
-_PARALLEL = ("parallel", "resumed")
-
-_ASK_FOR_KV = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +63,16 @@ def start_nodes(
     decode_options: Sequence[str] = (),
 ) -> tuple[Child, Child]:
     """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""
-    made = []
-    for side, role, more in (
-        ("prefill", "kv_producer", ()),
-        ("decode", "kv_consumer", ("--reserved-blocks", str(RESERVED_BLOCKS), *decode_options)),
-    ):
+
+    def start(side: str, role: str, *more: str) -> Child:
         name = f"{side}-{engine}-{model}"
-        config = {
-            "kv_connector": "KVConnect",
-            "kv_connector_module_path": "kvconnect.vllm",
-            "kv_role": role,
-            "engine_id": name,
-            "kv_connector_extra_config": {"engine": engine, "host": "127.0.0.1", "port": 0, "path": path},
-        }
-        connected = ("--kv-transfer-config", json.dumps(config))
-        made.append(
-            children.start(name, "serve", "--model", model, "--port", "0", *connected, *more, *options)
-        )
-    return made[0], made[1]
+        extra = {"engine": engine, "host": "127.0.0.1", "port": 0, "path": path}
+        config = json.dumps({"kv_role": role, "engine_id": name, "kv_connector_extra_config": extra})
+        serve = ("serve", "--model", model, "--port", "0", "--kv-transfer-config", config)
+        return children.start(name, *serve, *more, *options)
+
+    own = ("--reserved-blocks", str(RESERVED_BLOCKS), *decode_options)
+    return start("prefill", "kv_producer"), start("decode", "kv_consumer", *own)
 
 
 def start_router(
@@ -103,24 +83,15 @@ def start_router(
     ``flow`` is how it asks them: one after the other, or both at once.
 
     Raises:
-        ChildFailed: one of them ended or was too slow.
-        BadAnswer: the router did not find both nodes healthy.
+        ChildFailed: one of them ended or was too slow, or the router did not find both nodes healthy.
     """
-    deadline = time.monotonic() + START_TIMEOUT_S
     prefill, decode = nodes
-    urls = prefill.wait_ready(deadline), decode.wait_ready(deadline)
+    urls = prefill.wait_ready(), decode.wait_ready()
     options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1], "--flow", flow)
     router = children.start(f"router-{engine}-{model}", "router", *options)
-    base = router.wait_ready(deadline)
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        try:
-            fetch_json(base + "/ready?all", timeout_s=5.0)
-            return Pair(prefill, decode, router, flow)
-        except BadAnswer:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+    router.wait_ready()
+    router.wait_answer("/ready?all", READY_TIMEOUT_S)
+    return Pair(prefill, decode, router, flow)
 
 
 def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
@@ -177,11 +148,13 @@ def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence
     if alone > may_be_alone:
         outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
     if flow == "parallel":
-        ran = {name: growth({}, metrics, "kvconnect_router_flows_total", flow=name) for name in _PARALLEL}
-        if ran["parallel"] < len(prompts) - 1 or ran["resumed"] > may_be_alone:
+        both, resumed = (
+            growth({}, metrics, "kvconnect_router_flows_total", flow=name) for name in ("parallel", "resumed")
+        )
+        if both < len(prompts) - 1 or resumed > may_be_alone:
             outcome.problems.append(
-                f"{ran['parallel']:.0f} of {len(prompts)} requests went to both nodes at once, and "
-                f"{ran['resumed']:.0f} of these had to go on sequentially"
+                f"{both:.0f} of {len(prompts)} requests went to both nodes at once, and {resumed:.0f} of "
+                "these had to go on sequentially"
             )
 
 
@@ -190,7 +163,7 @@ def _judge_block_ids(
 ) -> None:
     model = outcome.model
     try:
-        first = ask(pair.prefill.url, model, prompt, max_tokens=1, kv_transfer_params=_ASK_FOR_KV)
+        first = ask(pair.prefill.url, model, prompt, max_tokens=1, kv_transfer_params=ASK_FOR_REMOTE_DECODE)
         params = first.get("kv_transfer_params") or {}
         second = ask(pair.decode.url, model, prompt, kv_transfer_params=params, return_kv_block_ids=True)
         problem = difference(tokens_of(second), expected)
@@ -208,10 +181,7 @@ def _judge_block_ids(
 def _judge_idle(outcome: Outcome, pair: Pair) -> None:
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     for side, child in (("prefill", pair.prefill), ("decode", pair.decode)):
-        while True:
-            state = fetch_json(child.url + "/debug/state")
-            if is_idle(state):
-                break
+        while (state := fetch_json(child.url + "/debug/state"))["blocks"]["held"]:
             if time.monotonic() > deadline:
                 outcome.problems.append(f"the {side} node did not come to rest: {state}")
                 break

@@ -1,18 +1,21 @@
-"""What the parts of the demo share: names that are asked for, and a report of outcomes as they come."""
+"""What the parts of the demo share: names that are asked for, processes, and a report of what was found."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from kvconnect.errors import ConfigError
+from kvconnect.demo.children import Children
+from kvconnect.errors import ConfigError, KVConnectError
 
 
 @dataclass(kw_only=True)
@@ -71,6 +74,20 @@ def report(run: Callable[[Path], Iterator[Finding]], *, json_output: bool) -> in
         else:
             shutil.rmtree(folder, ignore_errors=True)
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def judging(finding: Finding, folder: Path) -> Iterator[Children]:
+    """The processes that a finding is of. A failure is one of its problems, and their logs are shown then."""
+    started = time.monotonic()
+    with Children(folder) as children:
+        try:
+            yield children
+        except KVConnectError as error:
+            finding.problems.append(str(error))
+        finding.seconds = round(time.monotonic() - started, 2)
+        if finding.problems:
+            note(children.tails())
 
 
 def note(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer
 from kvconnect.demo.outcome import Outcome, Tokens
 from kvconnect.demo.prompts import make_prompts
-from kvconnect.demo.report import Finding, known, note, report
+from kvconnect.demo.report import Finding, judging, known, note, report
 from kvconnect.engine_names import engine_entry_points
-from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.errors import ConfigError
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROMPT_SEED = 7
@@ -51,13 +50,22 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     Raises:
         ConfigError: an unknown name, or an engine asked for by name cannot run here.
     """
+    from kvconnect.engine.registry import available_engines
+
     models = known("model", options.models, MODELS)
-    known("engine", options.require, _engines())
+    # The memory engine does not leave its process.
+    registered = [name for name in engine_entry_points() if name != "memory"]
+    known("engine", options.require, registered)
     known("flow", [options.flow], pair.FLOWS)
     known("path", [options.path], pair.PATHS)
-    engines, skipped = _usable_engines(options.engines)
+    chosen = known("engine", options.engines, registered)
+    reasons = available_engines()
+    skipped = {name: reasons[name] for name in chosen if reasons[name]}
     for name, reason in skipped.items():
+        if options.engines:
+            raise ConfigError(f"engine {name!r} cannot run here: {reason}")
         note(f"{name} is skipped: {reason}")
+    engines = [name for name in chosen if name not in skipped]
     missing = [name for name in options.require if name not in engines]
     for name in missing:
         reason = skipped.get(name, "it is not among the engines asked for")
@@ -74,23 +82,6 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     return report(run, json_output=json_output)
 
 
-def _usable_engines(asked: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Engines to run, and why each of the others is not. One that was asked for by name must work."""
-    from kvconnect.engine.registry import available_engines
-
-    reasons = available_engines()
-    problems = {name: reasons[name] for name in known("engine", asked, _engines())}
-    for name, reason in problems.items():
-        if reason and asked:
-            raise ConfigError(f"engine {name!r} cannot run here: {reason}")
-    return [n for n, why in problems.items() if not why], {n: why for n, why in problems.items() if why}
-
-
-def _engines() -> list[str]:
-    """Those that are registered, without the one that does not leave its process."""
-    return [name for name in engine_entry_points() if name != "memory"]
-
-
 def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder: Path) -> Iterator[Finding]:
     """One model with every engine. The single node is asked once, while the first pair starts."""
     prompts = make_prompts(options.requests, PROMPT_SEED)
@@ -102,24 +93,17 @@ def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder:
         reference: Child | None = pair.start_reference(single, model, *node)
         for engine in engines:
             outcome = Outcome(engine=engine, model=model, requests=options.requests)
-            started = time.monotonic()
-            with Children(folder) as children:
-                try:
-                    nodes = pair.start_nodes(
-                        children, engine, model, *node, path=options.path, decode_options=decode
-                    )
-                    if reference is not None:
-                        url = reference.wait_ready(time.monotonic() + pair.START_TIMEOUT_S)
-                        expected = pair.ask_all(url, model, [*prompts, extra])
-                        single.end()
-                        reference = None
-                    both = pair.start_router(children, engine, model, nodes, options.flow)
-                    pair.judge(outcome, both, prompts, expected[:-1], (extra, expected[-1]))
-                except KVConnectError as error:
-                    outcome.problems.append(str(error))
-                outcome.seconds = round(time.monotonic() - started, 2)
-                if outcome.problems:
-                    note(children.tails())
+            with judging(outcome, folder) as children:
+                nodes = pair.start_nodes(
+                    children, engine, model, *node, path=options.path, decode_options=decode
+                )
+                if reference is not None:
+                    url = reference.wait_ready()
+                    expected = pair.ask_all(url, model, [*prompts, extra])
+                    single.end()
+                    reference = None
+                both = pair.start_router(children, engine, model, nodes, options.flow)
+                pair.judge(outcome, both, prompts, expected[:-1], (extra, expected[-1]))
             yield outcome
             if reference is not None:
                 break  # without its answers there is nothing to compare with

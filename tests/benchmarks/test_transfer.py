@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -297,15 +296,15 @@ def test_the_environment_is_the_childrens_own(monkeypatch):
 def test_a_child_that_fails_ends_the_pair(monkeypatch, side, step, says):
     monkeypatch.setattr(process, "_GRACE_S", 0.5)
     pair = ChildPair(f"tests.benchmarks.failing_sides:{side}", {}, 60.0)
-    children = multiprocessing.active_children()
-    assert len(children) == 2
+    children = [one._child for one in (pair.prefill, pair.decode)]
+    assert [child.exit_code() for child in children] == [None, None]
     if step == "hang":
         # Once it has started, so that its start is not what is timed.
         pair.decode.ask("variables", ())
         pair.decode._timeout_s = 0.5
     with pytest.raises(StepFailed, match=says), pair:
         pair.decode.ask(step)
-    assert not any(child.is_alive() for child in children)
+    assert all(child.exit_code() is not None for child in children)
 
 
 def test_the_end_of_the_other_child_is_told_too():

@@ -6,20 +6,14 @@ What is changed is only where they listen and what they are reached at. Which pr
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.demo.http import BadAnswer, fetch
+from kvconnect.demo.children import Child, Children
 from kvconnect.peer.key_files import new_secret, write_once
 from tests.deploy.commands import DEPLOY, Part
 
@@ -28,39 +22,7 @@ Server = Callable[[str, list[str]], tuple[list[str], dict[str, str]]]
 
 # The cards of this machine are not the deployment's.
 _LOCAL = {"UCX_NET_DEVICES": "lo"}
-
-
-@dataclass
-class Running:
-    """One process and where it is reached."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_for(self, path: str, timeout_s: float) -> None:
-        """Until ``path`` answers 200. Fails with the end of the log."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fetch(self.url + path, timeout_s=2)
-                return
-            except BadAnswer as error:
-                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
-                assert self.process.poll() is None, f"{self.process.args} ended\n{tail}"
-                assert time.monotonic() < deadline, f"{error}\n{tail}"
-                time.sleep(0.2)
-
-    def end(self) -> int:
-        """SIGTERM, and SIGKILL if that does not help; the exit code. Idempotent."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, number)
-            try:
-                return self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                continue
-        raise AssertionError(f"{self.process.args} does not end")
+END_TIMEOUT_S = 60.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -122,47 +84,21 @@ def _replace_url(word: str, replaced: dict[str, str]) -> str:
 
 
 @contextmanager
-def running(parts: dict[str, Part], server: Server, folder: Path) -> Iterator[dict[str, Running]]:
+def running(parts: dict[str, Part], server: Server, folder: Path) -> Iterator[dict[str, Child]]:
     """All three processes of ``localised`` parts, started and not awaited; ended with the block."""
-    started: dict[str, Running] = {}
-    try:
-        for name, part in parts.items():
-            command, more = part.command, {}
-            if name != "router":
-                command, more = server(name, command)
-            elif command[0] == "kvconnect":
-                command = [sys.executable, "-m", *command]
-            wanted = {key: _LOCAL.get(key, value) for key, value in part.environment.items()}
-            log = folder / f"{name}.log"
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, "PYTHONPATH": str(DEPLOY.parent), **wanted, **more},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
-            started[name] = Running(part.urls[0], process, log)
-        yield started
-    finally:
-        _end_all(started.values())
-
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    """In the child: end too if the tests themselves are killed, and cannot end it."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _end_all(started: Iterable[Running]) -> None:
-    for one in started:
-        if one.process.poll() is None:
-            os.killpg(one.process.pid, signal.SIGTERM)
-    for one in started:
-        one.end()
+    with Children(folder) as children:
+        started: dict[str, Child] = {}
+        try:
+            for name, part in parts.items():
+                command, more = part.command, {}
+                if name != "router":
+                    command, more = server(name, command)
+                elif command[0] == "kvconnect":
+                    command = [sys.executable, "-m", *command]
+                wanted = {key: _LOCAL.get(key, value) for key, value in part.environment.items()}
+                environment = {"PYTHONPATH": str(DEPLOY.parent), **wanted, **more}
+                child = Child(name, command, folder / f"{name}.log", environment, part.urls[0])
+                started[name] = children.add(child)
+            yield started
+        finally:
+            children.end(END_TIMEOUT_S)

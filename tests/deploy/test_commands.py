@@ -11,7 +11,7 @@ import pytest
 
 from kvconnect.demo.http import fetch_json, growth, read_metrics
 from tests.deploy.commands import WITH_README, deployment
-from tests.deploy.running import localised, running
+from tests.deploy.running import END_TIMEOUT_S, localised, running
 
 # A shared machine can be slow to read torch from its disk.
 START_TIMEOUT_S = 180
@@ -36,7 +36,7 @@ def _node(_name: str, command: list[str]) -> tuple[list[str], dict[str, str]]:
 def test_a_completion_through_the_commands_of_the_files_moves_kv(kind, tmp_path) -> None:
     parts = localised(deployment(kind, tmp_path), tmp_path)
     with running(parts, _node, tmp_path) as pair:
-        pair["router"].wait_for("/ready?all", START_TIMEOUT_S)
+        pair["router"].wait_answer("/ready?all", START_TIMEOUT_S)
         body = {"model": "gqa", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0}
         before = read_metrics(pair["decode"].url)
         got = fetch_json(pair["router"].url + "/v1/completions", body)
@@ -44,4 +44,4 @@ def test_a_completion_through_the_commands_of_the_files_moves_kv(kind, tmp_path)
         assert growth(before, after, "kvconnect_transfer_bytes_total", direction="received") > 0
         expected = fetch_json(pair["prefill"].url + "/v1/completions", body)
         assert got["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
-        assert {name: one.end() for name, one in pair.items()} == dict.fromkeys(pair, 0)
+        assert {name: one.end(END_TIMEOUT_S) for name, one in pair.items()} == dict.fromkeys(pair, 0)

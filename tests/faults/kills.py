@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from kvconnect.demo.http import BadAnswer
+from kvconnect.demo.http import BadAnswer, answers
 from tests.faults.load import Asked, Clients, Questions, Tally, salvo
 from tests.faults.reports import HitReport
-from tests.faults.stage import DEADLINES, Actor, Stage, StageOptions, answers, wait_until
+from tests.faults.stage import DEADLINES, Actor, Stage, StageOptions, wait_until
 
 Side = Literal["prefill", "decode"]
 

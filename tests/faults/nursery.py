@@ -17,43 +17,53 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
+from kvconnect.demo.children import ENVIRONMENT, Child, die_with_parent
 from kvconnect.errors import KVConnectError
 
 _MODULE = "tests.faults.nursery"
-_PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_REC = 0x4000
 _MS_SLAVE = 1 << 19
-_END_TIMEOUT_S = 10.0
+_END_TIMEOUT_S = 20.0
+
+
+class Forked:
+    """A process of a nursery, as ``Child`` wants one. Its exit code is lost: the kernel reaps it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """None while it runs. Stopped ones do."""
+        return None if is_running(self.pid) else -1
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it is no more, and its ports are free."""
+        deadline = time.monotonic() + (_END_TIMEOUT_S if timeout is None else timeout)
+        while is_running(self.pid):
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", _END_TIMEOUT_S)
+            time.sleep(0.002)
+        return -1
 
 
 class Nursery:
     """The process that forks. Leaving its ``with`` block ends it, and all that it started."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", _MODULE]
+        pipe = subprocess.PIPE
+        self._child = Child("nursery", command, environment=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe)
+        self._child.start()
+        self._process = cast("subprocess.Popen[str]", self._child.process)
 
     def __enter__(self) -> Nursery:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def start(
@@ -63,8 +73,8 @@ class Nursery:
         *,
         namespace: str = "",
         environment: Mapping[str, str] | None = None,
-    ) -> int:
-        """Run ``kvconnect ARGUMENTS`` with its output appended to ``log``. Returns the process id at once.
+    ) -> Forked:
+        """Run ``kvconnect ARGUMENTS`` with its output appended to ``log``, and return at once.
 
         ``namespace`` is the name of a network namespace; ``environment`` is set in that process only.
 
@@ -86,18 +96,16 @@ class Nursery:
             raise KVConnectError(f"the process that starts the nodes is gone: {error}") from error
         if not answer:
             raise KVConnectError("the process that starts the nodes ended")
-        return int(answer)
+        return Forked(int(answer))
 
     def end(self) -> None:
         """End it. What it started is killed by the kernel with it."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.kill()
 
 
 def is_running(pid: int) -> bool:
@@ -109,19 +117,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def wait_until_gone(pid: int, timeout_s: float = 20.0) -> None:
-    """Wait until a process that was killed is no more, and its ports are free.
-
-    Raises:
-        KVConnectError: it still runs.
-    """
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        if time.monotonic() > deadline:
-            raise KVConnectError(f"process {pid} still runs {timeout_s:g} s after it was killed")
-        time.sleep(0.002)
-
-
 def _serve() -> None:
     """The nursery itself: one order a line, answered with a process id."""
     import kvconnect.cli
@@ -130,7 +125,7 @@ def _serve() -> None:
     import kvconnect.scheduler.connector
     import kvconnect.worker.connector  # noqa: F401
 
-    _die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     # Whatever ends is reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -145,7 +140,7 @@ def _become(order: Mapping[str, Any]) -> None:
     """In the child: be a ``kvconnect`` process. Never returns."""
     code = 70
     try:
-        _die_with_parent(signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -181,11 +176,6 @@ def _enter(namespace: str) -> None:
     done = done and libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None) == 0
     if not done:
         raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
-
-
-def _die_with_parent(number: signal.Signals) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 if __name__ == "__main__":

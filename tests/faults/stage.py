@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import socket
 import tempfile
@@ -20,13 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvconnect.demo.children import ChildFailed
+from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
 from kvconnect.demo.pair import RESERVED_BLOCKS
-from tests.faults.nursery import Nursery, is_running, wait_until_gone
+from tests.faults.nursery import Nursery, is_running
 
-START_TIMEOUT_S = 90.0
-_READY = re.compile(r"^kvconnect (?:node|router) ready on (http://\S+)", re.MULTILINE)
 # Below the ports that a system lends to whoever asks for any, and above those that Mooncake takes.
 _PORTS = range(21_000, 32_000)
 
@@ -71,59 +68,27 @@ class StageOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Actor:
+class Actor(Child):
     """One process of the stage: it can be killed, stopped and started again."""
 
     def __init__(self, stage: Stage, name: str, arguments: Sequence[str], namespace: str = "") -> None:
-        self.name = name
-        self.log = stage.folder / f"{name}.log"
-        self.url = ""
-        self.pid = 0
+        super().__init__(name, arguments, stage.folder / f"{name}.log")
         self.starts = 0
         self._stage = stage
-        self._arguments = tuple(arguments)
         self._namespace = namespace
-        self._log_start = 0
 
-    def start(self) -> None:
-        """Start it; it is not ready yet."""
-        self.log.touch()
-        self._log_start = self.log.stat().st_size
-        self.url = ""
+    def _spawn(self) -> Process:
+        assert self.log is not None
         self.starts += 1
-        self.pid = self._stage.nursery.start(
-            self._arguments,
-            self.log,
-            namespace=self._namespace,
-            environment=self._stage.options.environment,
+        environment = self._stage.options.environment
+        return self._stage.nursery.start(
+            self.command, self.log, namespace=self._namespace, environment=environment
         )
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """The URL it serves, once it says so.
-
-        Raises:
-            ChildFailed: it ended, or was too slow.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self.url:
-            with self.log.open("rb") as file:
-                file.seek(self._log_start)
-                found = _READY.search(file.read().decode(errors="replace"))
-            if found:
-                self.url = found[1]
-            elif not is_running(self.pid):
-                raise ChildFailed(f"{self.name} ended before it was ready\n{self.tail()}")
-            elif time.monotonic() > deadline:
-                raise ChildFailed(f"{self.name} was not ready in time\n{self.tail()}")
-            else:
-                time.sleep(0.01)
-        return self.url
-
-    def kill(self) -> None:
+    def kill(self) -> int:
         """SIGKILL, and wait until nothing of it is left."""
         self.send(signal.SIGCONT)
-        self.send(signal.SIGKILL)
-        wait_until_gone(self.pid)
+        return super().kill()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it alone; nothing if it is gone."""
@@ -152,11 +117,6 @@ class Actor:
     def num_threads(self) -> int:
         """The threads that it runs."""
         return len(os.listdir(f"/proc/{self.pid}/task"))
-
-    def tail(self, lines: int = 30) -> str:
-        """The end of its log."""
-        text = self.log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"--- end of the log of {self.name} ---", *text])
 
 
 class Stage:
@@ -228,7 +188,7 @@ class Stage:
         self.routers.append(router)
         router.start()
         router.wait_ready()
-        wait_until(lambda: answers(router.url + "/ready?all"), 30.0, "the router to find both nodes")
+        router.wait_answer("/ready?all", 30.0)
         return router
 
     def reference(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
@@ -311,15 +271,6 @@ def left_over(state: Any) -> dict[str, Any]:
         if isinstance(value, int) and value and name not in _NO_FAULT:
             left[name] = value
     return left
-
-
-def answers(url: str, timeout_s: float = 5.0) -> bool:
-    """Whether a URL answers with 200."""
-    try:
-        fetch_json(url, timeout_s=timeout_s)
-    except BadAnswer:
-        return False
-    return True
 
 
 def wait_until(good: Callable[[], bool], timeout_s: float, what: str) -> float:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvconnect.demo.children import Child, ChildFailed
 from kvconnect.demo.http import BadAnswer, fetch
 from tests.vllm.tiny_models import Recipe
 
@@ -65,7 +63,7 @@ def transfer_config(role: str, engine: str, module: str = "kvconnect.vllm", **mo
     }
 
 
-class Server:
+class Server(Child):
     """One vLLM server process. ``log`` has what it and its workers printed.
 
     ``together`` are the servers that it moves KV with, and itself: what one of them says is often explained
@@ -84,22 +82,18 @@ class Server:
         python: str = sys.executable,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
-        self._answer_timeout_s = answer_timeout_s
-        self.name = name
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / f"{name}.log"
+        self._answer_timeout_s = answer_timeout_s
         self.observations = folder / f"{name}.observed"
         self.observations.mkdir(exist_ok=True)
         self.together: tuple[Server, ...] = (self,)
-        self._command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(recipe.folder)]
-        self._command += ["--served-model-name", "tiny", "--port", str(self.port), "--enforce-eager"]
-        self._command += ["--max-model-len", "4096", "--dtype", "bfloat16", "--block-size", "128"]
-        self._command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "512", *recipe.options, *options]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(recipe.folder)]
+        command += ["--served-model-name", "tiny", "--port", str(self.port), "--enforce-eager"]
+        command += ["--max-model-len", "4096", "--dtype", "bfloat16", "--block-size", "128"]
+        command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "512", *recipe.options, *options]
         if config:
-            self._command += ["--kv-transfer-config", json.dumps(config)]
-        self._environment = {
-            **os.environ,
+            command += ["--kv-transfer-config", json.dumps(config)]
+        environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpu,
             "OMP_NUM_THREADS": "1",
@@ -113,41 +107,26 @@ class Server:
             "KVCONNECT_TEST_OBSERVATIONS": str(self.observations),
             **(environment or {}),
         }
+        url = f"http://127.0.0.1:{self.port}"
+        super().__init__(name, command, folder / f"{name}.log", environment, url)
         self.start()
 
-    def start(self) -> None:
-        """Start the process; again after it ended, at the same port."""
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                # Not a session of its own: Linux would schedule each server as one unit, and where their
-                # ranks share cores, one that spins then keeps all threads of another from running.
-                process_group=0,
-            )
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                fetch(self.url + "/health", timeout_s=2)
-                break
-            except BadAnswer:
-                assert self.process.poll() is None, f"{self.name} ended\n{self.logs()}"
-                assert time.monotonic() < deadline, f"{self.name} does not answer\n{self.logs()}"
-                time.sleep(0.3)
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        try:
+            self.wait_answer("/health", timeout_s)
+        except ChildFailed as error:
+            raise ChildFailed(f"{error}\n{self.logs()}") from error
         # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
         self.tokens([1, 2, 3, 4, 5])
+        return self.url
 
-    def tail(self) -> str:
+    def tail(self, lines: int = TAIL_LINES) -> str:
         """The end of the log, and what follows its first error: a worker's is long before the end."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        before, end = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
+        text = self.log.read_text(errors="replace").splitlines()
+        before, end = text[:-lines], text[-lines:]
         first = next((at for at, line in enumerate(before) if _TROUBLE.search(line)), None)
         if first is not None:
-            end = [*before[first : first + TAIL_LINES], "...", *end]
+            end = [*before[first : first + lines], "...", *end]
         return "\n".join(end)
 
     def logs(self) -> str:
@@ -235,18 +214,8 @@ class Server:
             assert time.monotonic() < deadline, f"{self.name}: not {count} of {kind}\n{self.logs()}"
             time.sleep(0.001)
 
-    def kill(self) -> None:
-        """End all of its processes at once, without a word."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-
-    def end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(15)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+    def end(self, grace_s: float = 15.0) -> int:
+        return super().end(grace_s)
 
 
 def members(server: Server) -> list[int]:
@@ -258,7 +227,7 @@ def members(server: Server) -> list[int]:
                 group = int((entry / "stat").read_text().rpartition(")")[2].split()[2])
             except (OSError, ValueError):
                 continue
-            if group == server.process.pid:
+            if group == server.pid:
                 found.append(int(entry.name))
     return sorted(found)
 

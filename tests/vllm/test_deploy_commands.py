@@ -96,10 +96,10 @@ def test_the_commands_of_the_files_serve_and_move_kv(kind, model, tmp_path):
     parts = localised(deployment(kind, tmp_path, {"MODEL": str(model), "SERVE_ARGS": SERVE_ARGS}), tmp_path)
     with running(parts, server, tmp_path) as pair:
         for name in ("prefill", "decode"):
-            pair[name].wait_for("/health", START_TIMEOUT_S)
+            pair[name].wait_answer("/health", START_TIMEOUT_S)
             # Not with a decode as the first forward: on some processors vLLM's kernel dies of it.
             tokens(pair[name], [1, 2, 3, 4, 5])
-        pair["router"].wait_for("/ready?all", 60)
+        pair["router"].wait_answer("/ready?all", 60)
         got = tokens(pair["router"], PROMPT)
         assert loaded_tokens(pair["decode"]) > 0, "the decode server computed the prompt by itself"
         assert got == tokens(pair["prefill"], PROMPT)
