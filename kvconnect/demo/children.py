@@ -76,7 +76,9 @@ class Child:
 
     def start(self) -> Child:
         """Start it, and return at once."""
-        self._log_start = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+        if self.log is not None:
+            self.log.touch()
+            self._log_start = self.log.stat().st_size
         self._is_asked = False
         self.process = self._spawn()
         self.pid = self.process.pid
