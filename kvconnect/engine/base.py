@@ -36,6 +36,16 @@ class Span:
     length_bytes: int
     device: str = "cpu"
 
+    @property
+    def gpu(self) -> int:
+        """The number of its GPU, -1 for the CPU. Raises ``EngineError``."""
+        kind, _, number = self.device.partition(":")
+        if self.device != "cpu" and not (kind == "cuda" and number.isdecimal()):
+            raise EngineError(
+                f"cannot register memory of device {self.device!r}: 'cpu' and 'cuda:N' are known"
+            )
+        return int(number or -1)
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -244,8 +254,13 @@ class SpanSet:
         inside = (owner >= 0) & (length >= 0) & (addresses <= self._ends[np.maximum(owner, 0)] - length)
         return None if bool(inside.all()) else int(np.argmin(inside))
 
+    def gpus(self, addresses: Addresses) -> Addresses:
+        """``Span.gpu`` of the span that each address lies in."""
+        return self._gpus[np.searchsorted(self._starts, addresses, side="right") - 1]
+
     def _rebuild(self, ordered: Sequence[Span]) -> None:
         ordered = sorted(ordered, key=lambda span: span.address)
+        self._gpus = np.array([span.gpu for span in ordered], dtype=np.int64)
         self._spans = {span.address: span for span in ordered}
         self._first = [span.address for span in ordered]
         self._last = [span.address + span.length_bytes for span in ordered]

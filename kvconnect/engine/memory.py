@@ -10,7 +10,6 @@ library can disappoint. It must not know who calls it or why. CPU memory only.
 from __future__ import annotations
 
 import ctypes
-import logging
 import secrets
 import threading
 import time
@@ -20,11 +19,9 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, Span, SpanSet
-from kvconnect.engine.batches import check_batch, range_problem
+from kvconnect.engine.adapter import Adapter, Flight, decode_card, range_problem
+from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, Span
 from kvconnect.errors import ConfigError, EngineError
-
-log = logging.getLogger("kvconnect.engine.memory")
 
 
 class MemoryCard(msgspec.Struct, tag="kvconnect-memory-2", frozen=True):
@@ -45,12 +42,8 @@ class _Faults:
     flip_byte: int | None = None
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A batch that was not answered yet."""
-
-    batch: Batch
-    posted: float
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Flight(Flight):
     start_at: float
     faults: _Faults
 
@@ -60,7 +53,7 @@ _engines: dict[bytes, MemoryEngine] = {}
 _engines_lock = threading.Lock()
 
 
-class MemoryEngine:
+class MemoryEngine(Adapter):
     """An engine over ordinary memory. See ``kvconnect.engine.base.Engine`` for the verbs.
 
     Args:
@@ -84,7 +77,7 @@ class MemoryEngine:
     ) -> None:
         if protocol != "auto":
             raise ConfigError(f"protocol is {protocol!r}: the memory engine has none, leave it at 'auto'")
-        self._capabilities = Capabilities(
+        capabilities = Capabilities(
             name="memory",
             max_copies=max_copies,
             max_bytes=max_bytes,
@@ -93,35 +86,19 @@ class MemoryEngine:
             device_memory=False,
             can_renew=True,
         )
-        self._clock = clock
-        self._spans = SpanSet()
+        super().__init__(capabilities, clock)
         # Guards the spans: engines of other threads write to this one's memory.
         self._lock = threading.Lock()
         self._token = secrets.token_bytes(16)
-        self._peers: dict[str, bytes] = {}
-        self._flights: dict[int, _Flight] = {}
-        self._finished: list[Completion] = []
         self._held = False
         self._next = _Faults()
         self._late: list[tuple[Batch, bytes]] = []
-        self._closed = False
         with _engines_lock:
             _engines[self._token] = self
 
-    @staticmethod
-    def problem() -> str:
-        """Why it does not work here: it always does."""
-        return ""
-
     # ---- the verbs of every engine
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """The bounds of this engine."""
-        return self._capabilities
-
     def register(self, spans: Sequence[Span]) -> None:
-        """Make CPU memory reachable, all or nothing. Raises ``EngineError``."""
         self._check_open()
         for span in spans:
             if span.device != "cpu":
@@ -145,57 +122,32 @@ class MemoryEngine:
         return True
 
     def card(self) -> bytes:
-        """The token, as msgpack."""
         self._check_open()
         return msgspec.msgpack.encode(MemoryCard(self._token))
 
     def connect(self, peer: str, card: bytes) -> None:
-        """Know a peer under a name; batches to who had the name before end as failures."""
         self._check_open()
-        try:
-            token = msgspec.msgpack.decode(card, type=MemoryCard).token
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"the card of peer {peer!r} is not a memory engine's: {error}") from error
+        token = decode_card(peer, card, MemoryCard, "memory").token
         if self._peers.get(peer) != token:
             self.disconnect(peer)
         self._peers[peer] = token
 
     def submit(self, batch: Batch) -> None:
-        """Queue a batch; its bytes move in ``poll``. Raises ``LocalError``."""
-        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
+        self._admit(batch)
         faults, self._next = self._next, _Faults()
         now = self._clock()
-        self._flights[batch.batch_id] = _Flight(batch, now, now + faults.delay_s, faults)
+        self._flights[batch.batch_id] = _Flight(
+            batch=batch, submitted_at=now, start_at=now + faults.delay_s, faults=faults
+        )
 
     def poll(self) -> list[Completion]:
-        """Move what may move now, and return what ended."""
         for flight in list(self._flights.values()):
             self._advance(flight)
-        finished, self._finished = self._finished, []
-        return finished
+        return self._take_finished()
 
-    def cancel(self, batch_id: int) -> None:
-        """End a batch early. Unknown ids are answered already, and ignored."""
-        flight = self._flights.get(batch_id)
-        if flight is not None:
-            self._finish(flight, "cancelled")
-
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer; batches in flight to it end as failures."""
-        for flight in list(self._flights.values()):
-            if flight.batch.peer == peer:
-                self._finish(flight, f"peer {peer!r} was disconnected")
-        self._peers.pop(peer, None)
-
-    def close(self) -> None:
-        """Stop moving. What was in flight ends as failures, for a last ``poll``."""
-        if self._closed:
-            return
-        self._closed = True
+    def _shut_down(self) -> None:
         with _engines_lock:
             _engines.pop(self._token, None)
-        for peer in list(self._peers):
-            self.disconnect(peer)
 
     # ---- the controls of a test
 
@@ -239,20 +191,16 @@ class MemoryEngine:
 
     # ---- how a batch ends
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the memory engine is closed")
-
     def _advance(self, flight: _Flight) -> None:
         batch, faults, now = flight.batch, flight.faults, self._clock()
-        if now >= flight.posted + batch.timeout_s:
-            self._finish(flight, f"timed out after {batch.timeout_s:g} s")
+        if now >= flight.deadline:
+            self._answer(flight, flight.overdue)
         elif self._held or now < flight.start_at:
             return
         elif faults.fail:
-            self._finish(flight, faults.error, faults.quiet)
+            self._answer(flight, faults.error, faults.quiet)
         elif not batch.total_bytes:
-            self._finish(flight, "")
+            self._answer(flight, "")
         else:
             self._start(flight, _head(batch, faults.cut_bytes))
 
@@ -262,9 +210,9 @@ class MemoryEngine:
         if not error and faults.flip_byte is not None and batch.total_bytes:
             _flip(batch, faults.flip_byte % batch.total_bytes)
         if not error and faults.cut_bytes is not None:
-            self._finish(flight, faults.error, faults.quiet)
+            self._answer(flight, faults.error, faults.quiet)
         else:
-            self._finish(flight, error)
+            self._answer(flight, error)
 
     def _local_target(self, peer: str) -> MemoryEngine | None:
         return _engine_of(self._peers.get(peer, b""))
@@ -279,17 +227,16 @@ class MemoryEngine:
                 _move(batch.source, batch.target, batch.length)
         return error
 
-    def _finish(self, flight: _Flight, error: str, quiet: bool = True) -> None:
+    def _end_early(self, flight: _Flight, error: str) -> None:
+        self._answer(flight, error)
+
+    def _answer(self, flight: Flight, error: str, quiet: bool = True) -> None:
         batch = flight.batch
         if not quiet:
             # To who it was submitted, whatever that name stands for by then.
             self._late.append((batch, self._peers.get(batch.peer, b"")))
             del self._late[:-64]
-        if error:
-            log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
-        del self._flights[batch.batch_id]
-        seconds = max(self._clock() - flight.posted, 0.0)
-        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+        super()._answer(flight, error, quiet)
 
 
 def _engine_of(token: bytes) -> MemoryEngine | None:

@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 import torch
 
-from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
-from kvconnect.engine.batches import check_batch, source_problem
+from kvconnect.engine.adapter import Adapter, decode_card, source_problem
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span
 from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
 from kvconnect.engine.mooncake_library import NVLINK, Library, built_for_cuda, load_library
 from kvconnect.errors import EngineError
@@ -63,22 +63,7 @@ class _Peer:
     stuck: list[Sender] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A batch that was not answered yet, and whose thread it is given to.
-
-    ``ended`` says why it must fail, whatever comes of it.
-    """
-
-    batch: Batch
-    submitted: float
-    deadline: float
-    job: Job
-    sender: Sender | None = None
-    ended: str = ""
-
-
-class MooncakeEngine:
+class MooncakeEngine(Adapter):
     """An engine over Mooncake. See ``kvconnect.engine.base.Engine`` for the verbs.
 
     Args:
@@ -95,6 +80,10 @@ class MooncakeEngine:
         EngineError: Mooncake is missing, cannot start, or would use another protocol.
     """
 
+    _peers: dict[str, _Peer]
+    _flights: dict[int, Job]
+    _load = staticmethod(load_library)
+
     def __init__(
         self,
         host: str,
@@ -109,53 +98,36 @@ class MooncakeEngine:
         if not 0 < max_copies <= 1024:
             raise EngineError(f"max_copies is {max_copies}: Mooncake takes 1 to 1024 at once to a peer")
         self._library = Library(host, protocol, device_name, library_timeout_s)
-        self._settle_s = settle_s
-        self._spans = SpanSet()
-        self._peers: dict[str, _Peer] = {}
-        self._senders: list[Sender] = []
+        is_tcp = self._library.is_tcp
         self._senders_per_peer = _NVLINK_SENDERS if self._library.protocol == NVLINK else 1
-        self._flights: dict[int, _Flight] = {}
-        self._finished: list[Completion] = []
+        super().__init__(
+            Capabilities(
+                name="mooncake",
+                max_copies=max_copies,
+                # A batch cannot be called back: over TCP a large one would outlive its deadline.
+                max_bytes=max_bytes or (_MAX_TCP_BYTES if is_tcp else _MAX_BYTES),
+                # One for each thread waits here, not in the library, to spare the gap between two polls.
+                max_batches_per_peer=2 * self._senders_per_peer,
+                target_must_poll=False,
+                device_memory=built_for_cuda(),
+                # Tried over TCP with a peer that was stopped in the middle of a write.
+                can_renew=is_tcp,
+            )
+        )
+        self._settle_s = settle_s
+        self._senders: list[Sender] = []
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._closed = False
         self._home: Any = self._library.make_engine()
         self._session = self._library.session_of(self._home)
         self._pool = LanePool(self._make_lane, self._enter_device)
-        self._capabilities = Capabilities(
-            name="mooncake",
-            max_copies=max_copies,
-            # A batch cannot be called back: over TCP a large one would outlive its deadline.
-            max_bytes=max_bytes or (_MAX_TCP_BYTES if self._library.is_tcp else _MAX_BYTES),
-            # One for each thread waits here, not in the library: it only spares the gap between two polls.
-            max_batches_per_peer=2 * self._senders_per_peer,
-            target_must_poll=False,
-            device_memory=built_for_cuda(),
-            # Tried over TCP with a peer that was stopped in the middle of a write.
-            can_renew=self._library.is_tcp,
-        )
         log.warning(
             "Mooncake listens on all interfaces, whatever host is, and authenticates no client: close its "
             "ports (15000 to 17000) to all but peers"
         )
 
-    @staticmethod
-    def problem() -> str:
-        """Why Mooncake does not work here, and what to install; empty if it does."""
-        try:
-            load_library()
-        except EngineError as error:
-            return str(error)
-        return ""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The bounds of this engine."""
-        return self._capabilities
-
     # ---- memory
 
     def register(self, spans: Sequence[Span]) -> None:
-        """Register memory in one call, all or nothing. Raises ``EngineError``."""
         self._check_open()
         self._library.check_spans(spans)
         known = self._library.ranges(self._spans)
@@ -170,7 +142,6 @@ class MooncakeEngine:
             self._pool.each_engine(lambda engine: self._library.register(engine, fresh))
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take memory back. Raises ``EngineError``."""
         self._check_open()
         self._spans.remove(spans)
         kept = self._library.ranges(self._spans)
@@ -204,12 +175,8 @@ class MooncakeEngine:
         return msgspec.msgpack.encode(MooncakeCard(self._session, self._library.protocol))
 
     def connect(self, peer: str, card: bytes) -> None:
-        """Know a peer under a name; batches to who had the name before end as failures."""
         self._check_open()
-        try:
-            found = msgspec.msgpack.decode(card, type=MooncakeCard)
-        except msgspec.MsgspecError as error:
-            raise EngineError(f"the card of peer {peer!r} is not a Mooncake engine's: {error}") from error
+        found = decode_card(peer, card, MooncakeCard, "Mooncake")
         session = found.session
         host, _, port = session.rpartition(":")
         if not host or not port.isdecimal() or len(session) > 256:
@@ -226,33 +193,33 @@ class MooncakeEngine:
             self.disconnect(peer)
         self._peers[peer] = _Peer(session)
 
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer; batches in flight to it end as failures."""
-        for flight in list(self._flights.values()):
-            if flight.batch.peer == peer:
-                self._end_early(flight, f"peer {peer!r} was disconnected")
-        known = self._peers.pop(peer, None)
-        for sender in known.senders if known is not None else ():
+    def _forget(self, peer: _Peer) -> None:
+        for sender in peer.senders:
             sender.close()
 
     # ---- batches
 
     def submit(self, batch: Batch) -> None:
         """Hand a batch to its peer's thread. Raises ``LocalError``."""
-        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
+        self._admit(batch)
         peer, now = self._peers[batch.peer], time.monotonic()
-        job = Job(batch, peer.session, now + batch.timeout_s, self._settle_s)
-        flight = _Flight(batch, now, job.deadline, job)
-        self._flights[batch.batch_id] = flight
+        job = Job(
+            batch=batch,
+            submitted_at=now,
+            session=peer.session,
+            settle_s=self._settle_s,
+            overdue_at=now + batch.timeout_s,
+        )
+        self._flights[batch.batch_id] = job
         problem = source_problem(batch, self._spans)
         peer.stuck = [sender for sender in peer.stuck if sender.alive]
         if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and not peer.senders:
             problem = f"Mooncake still hangs in {len(peer.stuck)} earlier transfers to {peer.session}"
         if problem or not batch.total_bytes:
-            self._answer(flight, problem, quiet=True)
+            self._answer(job, problem)
             return
-        flight.sender = self._sender_for(batch, peer)
-        flight.sender.put(job)
+        job.sender = self._sender_for(batch, peer)
+        job.sender.put(job)
 
     def _sender_for(self, batch: Batch, peer: _Peer) -> Sender:
         """The thread that has least to do, of those that a batch of so many copies may go to."""
@@ -264,11 +231,10 @@ class MooncakeEngine:
             self._senders.append(peer.senders[-1])
         if len(batch.length) > _FEW_COPIES:
             return peer.senders[0]
-        busy = [flight.sender for flight in self._flights.values() if flight.sender in peer.senders]
+        busy = [job.sender for job in self._flights.values() if job.sender in peer.senders]
         return min(peer.senders, key=busy.count)
 
     def poll(self) -> list[Completion]:
-        """Collect what threads have done, and answer what had its time."""
         if self._flights and self._results.empty() and not self._finished:
             # A caller that polls without a pause would keep the GIL from the thread it waits for,
             # for 5 ms at a time.
@@ -276,32 +242,19 @@ class MooncakeEngine:
         while not self._results.empty():
             self._take(self._results.get_nowait())
         now = time.monotonic()
-        for flight in list(self._flights.values()):
-            if now >= flight.deadline:
-                self._overdue(flight, now)
-        finished, self._finished = self._finished, []
-        return finished
+        for job in list(self._flights.values()):
+            if now >= job.overdue_at:
+                self._overdue(job, now)
+        return self._take_finished()
 
-    def cancel(self, batch_id: int) -> None:
-        """End a batch early if it is not posted yet, else at its end or after ``settle_s``."""
-        flight = self._flights.get(batch_id)
-        if flight is not None:
-            self._end_early(flight, "cancelled")
-
-    def close(self) -> None:
-        """End what is in flight and destroy the engines. What the library does not let go of within
-        some seconds is answered as not quiet, and its thread is left to end by itself."""
-        if self._closed:
-            return
+    def _shut_down(self) -> None:
+        """What the library does not let go of in time is not quiet; its thread is left to end by itself."""
         until = time.monotonic() + _CLOSE_S
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        self._closed = True
         while self._flights and time.monotonic() < until:
             self._finished.extend(self.poll())
             time.sleep(0.005)
-        for flight in list(self._flights.values()):
-            self._answer(flight, flight.ended or "the engine was closed", quiet=False)
+        for job in list(self._flights.values()):
+            self._answer(job, job.error or "the engine was closed", quiet=False)
         stuck = [sender for sender in self._senders if not sender.join(until - time.monotonic())]
         if stuck:
             log.warning("Mooncake is still in %d transfers at close", len(stuck))
@@ -315,54 +268,41 @@ class MooncakeEngine:
 
     # ---- how a batch ends
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the Mooncake engine is closed")
-
     def _take(self, outcome: Outcome) -> None:
-        flight = self._flights.get(outcome.job.batch.batch_id)
-        if flight is None or flight.job is not outcome.job:
+        job = outcome.job
+        if self._flights.get(job.batch.batch_id) is not job:
             return  # answered before, as one that is not quiet
-        error = flight.ended or outcome.error
-        if not error and time.monotonic() >= outcome.job.deadline:
-            error = f"ended after its timeout of {flight.batch.timeout_s:g} s"
-        self._answer(flight, error, outcome.quiet)
+        error = job.error or outcome.error
+        if not error and time.monotonic() >= job.deadline:
+            error = f"ended after its timeout of {job.batch.timeout_s:g} s"
+        self._answer(job, error, outcome.quiet)
 
-    def _overdue(self, flight: _Flight, now: float) -> None:
-        error = flight.ended or f"timed out after {flight.batch.timeout_s:g} s"
-        if flight.job.drop():
-            self._answer(flight, error, quiet=True)
-            self._leave_sender(flight)
-        elif now >= flight.deadline + self._settle_s:
+    def _overdue(self, job: Job, now: float) -> None:
+        error = job.error or job.overdue
+        if job.drop():
+            self._answer(job, error)
+        elif now >= job.overdue_at + self._settle_s:
             # The library cannot be interrupted. Its thread retires the lane when it returns.
-            self._leave_sender(flight)
-            self._answer(flight, error, quiet=False)
+            self._leave_sender(job)
+            self._answer(job, error, quiet=False)
 
-    def _leave_sender(self, flight: _Flight) -> None:
+    def _leave_sender(self, job: Job) -> None:
         """New batches of this peer take another thread: this one hangs in the library."""
-        peer, sender = self._peers.get(flight.batch.peer), flight.sender
-        if peer is None or sender not in peer.senders or not flight.job.posted:
+        peer, sender = self._peers.get(job.batch.peer), job.sender
+        if peer is None or sender is None or sender not in peer.senders:
             return
-        assert sender is not None
         sender.close()
         peer.stuck.append(sender)
         peer.senders.remove(sender)
-        self._pool.retire_key(self._lane_key(flight.batch.peer))
+        self._pool.retire(self._lane_key(job.batch.peer))
 
-    def _end_early(self, flight: _Flight, error: str) -> None:
-        flight.ended = flight.ended or error
-        if flight.job.drop():
-            self._answer(flight, error, quiet=True)
+    def _end_early(self, job: Job, error: str) -> None:
+        """At once if it is not posted yet, else at its end or after ``settle_s``."""
+        job.error = job.error or error
+        if job.drop():
+            self._answer(job, error)
         else:
-            flight.deadline = min(flight.deadline, time.monotonic())
-
-    def _answer(self, flight: _Flight, error: str, quiet: bool) -> None:
-        batch = flight.batch
-        del self._flights[batch.batch_id]
-        if error:
-            log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
-        seconds = time.monotonic() - flight.submitted
-        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+            job.overdue_at = min(job.overdue_at, time.monotonic())
 
     # ---- lanes
 

@@ -32,9 +32,9 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvconnect.engine.base import Batch
+from kvconnect.engine.adapter import Flight
 
 log = logging.getLogger("kvconnect.engine.mooncake")
 
@@ -45,18 +45,18 @@ GRACE_S = 0.25
 _PROBE = b"\x04\x00\x00\x00\x00\x00\x00\x00\x03{}\n"
 
 
-@dataclass(slots=True)
-class Job:
-    """One batch on its way through a thread.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Flight):
+    """One batch on its way through a thread, ``sender``; its owner answers it, from ``overdue_at`` on alone.
 
     ``posted`` is set right before the library may touch memory, ``dropped`` by the owner to skip a
     job that was answered or cancelled before that. ``lock`` orders the two.
     """
 
-    batch: Batch
     session: str
-    deadline: float
     settle_s: float
+    overdue_at: float
+    sender: Sender | None = None
     posted: bool = False
     dropped: bool = False
     lock: Any = field(default_factory=threading.Lock)
@@ -74,8 +74,7 @@ class Job:
             return self.dropped
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended: ``error`` is empty if all of it was done."""
 
     job: Job
@@ -125,19 +124,15 @@ class LanePool:
             lane.users -= 1
         self._destroy_if_unused(lane)
 
-    def retire(self, lane: Lane) -> None:
-        """New work takes a fresh lane from now on."""
+    def retire(self, key: str, lane: Lane | None = None) -> None:
+        """New work takes a fresh lane from now on, if a key has this lane, or any."""
         with self._lock:
-            lane.retired = True
-            self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
-
-    def retire_key(self, key: str) -> None:
-        """Retire the lane of a key, if there is one."""
-        with self._lock:
-            lane = self._lanes.get(key)
-        if lane is not None:
-            self.retire(lane)
-            self._destroy_if_unused(lane)
+            found = self._lanes.get(key)
+            if found is not None and lane in (None, found):
+                del self._lanes[key]
+                found.retired = True
+        if found is not None:
+            self._destroy_if_unused(found)
 
     def each_engine(self, call: Callable[[Any], None]) -> None:
         """Do something with every engine that is in use for new work."""
@@ -147,10 +142,8 @@ class LanePool:
 
     def close(self) -> None:
         """Retire all; those in use are destroyed by their last user."""
-        with self._lock:
-            keys = list(self._lanes)
-        for key in keys:
-            self.retire_key(key)
+        for key in list(self._lanes):
+            self.retire(key)
 
     def _destroy_if_unused(self, lane: Lane) -> None:
         with self._lock:
@@ -207,10 +200,8 @@ class Sender:
         self._thread = threading.Thread(target=self._work, name="kvconnect-mooncake", daemon=True)
         self._thread.start()
         _senders.add(self)
-
-    def put(self, job: Job) -> None:
-        """Queue a job; an outcome follows for every job that was not dropped."""
-        self._jobs.put(job)
+        # An outcome follows for every job that was not dropped.
+        self.put = self._jobs.put
 
     def close(self) -> None:
         """Let the thread end after its jobs."""
@@ -219,7 +210,7 @@ class Sender:
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread; whether it has ended."""
         self._thread.join(timeout=max(timeout_s, 0.0))
-        return not self._thread.is_alive()
+        return not self.alive
 
     @property
     def alive(self) -> bool:
@@ -250,7 +241,7 @@ class Sender:
             if code == 0:
                 return Outcome(job, True, "")
             # Retired before it is given back, so that giving it back can destroy it.
-            self._pool.retire(lane)
+            self._pool.retire(self._key, lane)
         finally:
             self._pool.give_back(lane)
         return Outcome(job, self._came_to_rest(lane, job), f"Mooncake's transfer returned {code}")

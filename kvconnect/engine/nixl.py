@@ -30,13 +30,24 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvconnect.engine.base import Batch, Capabilities, Completion, Span, SpanSet
-from kvconnect.engine.batches import check_batch, range_problem
+import msgspec
+
+from kvconnect.engine.adapter import Adapter, decode_card, range_problem
+from kvconnect.engine.base import Batch, Capabilities, Completion, Span
 from kvconnect.engine.interfaces import ucx_options
-from kvconnect.engine.nixl_library import by_memory_type, load_library, released, start_agent, transfers
-from kvconnect.engine.nixl_peer import DeviceMap, Flight, Peer, decode_card, encode_card
-from kvconnect.engine.nixl_reuse import Copy, TransferCache
-from kvconnect.engine.process import is_dead
+from kvconnect.engine.nixl_library import (
+    Copy,
+    Flight,
+    NixlCard,
+    Peer,
+    TransferCache,
+    by_memory_type,
+    load_library,
+    released,
+    start_agent,
+    transfers,
+)
+from kvconnect.engine.process import is_dead, own_identity
 from kvconnect.errors import ConfigError, EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")
@@ -44,7 +55,7 @@ log = logging.getLogger("kvconnect.engine.nixl")
 _MAX_BATCHES_PER_PEER = 8
 
 
-class NixlEngine:
+class NixlEngine(Adapter):
     """An engine over NIXL. See ``kvconnect.engine.base.Engine`` for the verbs.
 
     Args:
@@ -60,6 +71,10 @@ class NixlEngine:
         ConfigError: the backend takes no device name, or not this one.
         EngineError: NIXL or the backend is missing, or refuses to start.
     """
+
+    _peers: dict[str, Peer]
+    _flights: dict[int, Flight]
+    _load = staticmethod(load_library)
 
     def __init__(
         self,
@@ -79,43 +94,24 @@ class NixlEngine:
         elif device_name:
             raise ConfigError(f"device_name is {device_name!r}: NIXL's backend {backend} takes none here")
         self._agent, device_memory = start_agent(backend, options)
+        super().__init__(
+            Capabilities(
+                name="nixl",
+                max_copies=max_copies,
+                max_bytes=max_bytes,
+                max_batches_per_peer=_MAX_BATCHES_PER_PEER,
+                target_must_poll=True,
+                device_memory=device_memory,
+            )
+        )
         self._settle_s = settle_s
-        self._closed = False
-        self._spans = SpanSet()
-        self._devices = DeviceMap(self._spans)
-        self._peers: dict[str, Peer] = {}
-        self._flights: dict[int, Flight] = {}
-        self._finished: list[Completion] = []
         self._stuck: list[Any] = []
         self._cache = TransferCache(self._release)
         self._warned: set[str] = set()
-        self._capabilities = Capabilities(
-            name="nixl",
-            max_copies=max_copies,
-            max_bytes=max_bytes,
-            max_batches_per_peer=_MAX_BATCHES_PER_PEER,
-            target_must_poll=True,
-            device_memory=device_memory,
-        )
-
-    @staticmethod
-    def problem() -> str:
-        """Why NIXL does not work here, and what to install; empty if it does."""
-        try:
-            load_library()
-        except EngineError as error:
-            return str(error)
-        return ""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The bounds of this engine."""
-        return self._capabilities
 
     # ---- memory
 
     def register(self, spans: Sequence[Span]) -> None:
-        """Register memory with the agent, all or nothing. Raises ``EngineError``."""
         self._check_open()
         groups = by_memory_type(spans)
         self._spans.add(spans)
@@ -128,14 +124,14 @@ class NixlEngine:
             for descriptors in done:
                 self._agent.deregister_memory(descriptors)
             raise EngineError(f"NIXL cannot register {len(spans)} spans: {error!r}") from error
-        self._devices = DeviceMap(self._spans)
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take memory back from the agent. Raises ``EngineError``."""
         self._check_open()
         self._spans.remove(spans)
         self._cache.drop()
-        self._devices = DeviceMap(self._spans)
+        self._deregister(spans)
+
+    def _deregister(self, spans: Sequence[Span]) -> None:
         try:
             for memory_type, rows in by_memory_type(spans).items():
                 self._agent.deregister_memory(self._agent.get_reg_descs(rows, memory_type))
@@ -151,12 +147,13 @@ class NixlEngine:
     def card(self) -> bytes:
         """The agent's metadata and the spans registered now. Changes with every registration."""
         self._check_open()
-        return encode_card(bytes(self._agent.get_agent_metadata()), list(self._spans))
+        spans = [(span.address, span.length_bytes, span.device) for span in self._spans]
+        metadata = bytes(self._agent.get_agent_metadata())
+        return msgspec.msgpack.encode(NixlCard(metadata, spans, own_identity()))
 
     def connect(self, peer: str, card: bytes) -> None:
-        """Load a peer's metadata; batches to who had the name before end as failures."""
         self._check_open()
-        decoded = decode_card(peer, card)
+        decoded = decode_card(peer, card, NixlCard, "NIXL")
         known = self._peers.get(peer)
         if known is not None and known.card == decoded and not known.broken:
             return
@@ -167,35 +164,26 @@ class NixlEngine:
         except Exception as error:
             raise EngineError(f"NIXL does not take the card of peer {peer!r}: {error!r}") from error
 
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer; batches in flight to it end as failures."""
-        known = self._peers.get(peer)
-        if known is None:
-            return
-        for flight in list(self._flights.values()):
-            if flight.batch.peer == peer:
-                self._abandon(flight, f"peer {peer!r} was disconnected")
-        del self._peers[peer]
-        self._cache.drop(known.agent)
-        if all(state.agent != known.agent for state in self._peers.values()):
-            self._remove_agent(known.agent)
+    def _forget(self, peer: Peer) -> None:
+        self._cache.drop(peer.agent)
+        if all(state.agent != peer.agent for state in self._peers.values()):
+            self._remove_agent(peer.agent)
 
     # ---- batches
 
     def submit(self, batch: Batch) -> None:
         """Post a batch. Takes as long as the library's post. Raises ``LocalError``."""
-        check_batch(batch, self._capabilities, self._peers, [f.batch for f in self._flights.values()])
-        flight = Flight(batch, time.monotonic())
+        self._admit(batch)
+        flight = Flight(batch=batch, submitted_at=time.monotonic())
         self._flights[batch.batch_id] = flight
         peer = self._peers[batch.peer]
         problem = range_problem(batch, self._spans, peer.spans)
         if problem or not batch.total_bytes:
-            self._answer(flight, problem, quiet=True)
+            self._answer(flight, problem)
         else:
-            self._post_if_healthy(flight, peer, flight.posted)
+            self._post_if_healthy(flight, peer, flight.submitted_at)
 
     def poll(self) -> list[Completion]:
-        """Advance own transfers and those of peers; return what ended."""
         if not self._closed:
             try:
                 # Also what drives the peers' transfers into our memory.
@@ -207,8 +195,7 @@ class NixlEngine:
                 self._advance(flight, now)
             if self._stuck:
                 self._stuck = [handle for handle in self._stuck if not released(handle)]
-        finished, self._finished = self._finished, []
-        return finished
+        return self._take_finished()
 
     def cancel(self, batch_id: int) -> None:
         """Let a batch end as a failure: as soon as its transfers have, which takes milliseconds.
@@ -220,28 +207,17 @@ class NixlEngine:
         if flight is not None and not flight.error:
             flight.error, flight.settle_until = "cancelled", time.monotonic() + self._settle_s
 
-    def close(self) -> None:
-        """End what is in flight, forget all peers, and destroy the agent."""
-        if self._closed:
-            return
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        self._closed = True
+    def _shut_down(self) -> None:
         spans = list(self._spans)
         try:
-            for memory_type, rows in by_memory_type(spans).items():
-                self._agent.deregister_memory(self._agent.get_reg_descs(rows, memory_type))
-        except Exception as error:
-            log.warning("NIXL did not take back its memory at close: %r", error)
+            self._deregister(spans)
+        except EngineError as error:
+            log.warning("at close: %s", error)
         self._spans.remove(spans)
         self._stuck.clear()
         self._agent = None
 
     # ---- how a batch goes
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the NIXL engine is closed")
 
     def _post_if_healthy(self, flight: Flight, peer: Peer, now: float) -> None:
         """Post a batch, once its peer's link is renewed if it has to be."""
@@ -263,11 +239,11 @@ class NixlEngine:
             kept = self._cache.take(flight.copy)
             if kept is not None:
                 return [kept]
-        return transfers(self._agent, batch, self._devices, peer)
+        return transfers(self._agent, batch, self._spans, peer.spans, peer.agent)
 
     def _advance(self, flight: Flight, now: float) -> None:
         """One look at a batch that was not answered."""
-        if not flight.is_posted and not flight.error and now < flight.posted + flight.batch.timeout_s:
+        if not flight.is_posted and not flight.error and now < flight.deadline:
             self._post_if_healthy(flight, self._peers[flight.batch.peer], now)
             return
         try:
@@ -277,9 +253,9 @@ class NixlEngine:
         if flight.error:
             self._settle(flight, now)
         elif flight.is_posted and not flight.handles:
-            self._answer(flight, "", quiet=True)
-        elif now >= flight.posted + flight.batch.timeout_s:
-            flight.error = f"timed out after {flight.batch.timeout_s:g} s"
+            self._answer(flight, "")
+        elif now >= flight.deadline:
+            flight.error = flight.overdue
             flight.settle_until = now + self._settle_s
 
     def _ended(self, flight: Flight, handle: Any) -> bool:
@@ -304,13 +280,13 @@ class NixlEngine:
         peer = self._peers[flight.batch.peer]
         until = flight.settle_until
         if not flight.severed:
-            last = flight.posted + flight.batch.timeout_s + self._settle_s
+            last = flight.deadline + self._settle_s
             until = min(last, max(until, peer.progressed_at + self._settle_s))
         dead = flight.severed and is_dead(peer.card.process)
         if dead or (not flight.handles and not flight.severed):
-            self._answer(flight, flight.error, quiet=True)
+            self._answer(flight, flight.error)
         elif now >= until:
-            self._abandon(flight, flight.error)
+            self._end_early(flight, flight.error)
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         """The library reported a failure: stop the batch, and renew the link before the next one."""
@@ -325,9 +301,9 @@ class NixlEngine:
         flight.severed = posted
         peer.broken = True
         if not posted:
-            self._answer(flight, flight.error, quiet=True)
+            self._answer(flight, flight.error)
 
-    def _abandon(self, flight: Flight, error: str) -> None:
+    def _end_early(self, flight: Flight, error: str) -> None:
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
         quiet = not flight.severed
         try:
@@ -342,14 +318,6 @@ class NixlEngine:
             # Renewing the link also cuts what is still queued on it.
             self._peers[flight.batch.peer].broken = True
         self._answer(flight, error, quiet)
-
-    def _answer(self, flight: Flight, error: str, quiet: bool) -> None:
-        batch = flight.batch
-        del self._flights[batch.batch_id]
-        if error:
-            log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
-        seconds = time.monotonic() - flight.posted
-        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
 
     # ---- the library's objects
 
@@ -374,7 +342,7 @@ class NixlEngine:
         if under_way and now < max(peer.heal_asked_at, peer.progressed_at) + self._settle_s:
             return False
         for flight in under_way:
-            self._abandon(flight, flight.error or "the link to the peer stood still, and was renewed")
+            self._end_early(flight, flight.error or "the link to the peer stood still, and was renewed")
         self._remove_agent(peer.agent)
         peer.agent = self._add_agent(peer.card.metadata)
         peer.broken, peer.heal_asked_at = False, 0.0

@@ -1,6 +1,7 @@
-"""How NIXL is imported, and what it wants descriptors to look like.
+"""How NIXL is imported, what it wants descriptors to look like, what is known of
+its peers and batches, and which of its transfers are kept.
 
-Owns the import and the translation from spans and address columns. It keeps no state.
+NIXL itself is imported only by ``load_library``.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import importlib
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from kvconnect.engine.base import Addresses, Batch, Span
-from kvconnect.engine.nixl_peer import DeviceMap, Peer, device_number
+from kvconnect.engine import adapter
+from kvconnect.engine.base import Addresses, Batch, Span, SpanSet
+from kvconnect.engine.process import ProcessIdentity
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.nixl")
 
-MEMORY_TYPE = {False: "DRAM", True: "VRAM"}
+_MAX_IDLE = 256
 
 
 def load_library() -> Any:
@@ -72,28 +76,115 @@ def by_memory_type(spans: Sequence[Span]) -> dict[str, list[tuple[int, int, int,
     """Spans as NIXL's rows of (address, length, device, ""), by its name of the memory type."""
     groups: dict[str, list[tuple[int, int, int, str]]] = {}
     for span in spans:
-        gpu, number = device_number(span.device)
-        groups.setdefault(MEMORY_TYPE[gpu], []).append((span.address, span.length_bytes, number, ""))
+        row = (span.address, span.length_bytes, max(span.gpu, 0), "")
+        groups.setdefault(_memory_type(span.gpu >= 0), []).append(row)
     return groups
 
 
-def transfers(agent: Any, batch: Batch, devices: DeviceMap, peer: Peer) -> Iterator[Any]:
+def transfers(agent: Any, batch: Batch, local: SpanSet, remote: SpanSet, peer: str) -> Iterator[Any]:
     """Make the handles of a batch: one for each pair of memory types in it, as descriptor lists have one."""
-    source_gpu, source_number = devices.lookup(batch.source)
-    target_gpu, target_number = peer.devices.lookup(batch.target)
-    kind = source_gpu.astype(np.int8) * 2 + target_gpu
+    source_gpu, target_gpu = local.gpus(batch.source), remote.gpus(batch.target)
+    kind = (source_gpu >= 0) * 2 + (target_gpu >= 0)
     is_copy = batch.length > 0
     for value in np.unique(kind[is_copy]).tolist():
         pick = is_copy & (kind == value)
         length = batch.length[pick]
-        source = _descriptors(agent, batch.source[pick], length, source_number[pick], bool(value & 2))
-        target = _descriptors(agent, batch.target[pick], length, target_number[pick], bool(value & 1))
-        yield agent.initialize_xfer("WRITE", source, target, peer.agent)
+        source = _descriptors(agent, batch.source[pick], length, source_gpu[pick], bool(value & 2))
+        target = _descriptors(agent, batch.target[pick], length, target_gpu[pick], bool(value & 1))
+        yield agent.initialize_xfer("WRITE", source, target, peer)
 
 
-def _descriptors(
-    agent: Any, addresses: Addresses, length: Addresses, number: NDArray[np.uint64], gpu: bool
-) -> Any:
+def _descriptors(agent: Any, addresses: Addresses, length: Addresses, gpu: Addresses, on_gpu: bool) -> Any:
     rows = np.empty((len(length), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, number
-    return agent.get_xfer_descs(rows, MEMORY_TYPE[gpu])
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, np.maximum(gpu, 0)
+    return agent.get_xfer_descs(rows, _memory_type(on_gpu))
+
+
+def _memory_type(on_gpu: bool) -> str:
+    return "VRAM" if on_gpu else "DRAM"
+
+
+class Copy(NamedTuple):
+    """What a transfer of one copy was made from."""
+
+    agent: str
+    source: int
+    target: int
+    length: int
+
+
+class NixlCard(msgspec.Struct, tag="kvconnect-nixl-1", frozen=True):
+    """NIXL's own metadata, and the spans behind it as (address, length_bytes, device)."""
+
+    metadata: bytes
+    spans: list[tuple[int, int, str]]
+    process: ProcessIdentity
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flight(adapter.Flight):
+    """A batch that was not answered yet.
+
+    ``handles`` are those which may still be in progress. Once ``error`` is set the batch is answered when it
+    is proven quiet, or once it had its time, ``settle_until`` at the earliest. ``copy`` is set where its
+    handle can be posted again. ``is_posted`` is False while it waits for its peer's link to be renewed.
+    """
+
+    handles: list[Any] = field(default_factory=list)
+    settle_until: float = 0.0
+    severed: bool = False
+    copy: Copy | None = None
+    is_posted: bool = False
+
+
+class Peer:
+    """A connected peer: its card, its agent's name, and whether the link to it must be renewed.
+
+    ``progressed_at`` is when a transfer to it ended last, ``heal_asked_at`` when a batch first waited for the
+    link to be renewed; 0 where none does.
+    """
+
+    def __init__(self, card: NixlCard, agent: str) -> None:
+        self.card = card
+        self.agent = agent
+        self.broken = False
+        self.progressed_at = 0.0
+        self.heal_asked_at = 0.0
+        self.spans = SpanSet()
+        self.spans.add([Span(*span) for span in card.spans])
+
+
+class TransferCache:
+    """Idle transfers of one copy by what they were made from; the least recently used one is evicted.
+
+    To make a transfer costs NIXL several times what it takes to post it, and slots are used in turn. One that
+    is under way belongs to its batch, and is put back only if it succeeded.
+
+    Args:
+        release: gives a transfer back to the library.
+    """
+
+    def __init__(self, release: Callable[[Any], None]) -> None:
+        self._release = release
+        self._idle: OrderedDict[Copy, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def take(self, copy: Copy) -> Any | None:
+        """An idle transfer of this copy; None if there is none, or another batch has it."""
+        return self._idle.pop(copy, None)
+
+    def put(self, copy: Copy, handle: Any) -> None:
+        """A transfer has succeeded, and can be posted again."""
+        former = self._idle.pop(copy, None)
+        self._idle[copy] = handle
+        if former is not None:
+            self._release(former)
+        elif len(self._idle) > _MAX_IDLE:
+            self._release(self._idle.popitem(last=False)[1])
+
+    def drop(self, agent: str | None = None) -> None:
+        """Release those to one agent, or all: what they were made from has changed."""
+        for copy in [copy for copy in self._idle if agent in (None, copy.agent)]:
+            self._release(self._idle.pop(copy))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.engine.nixl_reuse import Copy, TransferCache
+from kvconnect.engine.nixl_library import Copy, TransferCache
 
 
 def copy(number: int, agent: str = "a") -> Copy:

@@ -194,7 +194,7 @@ class SimEngine(MemoryEngine):
         if not self._flights:
             return None
         times = [flight.start_at for flight in self._flights.values()]
-        times += [flight.posted + flight.batch.timeout_s for flight in self._flights.values()]
+        times += [flight.deadline for flight in self._flights.values()]
         later = [time for time in times if time > self._world.now]
         return min(later, default=None)
 

@@ -8,7 +8,8 @@ import pytest
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.card_host import card_host
 from kvconnect.engine.mooncake import MooncakeCard
-from kvconnect.engine.nixl_peer import encode_card
+from kvconnect.engine.nixl_library import NixlCard
+from kvconnect.engine.process import own_identity
 from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.messages import Hello, Welcome
@@ -108,7 +109,7 @@ def test_kv_is_sent_where_a_peer_comes_from_and_to_hosts_that_are_listed(host, a
         (msgspec.msgpack.encode(MooncakeCard("10.0.0.2:15003", "tcp")), "10.0.0.2"),
         (msgspec.msgpack.encode(MooncakeCard("[2001:db8::2]:15003", "tcp")), "2001:db8::2"),
         (msgspec.msgpack.encode({"host": "10.0.0.2"}), "10.0.0.2"),
-        (encode_card(b"of the library", []), ""),
+        (msgspec.msgpack.encode(NixlCard(b"of the library", [], own_identity())), ""),
         (msgspec.msgpack.encode({"session": 5}), ""),
         (b"\xc1", ""),
         (b"", ""),

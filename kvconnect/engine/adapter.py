@@ -1,0 +1,194 @@
+"""What all adapters of transfer libraries do alike: check batches, know what is in flight, answer it once.
+
+Owns the split between a caller's bug (``LocalError``, raised by ``submit``) and a batch that fails
+(a completion). It must not know any library, and it moves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvconnect.engine.base import Addresses, Batch, Capabilities, Completion, SpanSet
+from kvconnect.errors import EngineError, LocalError
+
+log = logging.getLogger("kvconnect.engine")
+
+MAX_CARD_BYTES = 16 << 20
+
+_Card = TypeVar("_Card", bound=msgspec.Struct)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flight:
+    """A batch that was not answered yet. ``error`` says why it must fail, whatever comes of it."""
+
+    batch: Batch
+    submitted_at: float
+    error: str = ""
+
+    @property
+    def deadline(self) -> float:
+        """When its time is over."""
+        return self.submitted_at + self.batch.timeout_s
+
+    @property
+    def overdue(self) -> str:
+        """What is wrong with it from then on."""
+        return f"timed out after {self.batch.timeout_s:g} s"
+
+
+class Adapter:
+    """The state that every engine has, and those of its verbs that are the same for all.
+
+    A subclass says what ending a batch early means (``_end_early``), and what a peer takes with it
+    (``_forget``) and the engine (``_shut_down``).
+    """
+
+    _flights: dict[int, Any]
+    _peers: dict[str, Any]
+
+    def __init__(self, capabilities: Capabilities, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capabilities = capabilities
+        self._clock = clock
+        self._spans = SpanSet()
+        self._peers = {}
+        self._flights = {}
+        self._finished: list[Completion] = []
+        self._closed = False
+
+    @staticmethod
+    def _load() -> Any:
+        """Import the library. Raises ``EngineError`` that says what to install."""
+
+    @classmethod
+    def problem(cls) -> str:
+        """Why the library does not work here, and what to install; empty if it does."""
+        try:
+            cls._load()
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    def cancel(self, batch_id: int) -> None:
+        flight = self._flights.get(batch_id)
+        if flight is not None:
+            self._end_early(flight, "cancelled")
+
+    def disconnect(self, peer: str) -> None:
+        for flight in list(self._flights.values()):
+            if flight.batch.peer == peer:
+                self._end_early(flight, f"peer {peer!r} was disconnected")
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            self._forget(known)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._closed = True
+        self._shut_down()
+
+    def _end_early(self, flight: Any, error: str) -> None:
+        raise NotImplementedError
+
+    def _forget(self, peer: Any) -> None:
+        """The state of a peer is not needed any more."""
+
+    def _shut_down(self) -> None:
+        """Release the memory; what is still in flight is answered."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"the {self.capabilities.name} engine is closed")
+
+    def _admit(self, batch: Batch) -> None:
+        in_flight = [flight.batch for flight in self._flights.values()]
+        check_batch(batch, self.capabilities, self._peers, in_flight)
+
+    def _answer(self, flight: Flight, error: str, quiet: bool = True) -> None:
+        batch = flight.batch
+        del self._flights[batch.batch_id]
+        if error:
+            log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
+        seconds = max(self._clock() - flight.submitted_at, 0.0)
+        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+
+    def _take_finished(self) -> list[Completion]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card:
+    """Read a peer's card. Raises ``EngineError`` if it is not one of this engine's kind."""
+    if len(card) > MAX_CARD_BYTES:
+        raise EngineError(f"the card of peer {peer!r} has {len(card)} bytes, at most {MAX_CARD_BYTES}")
+    try:
+        return msgspec.msgpack.decode(card, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the card of peer {peer!r} is not a {engine} engine's: {error}") from error
+
+
+def check_batch(
+    batch: Batch, capabilities: Capabilities, peers: Container[str], in_flight: Collection[Batch]
+) -> None:
+    """Refuse what no caller that reads ``capabilities`` would submit.
+
+    Raises:
+        LocalError: the batch breaks a bound, or names an unknown peer or an id in use.
+    """
+    name = f"batch {batch.batch_id} to {batch.peer!r}"
+    if batch.peer not in peers:
+        raise LocalError(f"{name}: no such peer is connected")
+    columns = (batch.source, batch.target, batch.length)
+    if any(column.dtype != np.int64 or column.ndim != 1 for column in columns):
+        raise LocalError(f"{name}: source, target and length must be one-dimensional int64 arrays")
+    copies = len(batch.length)
+    if len(batch.source) != copies or len(batch.target) != copies:
+        raise LocalError(
+            f"{name}: {len(batch.source)} sources, {len(batch.target)} targets and {copies} lengths"
+        )
+    if copies > capabilities.max_copies:
+        raise LocalError(f"{name}: {copies} copies, at most {capabilities.max_copies} are taken")
+    if copies and batch.length.min() < 0:
+        raise LocalError(f"{name}: a length is negative")
+    if batch.total_bytes > capabilities.max_bytes:
+        raise LocalError(f"{name}: {batch.total_bytes} bytes, at most {capabilities.max_bytes} are taken")
+    if not batch.timeout_s > 0:
+        raise LocalError(f"{name}: timeout_s is {batch.timeout_s}, it must be positive")
+    if any(other.batch_id == batch.batch_id for other in in_flight):
+        raise LocalError(f"{name}: this id is in flight already")
+    to_peer = sum(other.peer == batch.peer for other in in_flight)
+    if to_peer >= capabilities.max_batches_per_peer:
+        raise LocalError(
+            f"{name}: {to_peer} batches are in flight to it, at most "
+            f"{capabilities.max_batches_per_peer} are taken"
+        )
+
+
+def source_problem(batch: Batch, spans: SpanSet) -> str:
+    """Which copy of the batch reads memory that is not registered here; empty if none does."""
+    return _problem("local", batch.source, batch, spans)
+
+
+def range_problem(batch: Batch, local: SpanSet, remote: SpanSet) -> str:
+    """The same, also of what the peer has registered."""
+    return source_problem(batch, local) or _problem("remote", batch.target, batch, remote)
+
+
+def _problem(side: str, addresses: Addresses, batch: Batch, spans: SpanSet) -> str:
+    index = spans.outside(addresses, batch.length)
+    if index is None:
+        return ""
+    return (
+        f"{side} memory is not registered: {int(batch.length[index])} bytes at {int(addresses[index]):#x} "
+        f"(copy {index} of {len(batch.length)})"
+    )
