@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,15 +20,13 @@ from kvconnect.reading import read_fields, read_struct, refuse_unknown
 
 CONNECTOR = "KVConnect"
 _OFFLOAD = "kv_connector_extra_config.offload"
-_OFFLOAD_LEAST = {
-    "cpu_bytes": 1,
-    "checkpoint_tokens": 0,
-    "min_tokens": 1,
-    "disk_bytes": 0,
-    "store_bytes": 0,
-}
 _LEAST_DISK_BYTES = 1 << 20
 _LEAST_QUARANTINE_S = 15.0
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+Bound = Annotated[int, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,19 +55,19 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         salt: nothing that was kept under another salt is found.
     """
 
-    cpu_bytes: int
-    shares: tuple[float, ...] = ()
+    cpu_bytes: Bound
+    shares: tuple[Share, ...] = ()
     decoded: bool = True
-    checkpoint_tokens: int = 4096
-    min_tokens: int = 1
-    wait_s: float = 2.0
+    checkpoint_tokens: Size = 4096
+    min_tokens: Bound = 1
+    wait_s: Seconds = 2.0
     disk_path: str = ""
-    disk_bytes: int = 0
-    max_queued_bytes: int = 1 << 30
+    disk_bytes: Size = 0
+    max_queued_bytes: Bound = 1 << 30
     store: str = ""
     store_metadata: str = "P2PHANDSHAKE"
     store_protocol: Literal["tcp", "rdma"] = "tcp"
-    store_bytes: int = 0
+    store_bytes: Size = 0
     salt: str = ""
 
 
@@ -155,24 +153,24 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     protocol: str = "auto"
     device_name: str = ""
     host: str = "127.0.0.1"
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     insecure: bool = False
     key_file: str = ""
     keys_dir: str = ""
     allow_peers: tuple[str, ...] = ()
     path: Literal["auto", "direct", "packed"] = "packed"
-    slot_bytes: int = 0
-    num_slots: int = 8
+    slot_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4096)] = 0
+    num_slots: Size = 8
     convert_dtype: bool = False
-    stream_min_tokens: int = 4096
-    lease_s: float = 30.0
-    lease_max_s: float = 600.0
-    drain_s: float = 30.0
+    stream_min_tokens: Size = 4096
+    lease_s: Seconds = 30.0
+    lease_max_s: Seconds = 600.0
+    drain_s: Seconds = 30.0
     warm_peers: tuple[str, ...] = ()
-    transfer_timeout_s: float = 30.0
-    load_timeout_s: float = 60.0
-    peer_timeout_s: float = 10.0
-    max_inflight_bytes: int = 1 << 30
+    transfer_timeout_s: Seconds = 30.0
+    load_timeout_s: Seconds = 60.0
+    peer_timeout_s: Seconds = 10.0
+    max_inflight_bytes: Bound = 1 << 30
     engine_options: dict[str, Any] = {}
     offload: OffloadConfig | None = None
 
@@ -280,7 +278,6 @@ def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 def _check_combination(config: TransferConfig) -> None:
     extra = config.extra
     where = "kv_connector_extra_config"
-    _check_bounds(extra, where)
     if extra.engine != "none":
         check_engine(extra.engine, f"{where}.engine")
     elif extra.offload is None:
@@ -288,24 +285,14 @@ def _check_combination(config: TransferConfig) -> None:
             f"{where}.engine is 'none' and there is no offload, which leaves nothing to do; accepted: an "
             f"engine ({', '.join(('auto', *engine_entry_points()))}), or offload with at least cpu_bytes"
         )
-    if not 0 <= extra.port <= 65535:
-        raise ConfigError(f"{where}.port is {extra.port}, accepted: 0 (a free one) to 65535")
     if extra.host in ("0.0.0.0", "::", "*", ""):
         raise ConfigError(
             f"{where}.host is {extra.host!r}, which peers cannot connect to; "
             "set the address of the interface that they reach this node on"
         )
     _check_security(extra, where)
-    if extra.slot_bytes < 0 or extra.slot_bytes % 4096:
-        raise ConfigError(
-            f"{where}.slot_bytes is {extra.slot_bytes}, accepted: multiples of 4096, and 0 for a size that "
-            "suits the device"
-        )
-    if extra.num_slots < 0 or (extra.path == "packed" and not extra.num_slots):
-        least = 1 if extra.path == "packed" else 0
-        raise ConfigError(f"{where}.num_slots is {extra.num_slots}, it must be at least {least}")
-    if extra.stream_min_tokens < 0:
-        raise ConfigError(f"{where}.stream_min_tokens is {extra.stream_min_tokens}, it must be at least 0")
+    if extra.path == "packed" and not extra.num_slots:
+        raise ConfigError(f"{where}.num_slots is 0, with path 'packed' it must be at least 1")
     if extra.lease_max_s < extra.lease_s:
         raise ConfigError(
             f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "
@@ -327,59 +314,28 @@ def _check_combination(config: TransferConfig) -> None:
         raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")
 
 
-def _check_bounds(settings: msgspec.Struct, where: str) -> None:
-    """What a setting's name says of its values: ``_s`` are seconds to wait, ``max_`` is a bound.
-
-    Limits that follow from a setting are as good as it is, and no key that an error could name.
-    """
-    for name in settings.__struct_fields__:
-        if name in Limits.__struct_fields__:
-            continue
-        value = getattr(settings, name)
-        if name.endswith("_s") and not value > 0:
-            raise ConfigError(f"{where}.{name} is {value}, it must be more than 0 seconds")
-        if name.startswith("max_") and value < 1:
-            raise ConfigError(f"{where}.{name} is {value}, it must be at least 1")
-
-
 def _check_offload(offload: OffloadConfig) -> None:
-    _check_bounds(offload, _OFFLOAD)
-    for name, least in _OFFLOAD_LEAST.items():
-        if getattr(offload, name) < least:
-            raise ConfigError(f"{_OFFLOAD}.{name} is {getattr(offload, name)}, it must be at least {least}")
-    if not all(0 < share <= 1 for share in offload.shares) or sum(offload.shares) > 1 + 1e-9:
+    if sum(offload.shares) > 1 + 1e-9:
         raise ConfigError(
             f"{_OFFLOAD}.shares is {list(offload.shares)}, which adds up to {sum(offload.shares):g}; "
             "accepted: numbers above 0 that add up to at most 1"
         )
-    _check_disk(offload)
-    _check_store(offload)
-
-
-def _check_disk(offload: OffloadConfig) -> None:
-    if not offload.disk_path and offload.disk_bytes:
-        raise ConfigError(
-            f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes} and there is no disk_path; accepted: both, or "
-            "neither"
-        )
+    for name, of in (("disk_bytes", "disk_path"), ("store_bytes", "store")):
+        if getattr(offload, name) and not getattr(offload, of):
+            raise ConfigError(
+                f"{_OFFLOAD}.{name} is {getattr(offload, name)} and there is no {of}; accepted: both, or "
+                "neither"
+            )
     if offload.disk_path and offload.disk_bytes < _LEAST_DISK_BYTES:
         raise ConfigError(
             f"{_OFFLOAD}.disk_bytes is {offload.disk_bytes}, with disk_path it must be at least "
             f"{_LEAST_DISK_BYTES}"
         )
-
-
-def _check_store(offload: OffloadConfig) -> None:
     if offload.store and split_address(offload.store) is None:
         raise ConfigError(f"{_OFFLOAD}.store is {offload.store!r}, accepted: host:port, and '' for no store")
     if offload.store and not offload.store_metadata:
         raise ConfigError(
             f"{_OFFLOAD}.store_metadata is empty; accepted: P2PHANDSHAKE, or the address of a metadata server"
-        )
-    if offload.store_bytes and not offload.store:
-        raise ConfigError(
-            f"{_OFFLOAD}.store_bytes is {offload.store_bytes} and there is no store; accepted: both, or "
-            "neither"
         )
 
 

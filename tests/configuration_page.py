@@ -34,10 +34,13 @@ def _described(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _values(field: msgspec.structs.FieldInfo) -> str:
-    if typing.get_origin(field.type) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(field.type))
+    kind = field.type
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(kind))
     names = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}
-    return names.get(field.type, "list" if typing.get_origin(field.type) is tuple else "object")
+    return names.get(kind, "list" if typing.get_origin(kind) is tuple else "object")
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
