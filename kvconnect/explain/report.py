@@ -17,9 +17,8 @@ from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard, align_tables
-from kvconnect.plan.chunks import Chunker
+from kvconnect.plan.chunks import Chunker, RequestCutter
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
-from kvconnect.plan.cutting import RequestCutter
 from kvconnect.plan.transfer import PlanSize, plan_size
 from kvconnect.plan.wire import align_wire
 

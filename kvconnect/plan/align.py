@@ -14,10 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvconnect.cache.region_table import GroupGeometry, Region, RegionTable, are_scales
+from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region, RegionTable, are_scales
 from kvconnect.cache.retention import parse
 from kvconnect.errors import LayoutError
-from kvconnect.plan.pieces import Pieces, page_pieces
 
 
 class TableCard(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +85,8 @@ def card_refusal(card: TableCard) -> str | None:
 
 
 Column = NDArray[np.int64]
+Pieces = tuple[Column, Column, Column]
+"""Runs of bytes within a page: where each begins in the source's and the target's, and its length."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,13 @@ def align_tables(source: TableCard, target: TableCard) -> TableAlignment:
     fed: set[str] = set()
     for theirs in target.regions:
         for ours in source_by_layer.get(theirs.layer, []):
-            refusal = _region_refusal(ours, theirs) or _group_refusal(
+            refusal = _region_refusal(ours, theirs) or group_refusal(
                 theirs.layer, source_groups[ours.group], target_groups[theirs.group]
             )
             if refusal:
                 refusals.append(refusal)
                 continue
-            pieces = page_pieces(ours, theirs)
+            pieces = _page_pieces(ours, theirs)
             if pieces is not None:
                 fed.add(theirs.layer)
                 matches[theirs.group].append((ours, theirs, pieces))
@@ -196,7 +197,8 @@ def _region_refusal(source: Region, target: Region) -> str | None:
     return None
 
 
-def _group_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str | None:
+def group_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str | None:
+    """Why the blocks of two groups cannot hold the same tokens of a layer; None if they can."""
     if source.is_state != target.is_state:
         return f"layer {layer!r}: one side keeps state, the other keeps tokens"
     if not source.is_state and source.block_tokens != target.block_tokens:
@@ -205,6 +207,59 @@ def _group_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> 
             f"target {target.block_tokens} tokens"
         )
     return None
+
+
+def _page_pieces(source: Region, target: Region) -> Pieces | None:
+    """The runs to copy from a page of ``source`` into a page of ``target``; None if they share nothing.
+
+    Every row that both pages hold is listed, and rows that are adjacent on both sides are merged. Equal pages
+    come out as one run. Both regions are of one layer, with equal tokens per page and equal row bytes.
+    """
+    planes = range(
+        max(source.first_plane, target.first_plane),
+        min(source.first_plane + source.axes.planes, target.first_plane + target.axes.planes),
+    )
+    if source.heads is None or target.heads is None:
+        heads = range(source.axes.heads)
+        source_first = target_first = 0
+    else:
+        shared = source.heads.intersect(target.heads)
+        heads = range(shared.start, shared.stop)
+        source_first, target_first = source.heads.start, target.heads.start
+    if not planes or not heads:
+        return None
+    plane, head, token = (
+        axis.reshape(-1)
+        for axis in np.meshgrid(
+            np.asarray(planes), np.asarray(heads), np.arange(source.axes.tokens), indexing="ij"
+        )
+    )
+    row_bytes = source.axes.row_bytes
+    from_ = _offsets(source.axes, plane - source.first_plane, head - source_first, token)
+    to = _offsets(target.axes, plane - target.first_plane, head - target_first, token)
+    order = np.argsort(from_, kind="stable")
+    from_, to = from_[order], to[order]
+    starts = run_starts(from_, to, row_bytes)
+    return from_[starts], to[starts], run_lengths(starts, len(from_)) * row_bytes
+
+
+def _offsets(axes: PageAxes, plane: Column, head: Column, token: Column) -> Column:
+    return np.asarray(
+        plane * axes.plane_stride + head * axes.head_stride + token * axes.token_stride, dtype=np.int64
+    )
+
+
+def run_starts(source: Column, target: Column, step: int) -> Column:
+    """The indices at which a run begins: where either column does not go on by ``step``."""
+    if len(source) == 0:
+        return np.empty(0, dtype=np.int64)
+    breaks = (np.diff(source) != step) | (np.diff(target) != step)
+    return np.concatenate(([0], np.flatnonzero(breaks) + 1)).astype(np.int64)
+
+
+def run_lengths(starts: Column, total: int) -> Column:
+    """How many entries each run has, of ``total`` entries cut at ``starts``."""
+    return np.diff(np.append(starts, total)).astype(np.int64)
 
 
 Row = tuple[int, int, int, int, int]
@@ -221,7 +276,7 @@ def _page_rows(pairs: Sequence[tuple[Region, Region, Pieces]]) -> tuple[PageRows
             int(length),
         )
         for source, target, pieces in pairs
-        for from_offset, to_offset, length in zip(pieces.source, pieces.target, pieces.length, strict=True)
+        for from_offset, to_offset, length in zip(*pieces, strict=True)
     ]
     by_density: dict[bool, list[Row]] = {True: [], False: []}
     for row in _merge_neighbours(rows):

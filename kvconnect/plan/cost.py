@@ -20,7 +20,6 @@ PACKED_FROM_COPIES = 128
 
 _LEAST_S, _MOST_S = 1e-9, 1e6
 _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e4, 1e14
-_MOST_COUNT = 2**62
 # Of a fit, as standard deviations of logarithms: a probe's noise, and how far a rate may be from its default.
 _NOISE, _UNKNOWN = 0.1, 4.0
 _FIT_ROUNDS = 60
@@ -67,18 +66,16 @@ def fit(samples: Sequence[Sample]) -> EngineRates:
     """
     shapes: dict[tuple[int, int], list[float]] = {}
     for copies, total_bytes, seconds in samples:
-        if copies > 0 and total_bytes > 0 and _is_size(seconds):
+        if copies > 0 and total_bytes > 0 and 0 < seconds < math.inf:
             shapes.setdefault((copies, total_bytes), []).append(_within(seconds, _LEAST_S, _MOST_S))
     if not shapes:
         return DEFAULT_RATES
     terms = np.array([_direct_terms(DEFAULT_RATES, *shape) for shape in shapes])
     batch, copy, byte = _fit_factors(terms, np.log([float(np.median(times)) for times in shapes.values()]))
-    return _bounded(
-        EngineRates(
-            DEFAULT_RATES.seconds_per_batch * batch,
-            DEFAULT_RATES.seconds_per_copy * copy,
-            DEFAULT_RATES.bytes_per_s / byte,
-        )
+    return EngineRates(
+        _within(DEFAULT_RATES.seconds_per_batch * batch, _LEAST_S, _MOST_S),
+        _within(DEFAULT_RATES.seconds_per_copy * copy, _LEAST_S, _MOST_S),
+        _within(DEFAULT_RATES.bytes_per_s / byte, _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S),
     )
 
 
@@ -103,29 +100,12 @@ def _fit_factors(terms: NDArray[np.float64], measured: NDArray[np.float64]) -> l
     return factors
 
 
-def _is_size(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and value > 0
-
-
 def _within(value: float, least: float, most: float) -> float:
     return min(max(value, least), most)
 
 
-def _speed(bytes_per_s: float) -> float:
-    return _within(bytes_per_s, _LEAST_BYTES_PER_S, _MOST_BYTES_PER_S)
-
-
-def _bounded(rates: EngineRates) -> EngineRates:
-    return EngineRates(
-        _within(rates.seconds_per_batch, _LEAST_S, _MOST_S),
-        _within(rates.seconds_per_copy, _LEAST_S, _MOST_S),
-        _speed(rates.bytes_per_s),
-    )
-
-
 def _direct_terms(rates: EngineRates, copies: int, total_bytes: int) -> tuple[float, float, float]:
     """Seconds of a batch, of its copies, of its bytes."""
-    copies, total_bytes = (min(max(count, 0), _MOST_COUNT) for count in (copies, total_bytes))
     return rates.seconds_per_batch, copies * rates.seconds_per_copy, total_bytes / rates.bytes_per_s
 
 
@@ -134,9 +114,8 @@ class LinkCost:
 
     Args:
         rates: of the engine on this link; None where it was not probed.
-        pack_bytes_per_s: how fast the sender packs; None where that is not known.
-        unpack_bytes_per_s: how fast the receiver unpacks; None where that is not known.
-        round_trip_s: of a message on the side channel and its answer; None where that is not known.
+        pack_bytes_per_s, unpack_bytes_per_s: how fast the sender packs, and the receiver unpacks.
+        round_trip_s: of a message on the side channel and its answer. All are None where they are not known.
         overlaps: chunks are packed while others are on their way; not so where one processor does both.
     """
 
@@ -149,18 +128,15 @@ class LinkCost:
         overlaps: bool = True,
     ) -> None:
         self._is_calibrated = rates is not None
-        self._rates = _bounded(rates or DEFAULT_RATES)
-        pack, unpack = (
-            _speed((speed if _is_size(speed) else None) or DEFAULT_PACK_BYTES_PER_S)
-            for speed in (pack_bytes_per_s, unpack_bytes_per_s)
-        )
+        self._rates = rates or DEFAULT_RATES
+        pack = pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
+        unpack = unpack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
         # Seconds per byte of the stages of a chunk.
         wire = self._rates.bytes_per_s
         stages = (1 / pack, 1 / wire, 1 / unpack) if overlaps else (1 / pack + 1 / wire, 1 / unpack)
         self._slowest_s = max(stages)
         self._others_s = sum(stages) - self._slowest_s
-        known_s = round_trip_s if _is_size(round_trip_s) else None
-        message_s = _within(known_s or DEFAULT_ROUND_TRIP_S, _LEAST_S, _MOST_S) / 2
+        message_s = (round_trip_s or DEFAULT_ROUND_TRIP_S) / 2
         self._chunk_s = self._rates.seconds_per_batch + self._rates.seconds_per_copy + message_s
 
     def predict_direct(self, copies: int, total_bytes: int) -> float:
@@ -172,7 +148,7 @@ class LinkCost:
 
         The first chunk goes through all stages; the others follow at the pace of the slowest.
         """
-        chunks, total_bytes = max(chunks, 1), min(max(total_bytes, 0), _MOST_COUNT)
+        chunks = max(chunks, 1)
         return chunks * self._chunk_s + total_bytes * self._slowest_s + total_bytes / chunks * self._others_s
 
     def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Choice:

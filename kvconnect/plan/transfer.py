@@ -10,15 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.plan.align import GroupAlignment, PageRows, TableAlignment
+from kvconnect.plan.align import (
+    Column,
+    GroupAlignment,
+    PageRows,
+    TableAlignment,
+    run_lengths,
+    run_starts,
+)
 from kvconnect.plan.blocks import BlockPairs, pair_blocks
-from kvconnect.plan.pieces import run_lengths, run_starts
-
-Column = NDArray[np.int64]
 
 
 @dataclass(frozen=True, repr=False)

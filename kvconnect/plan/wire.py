@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnect.cache.region_table import GroupGeometry, Region, Scales
+from kvconnect.cache.region_table import Region, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.align import TableCard
+from kvconnect.plan.align import TableCard, group_refusal
 from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
 
 ORDERS = ("pages", "rows")
@@ -93,8 +93,8 @@ def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wir
         source_group, target_group = source_groups[region.group], target_groups[theirs.group]
         if (region.dtype, region.axes, region.scales) != (theirs.dtype, theirs.axes, theirs.scales):
             refusals.append(f"layer {theirs.layer!r}: the pages of the two sides are not alike")
-        elif _tokens_differ(source_group, target_group):
-            refusals.append(_tokens_refusal(theirs.layer, source_group, target_group))
+        elif refusal := group_refusal(theirs.layer, source_group, target_group):
+            refusals.append(refusal)
         state = target_group.is_state
         streams.append(
             WireStream(
@@ -111,21 +111,6 @@ def _page_wire(source: TableCard, target: TableCard, refusals: list[str]) -> Wir
             )
         )
     return Wire("pages", tuple(streams))
-
-
-def _tokens_differ(source: GroupGeometry, target: GroupGeometry) -> bool:
-    if source.is_state or target.is_state:
-        return source.is_state != target.is_state
-    return source.block_tokens != target.block_tokens
-
-
-def _tokens_refusal(layer: str, source: GroupGeometry, target: GroupGeometry) -> str:
-    if source.is_state != target.is_state:
-        return f"layer {layer!r}: one side keeps state, the other keeps tokens"
-    return (
-        f"layer {layer!r}: kernel blocks differ, source {source.block_tokens} tokens, "
-        f"target {target.block_tokens} tokens"
-    )
 
 
 @dataclass(frozen=True)

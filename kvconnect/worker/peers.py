@@ -24,7 +24,7 @@ from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
-from kvconnect.plan.cutting import RequestCutter
+from kvconnect.plan.chunks import RequestCutter
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
 from kvconnect.worker.local import Local

@@ -26,9 +26,8 @@ from kvconnect.peer.messages import (
     Landed,
     Written,
 )
-from kvconnect.plan.chunks import Chunk
+from kvconnect.plan.chunks import Chunk, RequestCutter
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S
-from kvconnect.plan.cutting import RequestCutter
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.local import Local

@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.plan.cost import (
+    DEFAULT_PACK_BYTES_PER_S,
     DEFAULT_RATES,
+    DEFAULT_ROUND_TRIP_S,
     PACKED_FROM_COPIES,
     Choice,
     EngineRates,
@@ -170,12 +172,9 @@ def test_what_it_says_is_finite_and_one_line():
     assert "\n" not in cost.describe()
 
 
-@pytest.mark.parametrize("useless", [None, 0.0, -1.0, math.nan, math.inf])
-def test_rates_that_are_none_count_as_unknown(useless):
-    assert (
-        LinkCost(DEFAULT_RATES, useless, useless, useless).as_metrics()
-        == LinkCost(DEFAULT_RATES).as_metrics()
-    )
+def test_rates_that_are_not_known_are_the_assumed_ones():
+    known = LinkCost(DEFAULT_RATES, DEFAULT_PACK_BYTES_PER_S, DEFAULT_PACK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S)
+    assert LinkCost(DEFAULT_RATES).as_metrics() == known.as_metrics()
 
 
 def test_a_median_of_three_is_what_a_probe_says():
