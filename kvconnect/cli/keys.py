@@ -67,10 +67,7 @@ def node(
     secret = key_files.checked_secret(secret, "--cluster-key")
     pair = new_key_pair()
     _write_key(folder / NODE_KEY, pair.secret.hex(), replace)
-    if cluster_key is not None:
-        key_files.replace(folder / CLUSTER_KEY, secret)
-    else:
-        key_files.write_once(folder / CLUSTER_KEY, secret)
+    key_files.write(folder / CLUSTER_KEY, secret, replace=cluster_key is not None)
     (folder / PEERS).mkdir(mode=0o700, exist_ok=True)
     _show_node(folder)
 
@@ -92,7 +89,8 @@ def add(
     public = key_bytes(public_key, "PUBLIC_KEY")
     AllowList(at or (name,), "--at" if at else "NAME, without --at,")
     peer = PeerFile(public.hex(), tuple(at or ()))
-    key_files.replace(_peer_path(folder, name), msgspec.json.encode(peer).decode(), mode=0o644)
+    text = msgspec.json.encode(peer).decode()
+    key_files.write(_peer_path(folder, name), text, mode=0o644, replace=True)
     typer.echo(f"{name} ({fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}")
 
 
@@ -165,9 +163,7 @@ def check(
 def _write_key(path: Path, text: str, replace: bool) -> None:
     from kvconnect.peer import key_files
 
-    if replace:
-        key_files.replace(path, text)
-    elif not key_files.write_once(path, text):
+    if not key_files.write(path, text, replace=replace):
         raise ConfigError(f"{path} is there already; give another name, or --replace")
 
 

@@ -137,6 +137,25 @@ def decode_card(peer: str, card: bytes, kind: type[_Card], engine: str) -> _Card
         raise EngineError(f"the card of peer {peer!r} is not a {engine} engine's: {error}") from error
 
 
+class _Addressed(msgspec.Struct, frozen=True):
+    """The fields of any card that name an address."""
+
+    session: str = ""
+    host: str = ""
+
+
+def card_host(card: bytes) -> str:
+    """The host that a card would make this node connect to; empty where it names none or cannot be read.
+
+    Mooncake's card names a session, that of any engine may have ``host``; NIXL's metadata is its library's own.
+    """
+    try:
+        addressed = msgspec.msgpack.decode(card, type=_Addressed)
+    except msgspec.MsgspecError:
+        return ""
+    return addressed.host or addressed.session.rpartition(":")[0].strip("[]")
+
+
 def check_batch(
     batch: Batch, capabilities: Capabilities, peers: Container[str], in_flight: Collection[Batch]
 ) -> None:

@@ -28,15 +28,12 @@ class _Entry:
     first_port: int
     last_port: int
 
-    def matches(self, host: str, address: _Network | None, port: int) -> bool:
-        return self.first_port <= port <= self.last_port and self.matches_host(host, address)
-
-    def matches_host(self, host: str, address: _Network | None) -> bool:
+    def matches(self, host: str, address: _Network | None, port: int | None) -> bool:
+        if port is not None and not self.first_port <= port <= self.last_port:
+            return False
         if self.network is None or address is None:
             return self.network is None and self.name == host.lower()
-        if isinstance(self.network, ipaddress.IPv4Network):
-            return isinstance(address, ipaddress.IPv4Network) and address.subnet_of(self.network)
-        return isinstance(address, ipaddress.IPv6Network) and address.subnet_of(self.network)
+        return self.network.version == address.version and address.subnet_of(self.network)  # type: ignore[arg-type]
 
 
 class AllowList:
@@ -56,15 +53,10 @@ class AllowList:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def allows(self, host: str, port: int) -> bool:
-        """Whether an address is listed."""
+    def allows(self, host: str, port: int | None) -> bool:
+        """Whether an address is listed; with no port, whether any port of the host is."""
         address = _network(host)
         return any(entry.matches(host, address, port) for entry in self._entries)
-
-    def allows_host(self, host: str) -> bool:
-        """Whether any port of a host is listed."""
-        address = _network(host)
-        return any(entry.matches_host(host, address) for entry in self._entries)
 
 
 def same_host(first: str, second: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
@@ -64,25 +64,12 @@ def _check_owner_and_mode(status: os.stat_result, what: str) -> None:
         raise ConfigError(f"{what}, which belongs to user {status.st_uid}; accepted: this user's, or root's")
 
 
-def write_once(path: Path, text: str, mode: int = 0o600) -> bool:
-    """Make a file with its whole content at once; False if there is one of that name already.
+def write(path: Path, text: str, *, mode: int = 0o600, replace: bool = False) -> bool:
+    """Make a file with its whole content at once; False if there is one already that is not to be replaced.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    return _write(path, text, mode, lambda made: os.link(made, path))
-
-
-def replace(path: Path, text: str, mode: int = 0o600) -> None:
-    """Put a file in place of another one, or of none, at once.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    _write(path, text, mode, lambda made: os.rename(made, path))
-
-
-def _write(path: Path, text: str, mode: int, publish: Callable[[Path], None]) -> bool:
     made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,7 +79,7 @@ def _write(path: Path, text: str, mode: int, publish: Callable[[Path], None]) ->
                 file.write(text.rstrip("\n") + "\n")
                 file.flush()
                 os.fsync(descriptor)
-            publish(made)
+            (os.rename if replace else os.link)(made, path)
         except FileExistsError:
             return False
         finally:
@@ -123,5 +110,5 @@ def user_key(environ: Mapping[str, str]) -> tuple[str, Path]:
     path = user_key_path(environ)
     field = "the key of this user"
     if not path.exists():
-        write_once(path, new_secret())
+        write(path, new_secret())
     return checked_secret(read_secret(path, field), field), path

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -59,31 +58,10 @@ class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     addresses: tuple[str, ...] = ()
 
 
-class Keyring(Protocol):
-    """The keys of a node.
-
-    ``server`` is who it is to those who connect to it, ``client`` to those that it connects to.
-    """
-
-    server: KeyPair
-    client: KeyPair
-    handle_secret: bytes
-
-    def server_key(self, host: str, port: int) -> bytes | None:
-        """The public key that a peer must have at an address; None if it is not known."""
-        ...
-
-    def knows(self, public: bytes) -> bool:
-        """Whether a client with this public key may connect."""
-        ...
-
-    def describe(self) -> str:
-        """Which keys these are, without their secrets, for an operator who compares two nodes."""
-        ...
-
-
 class SharedKeys:
     """Keys that every node derives from one secret.
+
+    ``server`` is who a node is to those who connect to it, ``client`` to those that it connects to.
 
     Args:
         source: where the secret came from, for people.
@@ -96,15 +74,15 @@ class SharedKeys:
         self._source = source
 
     def server_key(self, host: str, port: int) -> bytes | None:
-        """The same for every address."""
+        """The public key that a peer must have at an address; None if it is not known."""
         return self.server.public
 
     def knows(self, public: bytes) -> bool:
-        """Every peer that has the secret."""
+        """Whether a client with this public key may connect."""
         return hmac.compare_digest(public, self.client.public)
 
     def describe(self) -> str:
-        """The fingerprint and the source."""
+        """Which keys these are, without their secrets, for an operator who compares two nodes."""
         return f"shared key {fingerprint(self.server.public)} from {self._source}"
 
 
@@ -130,17 +108,17 @@ class NodeKeys:
         self._take(read_peers(folder))
 
     def server_key(self, host: str, port: int) -> bytes | None:
-        """The key of the first peer, by name, that has this address."""
+        """That of the first peer, by name, that has this address."""
         self._refresh()
         return next((public for addresses, public in self._servers if addresses.allows(host, port)), None)
 
     def knows(self, public: bytes) -> bool:
-        """Peers in the folder."""
+        """Whether the folder has a peer with this public key."""
         self._refresh()
         return public in self._known
 
     def describe(self) -> str:
-        """The fingerprint of our own public key, and the folder."""
+        """As for ``SharedKeys``."""
         return f"node key {fingerprint(self.server.public)} from {self.folder}"
 
     def _take(self, peers: Mapping[str, PeerFile]) -> None:
@@ -168,6 +146,9 @@ class NodeKeys:
         except ConfigError as error:
             # The peers known before stay; it is looked at again when the folder changes.
             logger.error("the peers' keys were not read again: %s", error)
+
+
+Keyring = SharedKeys | NodeKeys
 
 
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:

@@ -11,21 +11,10 @@ from dataclasses import dataclass
 
 
 class PeerLoss(enum.Enum):
-    """How D lost one rank of a peer. ``LOSS_RULES`` has what follows; in words:
+    """How D lost one rank of a peer. ``LOSS_RULES`` has what follows for leases, loads and the breaker.
 
-    ================= =============== ================== ============================ ================
-    lost              leases at it    loads from it      slots lent and quarantine    breaker
-    ================= =============== ================== ============================ ================
-    PROCESS_GONE      awaited: void   fail               over 1 s later, proven       opens
-    OTHER_INCARNATION renewed there   failed before      over 1 s later, proven       closes: it was met
-    LINK_LOST         kept, renewed   fail               over with the load's         opens if the peer
-                      once met again                     deadline and quarantine_s    was never met
-    TOLD_TO_STOP      as LINK_LOST    asked again, once; quiescent: slots are free,   as LINK_LOST
-                                      then they fail     nothing is quarantined
-    SILENT            awaited: void   fail               as LINK_LOST                 opens
-    UNUSABLE          awaited: void   fail               as LINK_LOST                 opens
-    ================= =============== ================== ============================ ================
-
+    Leases that are not void are kept, and renewed once the peer is met again. Slots that were lent stay in
+    quarantine until the writes are over; where that is not known, for the load's time and ``quarantine_s``.
     Where the engine can register memory anew, a quarantine that is not proven to be over lasts half a second,
     and ends with a registration that the lost peer does not know.
     """
@@ -50,21 +39,21 @@ class LossRule:
         writes_end_s: how long after the loss the peer's writes are over for sure; None: that is not known.
     """
 
-    is_out_of_reach: bool
-    asks_again: bool
-    writes_end_s: float | None
+    is_out_of_reach: bool = False
+    asks_again: bool = False
+    writes_end_s: float | None = None
 
 
 _GRACE_S = 1.0
 """A process that is gone writes no more, but what it sent may still be on its way through our kernel."""
 
 LOSS_RULES: dict[PeerLoss, LossRule] = {
-    PeerLoss.PROCESS_GONE: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=_GRACE_S),
-    PeerLoss.OTHER_INCARNATION: LossRule(is_out_of_reach=False, asks_again=False, writes_end_s=_GRACE_S),
-    PeerLoss.LINK_LOST: LossRule(is_out_of_reach=False, asks_again=False, writes_end_s=None),
-    PeerLoss.TOLD_TO_STOP: LossRule(is_out_of_reach=False, asks_again=True, writes_end_s=None),
-    PeerLoss.SILENT: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=None),
-    PeerLoss.UNUSABLE: LossRule(is_out_of_reach=True, asks_again=False, writes_end_s=None),
+    PeerLoss.PROCESS_GONE: LossRule(is_out_of_reach=True, writes_end_s=_GRACE_S),
+    PeerLoss.OTHER_INCARNATION: LossRule(writes_end_s=_GRACE_S),
+    PeerLoss.LINK_LOST: LossRule(),
+    PeerLoss.TOLD_TO_STOP: LossRule(asks_again=True),
+    PeerLoss.SILENT: LossRule(is_out_of_reach=True),
+    PeerLoss.UNUSABLE: LossRule(is_out_of_reach=True),
 }
 
 

@@ -39,7 +39,7 @@ _EVENTS = (
 
 
 class ZapAuthenticator:
-    """Guards a listening socket.
+    """Guards a listening socket, whose ``port`` is set once it is bound.
 
     Args:
         listener: the socket, not bound yet.
@@ -61,7 +61,7 @@ class ZapAuthenticator:
         self._listener = listener
         self._count = count
         self._max_connections = min(max_connections, _share_of_files())
-        self._port = 0
+        self.port = 0
         self._open: set[int] = set()
         self._recount_at = 0.0
         self._said: set[str] = set()
@@ -76,7 +76,7 @@ class ZapAuthenticator:
             listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
             # Without an answer to its question ZeroMQ would let everybody in.
             listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        name = f"inproc://kvconnect-gate-{id(self)}"
+        name = f"inproc://kvconnect-zap-{id(self)}"
         listener.monitor(name, _EVENTS)
         self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         # With a bound ZeroMQ's own thread would wait for us, and nothing would move meanwhile.
@@ -89,10 +89,6 @@ class ZapAuthenticator:
         """What becomes readable when ``serve`` has something to do."""
         return (self._monitor,) if self._questions is None else (self._monitor, self._questions)
 
-    def opened(self, port: int) -> None:
-        """The listener is bound."""
-        self._port = port
-
     def serve(self) -> None:
         """Answer what was asked, and look at who came and went. Never waits, raises nothing."""
         try:
@@ -100,7 +96,7 @@ class ZapAuthenticator:
                 self._answer(self._questions)
             self._watch()
         except zmq.ZMQError:
-            logger.exception("side channel: the gate met an error of its own")
+            logger.exception("side channel: the authenticator met an error of its own")
 
     def close(self) -> None:
         """Admit no client any more."""
@@ -160,20 +156,14 @@ class ZapAuthenticator:
             self._recount_at = now + _RECOUNT_S
             self._open = {known for known in self._open if self._is_ours(known)}
         if len(self._open) > self._max_connections:
-            self._shut(descriptor)
+            self._is_ours(descriptor, shut=True)
             self._complain("max_connections", f"a client beyond {self._max_connections} connections")
 
-    def _is_ours(self, descriptor: int) -> bool:
-        return self._with_connection(descriptor, lambda connection: None)
+    def _is_ours(self, descriptor: int, shut: bool = False) -> bool:
+        """Whether a descriptor is a connection to our port; if it is and ``shut``, end it.
 
-    def _shut(self, descriptor: int) -> None:
-        """End a connection; ZeroMQ owns it, sees its end, and closes it."""
-        self._with_connection(descriptor, lambda connection: connection.shutdown(socket.SHUT_RDWR))
-
-    def _with_connection(self, descriptor: int, use: Callable[[socket.socket], None]) -> bool:
-        """Whether a descriptor is a connection to our port, and use it if it is.
-
-        ZeroMQ may have closed it since, and something else of this process may have its number now.
+        ZeroMQ owns it, sees its end and closes it. It may have done so since, and something else of this
+        process may have its number now.
         """
         try:
             duplicate = os.dup(descriptor)
@@ -186,8 +176,9 @@ class ZapAuthenticator:
             return False
         with connection, contextlib.suppress(OSError):
             connection.getpeername()
-            if connection.getsockname()[1] == self._port:
-                use(connection)
+            if connection.getsockname()[1] == self.port:
+                if shut:
+                    connection.shutdown(socket.SHUT_RDWR)
                 return True
         return False
 

@@ -97,7 +97,7 @@ class ZmqChannel:
         self._router = self._socket(zmq.ROUTER)
         # A frame for a peer that left is an error to us, not silence.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate = ZapAuthenticator(
+        self._authenticator = ZapAuthenticator(
             self._context,
             self._router,
             keyring,
@@ -108,21 +108,21 @@ class ZmqChannel:
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
-            self._gate.close()
+            self._authenticator.close()
             self._router.close()
             self._context.term()
             raise ConfigError(
                 f"kv_connector_extra_config.host and port: cannot listen on {extra.host}:{port}: {error}"
             ) from error
         self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._gate.opened(self._port)
+        self._authenticator.port = self._port
         self._links: dict[str, _Link] = {}
         self._stillborn: dict[str, str] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._poller = zmq.Poller()
-        for readable in (self._router, self._wake_read, *self._gate.sockets):
+        for readable in (self._router, self._wake_read, *self._authenticator.sockets):
             self._poller.register(readable, zmq.POLLIN)
         self._received_at = time.monotonic()
         self._closed = False
@@ -201,8 +201,8 @@ class ZmqChannel:
         stood_still, self._received_at = now - self._received_at > _RECONNECT_MS / 2000, now
         # Asked of all at once: asking each socket whether it has something costs more than all else here.
         ready = {readable for readable, _ in self._poller.poll(0)}
-        if not ready.isdisjoint(self._gate.sockets):
-            self._gate.serve()
+        if not ready.isdisjoint(self._authenticator.sockets):
+            self._authenticator.serve()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 1 << 16)
@@ -245,7 +245,7 @@ class ZmqChannel:
             self._closed = True
         for link in list(self._links):
             self.drop(link)
-        self._gate.close()
+        self._authenticator.close()
         self._router.close()
         self._context.term()
         os.close(self._wake_read)

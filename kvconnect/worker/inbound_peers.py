@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.card_host import card_host
+from kvconnect.engine.adapter import card_host
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
@@ -151,12 +151,8 @@ class InboundPeers:
             PeerError: its engine's card names a host that is neither its own nor listed.
         """
         named = card_host(peer.engine_card)
-        if (
-            not named
-            or not inbound.host
-            or same_host(named, inbound.host)
-            or self._allowed.allows_host(named)
-        ):
+        is_own = not named or not inbound.host or same_host(named, inbound.host)
+        if is_own or self._allowed.allows(named, None):
             return
         self._metrics.failures.labels("peer_not_trusted").inc()
         raise PeerError(

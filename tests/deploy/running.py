@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvconnect.demo.children import Child, Children
-from kvconnect.peer.key_files import new_secret, write_once
+from kvconnect.peer.key_files import new_secret, write
 from tests.deploy.commands import DEPLOY, Part
 
 Server = Callable[[str, list[str]], tuple[list[str], dict[str, str]]]
@@ -60,7 +60,7 @@ def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
 
 def _key(folder: Path) -> Path:
     path = folder / "key"
-    write_once(path, new_secret())
+    write(path, new_secret())
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvconnect.peer.key_files import replace
+from kvconnect.peer.key_files import write
 from kvconnect.peer.keyring import NodeKeys, new_key_pair
 
 CLUSTER = "what all nodes sign their handles with"
@@ -14,15 +14,19 @@ CLUSTER = "what all nodes sign their handles with"
 def make_folder(folder: Path, cluster: str = CLUSTER) -> str:
     """A folder with a key of its own; returns the public one."""
     pair = new_key_pair()
-    replace(folder / "node.key", pair.secret.hex())
-    replace(folder / "cluster.key", cluster)
+    write(folder / "node.key", pair.secret.hex(), replace=True)
+    write(folder / "cluster.key", cluster, replace=True)
     (folder / "peers").mkdir()
     return pair.public.hex()
 
 
 def introduce(folder: Path, name: str, public: str, *addresses: str) -> None:
     """Tell a folder of a peer."""
-    replace(folder / "peers" / f"{name}.json", json.dumps({"public_key": public, "addresses": addresses}))
+    write(
+        folder / "peers" / f"{name}.json",
+        json.dumps({"public_key": public, "addresses": addresses}),
+        replace=True,
+    )
 
 
 def node_keys(folder: Path, *names: str) -> list[NodeKeys]:

@@ -336,9 +336,11 @@ def test_strangers_that_come_and_go_leave_nothing_behind(channels):
             stranger.sendall(NULL_3)
         server.receive()
     end = time.monotonic() + 5
-    while (len(os.listdir("/proc/self/fd")) > before or server._gate._open) and time.monotonic() < end:
+    while (
+        len(os.listdir("/proc/self/fd")) > before or server._authenticator._open
+    ) and time.monotonic() < end:
         server.receive()
         server.wait(0.05)
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert len(server._gate._open) == 0
+    assert len(server._authenticator._open) == 0
     assert still_works(channels, server)

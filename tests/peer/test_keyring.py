@@ -18,7 +18,7 @@ from zmq.utils import z85
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
-from kvconnect.peer.key_files import read_secret, user_key, user_key_path, write_once
+from kvconnect.peer.key_files import read_secret, user_key, user_key_path, write
 from kvconnect.peer.keyring import NodeKeys, SharedKeys, derive, fingerprint, load_keyring, new_key_pair
 from tests.peer.keys import introduce, make_folder, node_keys
 
@@ -206,8 +206,8 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_a_file_is_made_once(tmp_path):
-    assert write_once(tmp_path / "a" / "key", "one")
-    assert not write_once(tmp_path / "a" / "key", "two")
+    assert write(tmp_path / "a" / "key", "one")
+    assert not write(tmp_path / "a" / "key", "two")
     assert (tmp_path / "a" / "key").read_text() == "one\n"
 
 

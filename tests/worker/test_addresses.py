@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.engine.card_host import card_host
+from kvconnect.engine.adapter import card_host
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.nixl_library import NixlCard
 from kvconnect.engine.process import own_identity
@@ -140,7 +140,7 @@ def test_same_host(one, other, same):
 
 def test_a_host_is_listed_whatever_its_ports():
     allowed = AllowList(["10.0.0.0/24:14600-14607", "node-a:5"])
-    assert allowed.allows_host("10.0.0.9")
-    assert allowed.allows_host("NODE-A")
-    assert not allowed.allows_host("10.0.1.9")
-    assert not AllowList([]).allows_host("10.0.0.9")
+    assert allowed.allows("10.0.0.9", None)
+    assert allowed.allows("NODE-A", None)
+    assert not allowed.allows("10.0.1.9", None)
+    assert not AllowList([]).allows("10.0.0.9", None)
