@@ -147,7 +147,7 @@ class _Addressed(msgspec.Struct, frozen=True):
 def card_host(card: bytes) -> str:
     """The host that a card would make this node connect to; empty where it names none or cannot be read.
 
-    Mooncake's card names a session, that of any engine may have ``host``; NIXL's metadata is its library's own.
+    Mooncake's card names a session, that of any engine may have ``host``; NIXL's cannot be read without it.
     """
     try:
         addressed = msgspec.msgpack.decode(card, type=_Addressed)
