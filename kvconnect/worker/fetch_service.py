@@ -20,6 +20,7 @@ from kvconnect.peer.messages import (
     Declined,
     Fetch,
     Grant,
+    Introduction,
     Landed,
     Written,
     other_weights,
@@ -55,7 +56,7 @@ class FetchService:
         inbound_peers: InboundPeers,
         metrics: Metrics,
     ) -> None:
-        self.pending = PendingFetches(config)
+        self.pending = PendingFetches(config, book.leases)
         self.sender = Sender(config, local, metrics, self._arrived)
         self.not_quiescent: dict[TransferKey, float] = {}
         self._config = config
@@ -67,7 +68,7 @@ class FetchService:
     def advance(self, now: float) -> None:
         """Let time pass: retry pending fetches, feed the engine, answer what is over, request credit."""
         if self.pending:
-            for pending in self.pending.take_due(self._book.leases, self._is_ready, now):
+            for pending in self.pending.take_due(self._is_ready, now):
                 with ErrorsCounted(self._metrics, "a fetch that waited"):
                     self.begin(pending, now)
         for sending in self.sender.sendings.values():
@@ -81,87 +82,93 @@ class FetchService:
                 self._request_credit(sending)
 
     def next_deadline(self, now: float) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives."""
-        waited = {pending.fetch.handle for pending in self.pending.fetches}
-        times = (
-            self.pending.next_deadline(self._book.leases),
-            self.sender.next_deadline(),
-            self._book.next_deadline(waited, now),
-        )
-        return min(time for time in times if time is not None)
+        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
+        book = self._book.next_deadline({pending.handle for pending in self.pending.fetches}, now)
+        return min(book, self.pending.next_deadline(), self.sender.next_deadline())
 
     @property
     def busy(self) -> bool:
         """Something is under way that nothing will wake us for, or a fetch waits for the device."""
-        handles = (pending.fetch.handle for pending in self.pending.fetches)
-        return self.sender.busy or any(handle in self._book.leases for handle in handles)
+        return self.sender.busy or any(
+            pending.handle in self._book.leases for pending in self.pending.fetches
+        )
 
     def begin(self, pending: PendingFetch, now: float) -> None:
         """Begin a fetch, leave it pending, or answer that it cannot be done."""
         inbound = self._inbound_peers.get(pending.link)
         if inbound is None or inbound.session.peer is None:
             return
-        fetch, peer = pending.fetch, inbound.session.peer
+        try:
+            self._begin(inbound, inbound.session.peer, pending, now)
+        except (PeerError, LayoutError) as error:
+            self._refuse(pending, str(error))
+        except Exception as error:
+            # What a peer asks for must not end what others asked for.
+            logger.exception("a fetch of %s could not be planned", pending.link)
+            self._refuse(pending, f"it could not be planned: {type(error).__name__}")
+
+    def _begin(self, inbound: InboundPeer, peer: Introduction, pending: PendingFetch, now: float) -> None:
+        """Begin a fetch, or leave it pending.
+
+        Raises:
+            PeerError: the peer has no right to it, or may not wait.
+            LayoutError: no path is open, or the peer wants what is not held.
+        """
+        fetch = pending.fetch
         if refusal := other_weights(inbound.session.ours.meaning, peer.meaning):
             # It greeted us before we replaced ours.
-            self._answer_failure(inbound, pending, refusal)
-            return
+            raise PeerError(refusal)
         if (held := self._book.leases.get(fetch.handle)) is not None:
             # What we stood still for too long to end in time serves no load any more.
             self._book.end_if_due(held, now)
         source = self._source(pending) if now < pending.deadline else None
         if source is None:
-            self._wait(inbound, pending, now)
+            self._wait(pending, now)
+            return
+        check_fetch(fetch)
+        way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
+        streamed = source.hold is None
+        if way.probe is not None and fetch.groups and fetch.chunks:
+            self._wait(pending, now, is_served=True)
+            self._calibrate(way, pending.link, now)
+            return
+        if streamed and way.packer is None:
+            self._wait(pending, now)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
-        in_use = {sending.peer for sending in self.sender.sendings.values()}
-        try:
-            check_fetch(fetch)
-            way = self._inbound_peers.way_to(inbound, in_use)
-            if way.probe is not None and fetch.groups and fetch.chunks:
-                if self._wait(inbound, pending, now, is_served=True):
-                    self._calibrate(way, pending.link, now)
-                return
-            if source.hold is None and way.packer is None:
-                self.begin(pending, now)
-                return
-            self._claim(source, fetch, consumer, pending.key)
-            outbox = self._outbox(source, pending, way)
-        except (PeerError, LayoutError) as error:
-            self._answer_failure(inbound, pending, str(error))
-            return
-        except Exception as error:
-            # What a peer asks for must not end what others asked for.
-            logger.exception("a fetch of %s could not be planned", pending.link)
-            self._answer_failure(inbound, pending, f"it could not be planned: {type(error).__name__}")
-            return
-        streamed = source.hold is None
-        sending = Sending(
-            pending.key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed
-        )
-        source.sending.add(sending.key)
-        self._begin(sending, outbox, pending)
+        self._claim(source, fetch, consumer, pending.key)
+        outbox, key = self._outbox(source, pending, way), pending.key
+        sending = Sending(key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
+        source.sending.add(key)
+        spared: Sequence[Grant] = ()
+        if isinstance(outbox, SlotOutbox):
+            spared = outbox.grant(fetch.grants)
+            sending.due_reported = 0 if streamed or pending.has_waited else None
+        self.sender.begin(sending)
+        if isinstance(outbox, PageOutbox) or sending.due_reported is not None:
+            self._inbound_peers.tell(key, Accepted(fetch.transfer_id, sending.epoch))
+        if isinstance(outbox, PageOutbox) and fetch.chunks:
+            self._inbound_peers.tell(key, Declined(fetch.transfer_id))
+        elif sending.due_reported is not None:
+            self._request_credit(sending, spared)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         """End a fetch early, whether it is served or pending."""
         early = self.pending.find(key)
-        inbound = self._inbound_peers.get(key[0])
         if early is not None:
             self.pending.fetches.remove(early)
-            if inbound is not None:
-                self._answer_failure(inbound, early, reason)
+            self._refuse(early, reason)
         self.sender.cancel(key, reason)
 
-    def cancelled(self, link: str, transfer_id: int, now: float) -> None:
+    def cancelled(self, key: TransferKey, now: float) -> None:
         """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
-        key = (link, transfer_id)
         sending = self.sender.sendings.get(key)
         known = sending is not None or self.pending.find(key) is not None
         if sending is not None and not sending.error:
             sending.cancelled = True
         self.cancel(key, "the peer cancelled it")
         if not known and now >= self.not_quiescent.get(key, 0.0):
-            self._inbound_peers.tell(key, Written(transfer_id, False, True, 0, 0, 0.0, "it is not known"))
+            self._answer_failure(key, "it is not known")
 
     def give_up(self, peer: str) -> None:
         """A peer of the engine is about to be disconnected."""
@@ -194,16 +201,18 @@ class FetchService:
         lease.advance()
         return lease if early.first_tokens <= lease.ready_tokens else None
 
-    def _wait(
-        self, inbound: InboundPeer, pending: PendingFetch, now: float, *, is_served: bool = False
-    ) -> bool:
-        """Leave a fetch pending, and give back the slots that it holds meanwhile. False: it may not wait."""
-        refusal = self.pending.admit(pending, self._book.leases, now, is_served=is_served)
-        if refusal:
-            self._answer_failure(inbound, pending, refusal)
-            return False
-        self._return_slots(pending)
-        return True
+    def _wait(self, pending: PendingFetch, now: float, *, is_served: bool = False) -> None:
+        """Leave a fetch pending, and give back the slots that it holds meanwhile.
+
+        Raises:
+            PeerError: it may not wait.
+        """
+        fetch = pending.fetch
+        if refusal := self.pending.admit(pending, now, is_served=is_served):
+            raise PeerError(refusal)
+        if fetch.chunks and not pending.has_waited:
+            request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
+            self._inbound_peers.tell(pending.key, request)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
@@ -248,28 +257,6 @@ class FetchService:
         plan = make_plan(link, held, fetch.groups, fetch.num_tokens)
         max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
         return PageOutbox(plan.batches(capabilities.max_copies, max_bytes), plan.copies)
-
-    def _begin(self, sending: Sending, outbox: Outbox, pending: PendingFetch) -> None:
-        """Begin to send, and report what the peer does not see by itself."""
-        fetch, is_packed = pending.fetch, isinstance(outbox, SlotOutbox)
-        spared: Sequence[Grant] = ()
-        if isinstance(outbox, SlotOutbox):
-            spared = outbox.grant(fetch.grants)
-            if sending.streamed or pending.has_waited:
-                sending.due_reported = 0
-        self.sender.begin(sending)
-        if not is_packed or sending.due_reported is not None:
-            self._inbound_peers.tell(sending.key, Accepted(fetch.transfer_id, sending.epoch))
-        if not is_packed and fetch.chunks:
-            self._inbound_peers.tell(sending.key, Declined(fetch.transfer_id))
-        elif sending.due_reported is not None:
-            self._request_credit(sending, spared)
-
-    def _return_slots(self, pending: PendingFetch) -> None:
-        fetch = pending.fetch
-        if fetch.chunks and not pending.has_waited:
-            request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
-            self._inbound_peers.tell(pending.key, request)
 
     def _request_credit(self, sending: Sending, spared: Sequence[Grant] = ()) -> None:
         """Report for how many chunks slots are of use, and which slots are of none, if that has changed."""
@@ -333,12 +320,13 @@ class FetchService:
             lease.served.add(sending.consumer)
         self._book.end_if_due(lease, now)
 
-    def _answer_failure(self, inbound: InboundPeer, pending: PendingFetch, reason: str) -> None:
+    def _refuse(self, pending: PendingFetch, reason: str) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()
         logger.warning("a fetch of %s was refused: %s", pending.link, reason)
-        self._inbound_peers.tell(
-            pending.key, Written(pending.fetch.transfer_id, False, True, 0, 0, 0.0, reason)
-        )
+        self._answer_failure(pending.key, reason)
+
+    def _answer_failure(self, key: TransferKey, reason: str) -> None:
+        self._inbound_peers.tell(key, Written(key[1], False, True, 0, 0, 0.0, reason))
 
 
 def _generations(grants: Sequence[Grant]) -> tuple[int, ...]:

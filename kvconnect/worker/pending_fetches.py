@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -127,14 +127,19 @@ def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
 
 
 class PendingFetches:
-    """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended."""
+    """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended.
 
-    def __init__(self, config: ExtraConfig) -> None:
+    Args:
+        held: all leases by handle, as they are.
+    """
+
+    def __init__(self, config: ExtraConfig, held: Collection[str]) -> None:
         self.fetches: list[PendingFetch] = []
         self.expected: set[str] = set()
         self.let_go: dict[str, EarlyRelease] = {}
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self._over: OrderedDict[str, str] = OrderedDict()
+        self._held = held
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -177,15 +182,13 @@ class PendingFetches:
         self._over.pop(handle, None)
         return self.let_go.pop(handle, None)
 
-    def admit(
-        self, early: PendingFetch, held: Collection[str], now: float, *, is_served: bool = False
-    ) -> str:
+    def admit(self, early: PendingFetch, now: float, *, is_served: bool = False) -> str:
         """Let a fetch wait, without its slots. Why it cannot, or nothing.
 
-        ``held`` are the handles of all leases; ``is_served``: what it asks for is there, its link is not.
+        ``is_served``: what it asks for is there, its link is not.
         """
         handle = early.handle
-        is_held, is_expected = is_served or handle in held, handle in self.expected
+        is_held, is_expected = is_served or handle in self._held, handle in self.expected
         if handle in self._over:
             return self._over[handle]
         if not (is_held or is_expected) and self._is_of_former_start(handle):
@@ -193,7 +196,7 @@ class PendingFetches:
         if now >= self._deadline(early, is_held):
             if is_held or is_expected:
                 return "the KV was not complete in the time that the fetch gives"
-            if self._is_of_other_prompt(handle, held, now):
+            if self._is_of_other_prompt(handle, now):
                 return f"no request is held under this handle: {OTHER_PROMPT}"
             return "no request is held under this handle"
         if len(self.fetches) >= self._capacity:
@@ -220,26 +223,21 @@ class PendingFetches:
         """The fetch that waits under a number."""
         return next((early for early in self.fetches if early.key == key), None)
 
-    def take_due(
-        self, held: Container[str], is_ready: Callable[[PendingFetch], bool], now: float
-    ) -> list[PendingFetch]:
-        """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of.
-
-        ``held`` are the handles of all leases, ``is_ready`` says whether a fetch need not wait.
-        """
+    def take_due(self, is_ready: Callable[[PendingFetch], bool], now: float) -> list[PendingFetch]:
+        """Fetches that can go on, or have waited long enough. Forgets refusals that nothing came of."""
         due: list[PendingFetch] = []
         staying: list[PendingFetch] = []
         for early in self.fetches:
-            is_over = early.handle in self._over or now >= self._deadline(early, early.handle in held)
+            is_over = early.handle in self._over or now >= self._deadline(early, early.handle in self._held)
             (due if is_over or is_ready(early) else staying).append(early)
         self.fetches = staying
         for handle in [handle for handle, at in self._refusal_deadlines() if now >= at]:
             del self.let_go[handle]
         return due
 
-    def next_deadline(self, held: Container[str]) -> float:
+    def next_deadline(self) -> float:
         """The time by which ``take_due`` has something to give; endless for never."""
-        times = [self._deadline(early, early.handle in held) for early in self.fetches]
+        times = [self._deadline(early, early.handle in self._held) for early in self.fetches]
         return min((*times, *(at for _, at in self._refusal_deadlines())), default=math.inf)
 
     def _learn_epoch(self, handle: str) -> None:
@@ -249,14 +247,14 @@ class PendingFetches:
     def _is_of_former_start(self, handle: str) -> bool:
         return bool(self._epoch) and epoch_of(handle) not in ("", self._epoch)
 
-    def _is_of_other_prompt(self, handle: str, held: Iterable[str], now: float) -> bool:
+    def _is_of_other_prompt(self, handle: str, now: float) -> bool:
         # One id may be of several prompts, so that this is known only once the time to wait is over.
         transfer_id = announced_id(handle)
         if not transfer_id:
             return False
         if self._announced[0] != now:
             # Once a step: a peer may have thousands of fetches end in one.
-            known = itertools.chain(held, self.expected)
+            known = itertools.chain(self._held, self.expected)
             self._announced = now, {announced_id(handle) for handle in known}
         return transfer_id in self._announced[1]
 

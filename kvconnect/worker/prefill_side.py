@@ -163,7 +163,7 @@ class PrefillSide:
             case Received(message=CreditGrant() as granted):
                 self.fetches.granted((link, granted.transfer_id), granted)
             case Received(message=Cancel() as cancel):
-                self.fetches.cancelled(link, cancel.transfer_id, now)
+                self.fetches.cancelled((link, cancel.transfer_id), now)
             case Received(message=Release() as release):
                 self._release(inbound, release, now)
             case Received(message=Renew(handles=handles)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -163,10 +164,10 @@ class Sender:
         self._metrics.slots_send.set(self._pool.taken)
         return over
 
-    def next_deadline(self) -> float | None:
-        """The time by which ``advance`` has something to do even if nothing arrives."""
+    def next_deadline(self) -> float:
+        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
         times = [sending.deadline for sending in self.sendings.values()]
-        return min((*times, *(until for until, _ in self._lost)), default=None)
+        return min((*times, *(until for until, _ in self._lost)), default=math.inf)
 
     def _advance(self, sending: Sending) -> None:
         try:

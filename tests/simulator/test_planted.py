@@ -220,7 +220,7 @@ def waits_too_long(patch):
 
 def refuses_whoever_comes_early(patch):
     """P has no patience with a fetch that comes before its request is held."""
-    patch.setattr(PendingFetches, "admit", lambda self, early, held, now, is_served=False: "it is not held")
+    patch.setattr(PendingFetches, "admit", lambda self, early, now, is_served=False: "it is not held")
 
 
 def begins_early_without_a_bound(patch):
