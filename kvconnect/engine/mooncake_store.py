@@ -34,10 +34,7 @@ _LOCAL_BUFFER_BYTES = 1 << 20
 class MooncakeStore:
     """The library's store, and the memory through which values go.
 
-    Codes are the library's: 0 or more is good, less is an error.
-
-    Raises:
-        EngineError: the library is missing, or the store cannot be reached.
+    Raises ``EngineError``: the library is missing, or the store cannot be reached.
     """
 
     def __init__(self, settings: Settings, memory: mmap.mmap) -> None:
@@ -64,7 +61,7 @@ class MooncakeStore:
             raise EngineError(f"Mooncake Store did not register {len(memory)} bytes: code {code}")
 
     def carry_out(self, order: Order) -> list[int]:
-        """One code for each key; of ``CLEAR`` one in all, of ``GET`` bytes."""
+        """One code of the library for each key, less than 0 for an error; of ``CLEAR`` one in all."""
         keys = list(order.keys)
         places = [self._address + offset for offset in order.offsets]
         match order.verb:

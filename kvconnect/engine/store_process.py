@@ -47,18 +47,11 @@ class SharedMemory:
 
 
 class StoreProcess:
-    """One child process with a store.
+    """One child process with a store. ``num_lanes`` threads give it orders; values go through ``memory``.
 
     The thread that makes it must outlive it: the system kills the child when that thread ends.
 
-    Args:
-        settings: which store it uses.
-        memory: through which values go.
-        num_lanes: how many threads will give orders.
-        start_timeout_s: how long it may take to be ready.
-
-    Raises:
-        EngineError: it cannot be started, or the store cannot be used; the text says why.
+    Raises ``EngineError``: it cannot be started, or the store cannot be used; the text says why.
     """
 
     def __init__(
@@ -96,11 +89,7 @@ class StoreProcess:
             raise
 
     def ask(self, lane: int, order: Order, timeout_s: float) -> Sequence[int]:
-        """Give an order and wait for its answer, at most for ``timeout_s``.
-
-        Raises:
-            EngineError: there is no answer, and the process is of no use any more.
-        """
+        """Give an order and wait for its answer. Raises ``EngineError``: none came, the process is void."""
         try:
             self._lanes[lane].settimeout(timeout_s)
             send(self._lanes[lane], order)

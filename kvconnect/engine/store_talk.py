@@ -71,9 +71,7 @@ def send(lane: socket.socket, message: msgspec.Struct) -> None:
 def receive(lane: socket.socket, kind: type[M]) -> M | None:
     """The next message, or None if the other end is gone.
 
-    Raises:
-        OSError: nothing came in the lane's time.
-        ValueError: it is not such a message.
+    Raises ``OSError``: nothing came in the lane's time; ``ValueError``: it is not such a message.
     """
     head = _exactly(lane, _LENGTH.size)
     if head is None:

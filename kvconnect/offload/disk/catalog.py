@@ -31,20 +31,14 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has(self, contents: Sequence[Content]) -> list[bool]:
-        """Which of these are there."""
+    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[bool]:
+        """Which of these are there; if they are used, these make room last."""
         with self._lock:
-            return [content in self._rows for content in contents]
-
-    def use(self, contents: Sequence[Content]) -> list[bool]:
-        """Which of these are there; these make room last."""
-        with self._lock:
-            found = [content in self._rows for content in contents]
             # Of a sequence the end makes room before the beginning, without which it is of no use.
-            for content, is_there in zip(reversed(contents), reversed(found), strict=True):
-                if is_there:
+            for content in reversed(contents) if is_use else ():
+                if content in self._rows:
                     self._rows.move_to_end(content)
-        return found
+            return [content in self._rows for content in contents]
 
     def begin(self, length_bytes: int) -> None:
         """A row is about to be written: from now on its file takes room, and is of no content."""
@@ -68,14 +62,10 @@ class Catalog:
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Files that were there before, least recently used first; all are to go if all was cleared since."""
         rows = {file.content: file.disk_bytes for file in files if file.content is not None}
-        every = {file.name: file.disk_bytes for file in files}
-        remains = {file.name: file.disk_bytes for file in files if file.content is None}
         with self._lock:
-            self.taken_bytes += sum(every.values())
-            if epoch != self.epoch:
-                self._doomed.update(every)
-                return
-            self._doomed.update(remains)
+            rows = rows if epoch == self.epoch else {}
+            self.taken_bytes += sum(file.disk_bytes for file in files)
+            self._doomed.update((file.name, file.disk_bytes) for file in files if file.content not in rows)
             self._rows.update(rows)
             self._tracker.add(list(rows))
 

@@ -1,9 +1,8 @@
-"""What goes wrong on a disk: what it counts as, and how long the disk is left alone."""
+"""What goes wrong on a disk, and what it counts as."""
 
 from __future__ import annotations
 
 import errno
-import time
 
 from kvconnect.errors import ConfigError, LocalError
 
@@ -35,30 +34,3 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, ConfigError):
         return "disk_held"
     return REFUSED if isinstance(error, LocalError) else INTERNAL
-
-
-class Pause:
-    """How long a disk that refused to be written is left alone: twice as long each time, up to a limit.
-
-    Args:
-        retry_s: the first time, and at most.
-    """
-
-    def __init__(self, retry_s: tuple[float, float]) -> None:
-        self._first_s, self._most_s = retry_s
-        self._length_s = self._until_s = 0.0
-        self.reason = ""
-
-    @property
-    def is_on(self) -> bool:
-        return self._until_s > time.monotonic()
-
-    def begin(self, reason: str) -> None:
-        """It refused, once more."""
-        self._length_s = min(self._length_s * 2, self._most_s) if self._length_s else self._first_s
-        self._until_s = time.monotonic() + self._length_s
-        self.reason = reason
-
-    def end(self) -> None:
-        """It was written."""
-        self._length_s, self.reason = 0.0, ""

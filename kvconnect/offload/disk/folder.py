@@ -73,11 +73,8 @@ class FolderHeld(ConfigError):
 class DiskFolder:
     """An open and locked folder, closed with its last reference: others may read from it when it is lost.
 
-    Each system call on its files is a method of its own, so that a test can make it fail.
-
-    Args:
-        path: of the folder itself.
-        is_made: whether it may be made; if not, it must be there.
+    Each system call on its files is a method of its own, so that a test can make it fail. It is made where it
+    is not there, if ``is_made``.
 
     Raises:
         FolderHeld: another process, or another tier of this one, uses it.
@@ -142,28 +139,22 @@ class DiskFolder:
     # ---- system calls
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a file, which only its owner may open if this makes it."""
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder)
 
     def read(self, file: int, buffers: Sequence[Any], offset: int) -> int:
-        """Read into buffers from an offset; how many bytes there were."""
         return os.preadv(file, buffers, offset)
 
     def write(self, file: int, buffers: Sequence[Any], offset: int) -> int:
-        """Write buffers at an offset; how many bytes were taken."""
         return os.pwritev(file, buffers, offset)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, at once, in place of the file that had it."""
         os.rename(name, new_name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
     def remove(self, name: str) -> None:
-        """Take a file from the disk, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._folder)
 
     def listing(self) -> list[RowFile]:
-        """The files of rows, whole and otherwise, least recently used first."""
         return list_files(self._folder)
 
     # ---- what they are for
@@ -184,7 +175,7 @@ class DiskFolder:
         return _move_all(self.read, file, buffers)
 
     def mark_cleared(self, is_cleared: bool) -> None:
-        """Note that all rows in it are void, also for the next process; or that none is left of them."""
+        """Note that all rows in it are void, also for the next process; or that none of them is left."""
         if is_cleared:
             os.close(self.open(_CLEARED, os.O_WRONLY | os.O_CREAT))
         else:
@@ -193,21 +184,16 @@ class DiskFolder:
 
     def describe(self, owner: FolderOwner) -> None:
         """Leave in the folder what it is of, for people who look: the short facts."""
-        texts = {name: json.dumps(fact, default=str) for name, fact in owner.facts.items()}
-        facts = {name: owner.facts[name] for name, text in texts.items() if len(text) <= _MAX_FACT_BYTES}
-        said = {"namespace": owner.namespace, "rank": owner.rank, "facts": facts}
+        facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
+        text = json.dumps({"namespace": owner.namespace, "rank": owner.rank, "facts": facts})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            self.write(file, [json.dumps(said, default=str).encode()], 0)
+            self.write(file, [text.encode()], 0)
         finally:
             os.close(file)
 
     def delete(self) -> None:
-        """Remove the folder and all that is ours in it.
-
-        Raises:
-            OSError: something cannot be removed, or something else is in the folder.
-        """
+        """Remove the folder and all that is ours in it. Raises ``OSError``: something else is in it."""
         for file in self.listing():
             self.remove(file.name)
         for name in (_FACTS, _CLEARED, _LOCK):
@@ -225,7 +211,6 @@ class DiskFolder:
 
 
 OpenFolder = Callable[..., DiskFolder]
-"""``DiskFolder``, or what a test takes for it."""
 
 
 def parse_folder_name(name: str) -> tuple[str, int] | None:

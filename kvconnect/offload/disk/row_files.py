@@ -49,17 +49,10 @@ _FULL_DISK_PART = 16
 class RowFiles:
     """Files of rows. One thread opens the folder, writes and removes; others may read meanwhile.
 
-    A row is written under another name, and gets its own once it is whole: a process that is killed leaves
-    whole rows, and at most one file that the next one removes. Before a row is written there is room for it,
-    and what makes room leaves the disk first: so the bound holds at every moment.
-
-    Args:
-        path: of the folder.
-        owner: of the rows in it.
-        limit_bytes: most bytes on the disk, of all that is in the folder, and of what others left beside it.
-        catalog: which rows there are.
-        open_folder: how a folder is opened.
-        on_error: called with what went wrong and is over.
+    A process that is killed leaves whole rows, and at most one file that the next one removes. Before a row
+    is written there is room for it, and what makes room leaves the disk first: so ``limit_bytes`` holds at
+    every moment for all that is in the folder, and for what others left beside it. ``on_error`` is called
+    with what went wrong and is over.
     """
 
     def __init__(
@@ -139,12 +132,7 @@ class RowFiles:
     # ---- rows
 
     def write(self, row: TierRow, epoch: int) -> None:
-        """Write a row of an epoch of the catalog.
-
-        Raises:
-            LocalError: it can never be kept.
-            OSError: the disk refuses.
-        """
+        """Write a row of an epoch of the catalog. Raises ``LocalError``: never; ``OSError``: not now."""
         header = self._format.header(row.content, row.memory)
         length_bytes = bytes_on_disk(HEADER_BYTES + len(row.memory))
         if length_bytes > self.limit_bytes:
@@ -173,10 +161,7 @@ class RowFiles:
         self._catalog.add(row.content, epoch)
 
     def read(self, row: TierRow) -> str:
-        """Read a row's file into its memory; what is wrong with it, empty if nothing is.
-
-        Raises ``OSError`` where it cannot be opened now.
-        """
+        """Read a row into its memory; what is wrong with it, if anything. Raises ``OSError``: not now."""
         folder, header = self._folder, bytearray(HEADER_BYTES)
         if folder is None:
             return failures.GONE
@@ -255,15 +240,16 @@ class RowFiles:
         path, files = min(self._abandoned.items(), key=lambda item: item[1][-1].used_s if item[1] else 0.0)
         end_bytes = self._abandoned_bytes - max(length_bytes, _LEAST_BYTES)
         is_left = False
-        with contextlib.suppress(OSError, ConfigError):
-            folder = self._open_folder(path, is_made=False)
-            with contextlib.closing(folder):
-                while files and self._abandoned_bytes > end_bytes:
-                    folder.remove(files[-1].name)
-                    self._abandoned_bytes -= files.pop().disk_bytes
-                is_left = bool(files)
-                if not is_left:
-                    folder.delete()
+        with (
+            contextlib.suppress(OSError, ConfigError),
+            contextlib.closing(self._open_folder(path, is_made=False)) as folder,
+        ):
+            while files and self._abandoned_bytes > end_bytes:
+                folder.remove(files[-1].name)
+                self._abandoned_bytes -= files.pop().disk_bytes
+            is_left = bool(files)
+            if not is_left:
+                folder.delete()
         if not is_left:
             self._abandoned_bytes -= _taken_bytes(self._abandoned.pop(path))
         return True

@@ -33,9 +33,7 @@ _CLOSE_TIMEOUT_S = 5.0
 def open_disk_tier(config: OffloadConfig, namespace: Namespace, rank: int, world_size: int) -> DiskTier:
     """The disk tier of one rank, as configured. What was kept before is found in the background.
 
-    Raises:
-        ConfigError: the path cannot be a folder of ours, or another process uses the folder; the text names
-            the path, and the process.
+    Raises ``ConfigError``: the path cannot be a folder of ours, or another process uses it.
     """
     facts = json.loads(namespace.text)["facts"]
     # Who may look at a folder need not know what it takes to find something in it.
@@ -58,9 +56,6 @@ class DiskTier:
         max_queued_bytes: most bytes of rows that wait to be written.
         retry_s: how long it leaves a disk alone that refused to be written, the first time and at most.
         open_folder: how a folder is opened.
-
-    Raises:
-        ConfigError: as ``open_disk_tier``.
     """
 
     name = "disk"
@@ -81,7 +76,10 @@ class DiskTier:
         self._max_queued_bytes = max_queued_bytes
         self._tracker = CompletionTracker()
         self._catalog = Catalog(self._tracker)
-        self._pause = failures.Pause(retry_s)
+        # A disk that refused to be written is left alone, twice as long each time.
+        self._retry_s = retry_s
+        self._pause_s = self._retry_at = 0.0
+        self._paused_by = ""
         self._logged: set[str] = set()
         self._lock = threading.Lock()
         self._queued_bytes = 0
@@ -148,7 +146,7 @@ class DiskTier:
             "queued_bytes": self._queued_bytes,
             "jobs": self._tracker.open_jobs(),
             "recovering": not self.recovered.is_set(),
-            "paused_by": self._pause.reason,
+            "paused_by": self._paused_by,
         }
 
     def close(self) -> bool:
@@ -178,20 +176,23 @@ class DiskTier:
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
         """Write rows that are not there yet, and settle them, whatever happens."""
         paused = 0
+        contents = [row.content for row in rows]
+        # What is there is used: it does not make room for the rest.
+        self._catalog.has(contents, is_use=True)
         # Of a sequence the end is written first, so that it makes room first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
                 break
             if self._catalog.has([row.content])[0]:
                 continue
-            if self._pause.is_on:
+            if time.monotonic() < self._retry_at:
                 paused += 1
             else:
                 self._try_to_write(row, epoch)
         self._tracker.fail("disk_paused", paused)
         # Where all was cleared meanwhile, no row is there.
-        there = self._catalog.has([row.content for row in rows])
-        failed = [row.content for row, is_there in zip(rows, there, strict=True) if not is_there]
+        there = self._catalog.has(contents)
+        failed = [content for content, is_there in zip(contents, there, strict=True) if not is_there]
         with self._lock:
             self._queued_bytes -= sum(len(row.memory) for row in rows)
         self._tracker.settle("written", job, len(rows), failed)
@@ -203,18 +204,20 @@ class DiskTier:
         except Exception as error:
             reason = self._note(error)
             if reason not in (failures.REFUSED, failures.TOO_LARGE, failures.INTERNAL):
-                self._pause.begin(reason)
+                first_s, most_s = self._retry_s
+                self._pause_s = min(max(2 * self._pause_s, first_s), most_s)
+                self._retry_at, self._paused_by = time.monotonic() + self._pause_s, reason
             return
-        if self._pause.reason:
+        if self._paused_by:
             logger.info("%s: rows are written to disk again", self.path)
-            self._pause.end()
+            self._pause_s, self._paused_by = 0.0, ""
             self._logged.clear()
 
     # ---- on a reader's thread
 
     def _read(self, job: int, rows: Sequence[TierRow]) -> None:
         is_closed, contents = self._rows.is_closing, [row.content for row in rows]
-        known = [False] * len(rows) if is_closed else self._catalog.use(contents)
+        known = [False] * len(rows) if is_closed else self._catalog.has(contents, is_use=True)
         missing: list[Content] = []
         wrong: list[Content] = []
         for row, is_known in zip(rows, known, strict=True):

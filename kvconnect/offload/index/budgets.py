@@ -35,7 +35,6 @@ class RowClass(msgspec.Struct, frozen=True):
 
     @property
     def end_bytes(self) -> int:
-        """Where the next class may begin."""
         return self.offset_bytes + self.num_rows * self.row_bytes
 
 
@@ -58,11 +57,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return tuple(sorted(self.class_of))
 
     def row_class(self, group: int) -> RowClass:
-        """The class of a group's rows.
-
-        Raises:
-            LocalError: the group has none.
-        """
+        """The class of a group's rows. Raises ``LocalError``: the group has none."""
         if group not in self.class_of:
             raise LocalError(f"cache group {group} has no rows; those that have: {list(self.groups)}")
         return self.classes[self.class_of[group]]
@@ -72,11 +67,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return tuple(group for group in self.groups if self.class_of[group] == index)
 
     def offset_bytes(self, group: int, row: int) -> int:
-        """Where a row begins in the arena.
-
-        Raises:
-            LocalError: there is no such row.
-        """
+        """Where a row begins in the arena. Raises ``LocalError``: there is no such row."""
         rows = self.row_class(group)
         if not 0 <= row < rows.num_rows:
             raise LocalError(
@@ -109,44 +100,30 @@ def plan_arena(
     if not row_bytes or set(row_bytes) != set(shares):
         raise LocalError(f"rows are given for cache groups {sorted(row_bytes)}, shares for {sorted(shares)}")
     whole = max(Fraction(1), sum((Fraction(share) for share in shares.values()), Fraction(0)))
-    parts = {group: Fraction(shares[group]) / whole for group in sorted(row_bytes)}
-    needed_bytes = {
-        group: max(1, least_rows.get(group, 1)) * aligned_row_bytes(row_bytes[group]) for group in parts
-    }
-    limits: dict[int, int] = {}
+    lengths = {group: aligned_row_bytes(row_bytes[group]) for group in sorted(row_bytes)}
+    parts = {group: Fraction(shares[group]) / whole for group in lengths}
+    needed = {group: max(1, least_rows.get(group, 1)) for group in lengths}
     for group, part in parts.items():
-        limits[group] = int(cpu_bytes * part) // aligned_row_bytes(row_bytes[group])
-        if cpu_bytes * part < needed_bytes[group]:
+        if not part:
             raise ConfigError(
-                _too_few(group, cpu_bytes, aligned_row_bytes(row_bytes[group]), needed_bytes, parts)
+                f"{_SETTING}.shares gives cache group {group} nothing; accepted: more than 0 for every group"
             )
-    lengths = sorted({aligned_row_bytes(length) for length in row_bytes.values()}, reverse=True)
-    class_of = {group: lengths.index(aligned_row_bytes(row_bytes[group])) for group in sorted(row_bytes)}
+    for group, part in parts.items():
+        if cpu_bytes * part < needed[group] * lengths[group]:
+            least = max(math.ceil(needed[each] * lengths[each] / parts[each]) for each in parts)
+            raise ConfigError(
+                f"{_SETTING}.cpu_bytes is {cpu_bytes}: cache group {group} may take {float(part):.3g} of it, "
+                f"one of its blocks has {lengths[group]} bytes, and the shortest hit needs {needed[group]} "
+                f"of them; it must be at least {least}"
+            )
+    limits = {group: int(cpu_bytes * part) // lengths[group] for group, part in parts.items()}
+    distinct = sorted(set(lengths.values()), reverse=True)
+    class_of = {group: distinct.index(length) for group, length in lengths.items()}
     classes: list[RowClass] = []
-    for index, length in enumerate(lengths):
+    for index, length in enumerate(distinct):
         rows = sum(limits[group] for group, own in class_of.items() if own == index)
         classes.append(RowClass(length, rows, classes[-1].end_bytes if classes else 0))
     return ArenaPlan(tuple(classes), class_of, limits, classes[-1].end_bytes)
-
-
-def _too_few(
-    group: int,
-    cpu_bytes: int,
-    row_bytes: int,
-    needed_bytes: Mapping[int, int],
-    parts: Mapping[int, Fraction],
-) -> str:
-    for other, part in parts.items():
-        if not part:
-            return (
-                f"{_SETTING}.shares gives cache group {other} nothing; accepted: more than 0 for every group"
-            )
-    least = max(math.ceil(needed_bytes[each] / part) for each, part in parts.items())
-    return (
-        f"{_SETTING}.cpu_bytes is {cpu_bytes}: cache group {group} may take {float(parts[group]):.3g} of it, "
-        f"one of its blocks has {row_bytes} bytes, and the shortest hit needs "
-        f"{needed_bytes[group] // row_bytes} of them; it must be at least {least}"
-    )
 
 
 def plan_for(
@@ -155,10 +132,9 @@ def plan_for(
     row_bytes: Mapping[int, int],
     least_rows: Mapping[int, int] = MappingProxyType({}),
 ) -> ArenaPlan:
-    """The plan of a configuration. ``row_bytes`` are by the index of those groups that are kept.
+    """The plan of a configuration, as ``plan_arena``. ``row_bytes`` are of those groups that are kept.
 
-    Raises:
-        ConfigError: the shares are not one for each group, or a group would get fewer than ``least_rows``.
+    Raises ``ConfigError``: the shares are not one for each group, or a group would get too few rows.
     """
     if not config.shares:
         shares = usual_shares(groups, row_bytes, config.checkpoint_tokens)

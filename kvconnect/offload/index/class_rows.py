@@ -28,7 +28,6 @@ DOOMED = 3
 _FEW = 24
 _SHORTEST_STRETCH, _LONGEST_STRETCH = 8, 2048
 _MOST_SINGLES = 128
-STATES = (*ContentState, ContentState.ABSENT)
 
 
 class ClassRows:

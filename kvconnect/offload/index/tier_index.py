@@ -15,18 +15,13 @@ import numpy as np
 from kvconnect.errors import LocalError
 from kvconnect.offload.index.age_order import Rows
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.offload.index.class_rows import (
-    ABSENT,
-    DOOMED,
-    PENDING,
-    READY,
-    STATES,
-    ClassRows,
-    ContentState,
-)
+from kvconnect.offload.index.class_rows import ABSENT, DOOMED, PENDING, READY, ClassRows, ContentState
 from kvconnect.offload.tier import Content
 
 __all__ = ["ContentState", "GroupCounts", "IndexEvents", "TierIndex"]
+
+# Of what was dropped while it was pinned the state is that of absent contents.
+_STATES = (*ContentState, ContentState.ABSENT)
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,9 @@ class TierIndex:
         return first
 
     def states(self, group: int, hashes: Sequence[bytes]) -> list[ContentState]:
-        """The state of each content. What was dropped while it was pinned is absent."""
+        """The state of each content."""
         rows = self._rows(group)
-        return [STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
+        return [_STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
         """The rows of contents that are ready. Raises ``LocalError``: one of them is not."""

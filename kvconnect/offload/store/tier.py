@@ -7,6 +7,7 @@ through memory that is shared with it, so nothing that the library does late can
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -154,10 +155,7 @@ class StoreTier:
         return self._completions.take()
 
     def clear(self) -> None:
-        """Forget everything that this namespace has in the store, by whichever node it was written.
-
-        Until that is done, later jobs wait; where the store cannot be reached, they fail.
-        """
+        """Forget what this namespace has in the store, by whichever node it was written. Later jobs wait."""
         with self._changed:
             self._epoch += 1
             self._link.want()
@@ -256,13 +254,10 @@ class StoreTier:
             # Of what was copied: whatever the row becomes meanwhile, the record is one or none.
             view[offset:start] = self._format.header(item.content, row)
         codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
-        good = []
-        for item, code in zip(batch, codes or (), strict=False):
-            if code >= 0:
-                good.append(item)
-            else:
+        for code in codes or ():
+            if code < 0:
                 self._fail_code(code)
-        return good
+        return [item for item, code in zip(batch, codes or (), strict=False) if code >= 0]
 
     def _read(self, batch: list[_Item]) -> list[_Item]:
         offsets, lengths = _places(batch, self._batch_bytes)
@@ -387,11 +382,7 @@ def open_store_tier(
 def _own_address(host: str, port: int) -> str:
     """The address of this machine from which another one is reached; nothing is sent."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host, port))
-            except OSError as error:
-                logger.debug("no way to %s: %s", host, error)
-                continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
             return str(probe.getsockname()[0])
     return "127.0.0.1"
