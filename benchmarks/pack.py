@@ -20,7 +20,7 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
-from kvconnect.pack.packer_torch import use_one_thread
+from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire

@@ -91,9 +91,7 @@ def test_orders_and_plan_know_no_socket_thread_or_clock():
 
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_ATTRIBUTES = 400, 70, 7, 15
 # What is larger than that. The list only shrinks.
-LARGER = {
-    "pack/move_triton.py move_kernel": "lines of a function",
-}
+LARGER: dict[str, str] = {}
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

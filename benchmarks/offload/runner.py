@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.offload.copies import Case, CopyTiming, measure_case
 from benchmarks.offload.decode import DecodeOptions, DecodeTiming, measure_decode
 from kvconnect.errors import ConfigError
-from kvconnect.pack.packer_torch import use_one_thread
+from kvconnect.pack.torch_mover import use_one_thread
 
 
 def bench_offload(

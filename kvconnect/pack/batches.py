@@ -1,7 +1,6 @@
-"""A chunk of one request as moves of like lanes: what a kernel needs, as columns.
+"""A chunk of one request, or some rows of an offload, as moves of like lanes: what movers need, as columns.
 
-Lanes are joined once per peer. A chunk then only looks up the rows and the blocks of each move; nothing here
-loops over pages or layers.
+Nothing here loops over pages or layers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LayoutError
@@ -44,23 +42,13 @@ class Move:
     lead: int
     rows: int
 
-    @property
-    def address(self) -> Column:
-        """Where each lane has its first page."""
-        return self.lanes.address[self.which]
-
-    @property
-    def scales(self) -> NDArray[np.float32]:
-        """Those of each lane."""
-        return self.lanes.scales[self.which]
-
 
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
     """What a chunk is on one side, whichever request it is of.
 
-    ``streams`` are those that have bytes, as (offset, length, word) in bytes. ``handle`` is what the kernels'
-    side made of the moves.
+    ``streams`` are those that have bytes, as (offset, length, word) in bytes. ``handle`` is what the mover
+    made of the moves.
     """
 
     total_bytes: int
@@ -72,7 +60,10 @@ class ChunkLayout:
 
 @dataclass(frozen=True, eq=False)
 class StagedChunk:
-    """A chunk with the kernel blocks of a request, 0 for none, ready to be moved as often as is wanted."""
+    """A chunk with the kernel blocks of a request, 0 for none, ready to be moved as often as is wanted.
+
+    Blocks whose pages are placed are followed by their places: bytes into the slot, multiples of 16.
+    """
 
     layout: ChunkLayout
     blocks: Mapping[PageRange, BlockIds]
@@ -82,6 +73,30 @@ class StagedChunk:
     def total_bytes(self) -> int:
         """What it has in a slot."""
         return self.layout.total_bytes
+
+
+class PackTicket:
+    """A pack or unpack that was asked for. On a CPU, as here, it is done at once."""
+
+    def __init__(self, digest: int | None) -> None:
+        self._digest = digest
+
+    @property
+    def done(self) -> bool:
+        """The bytes have moved, and the digest is known."""
+        return True
+
+    @property
+    def digest(self) -> int | None:
+        """The 64-bit digest of the slot's bytes as they were moved; None where none was asked for.
+
+        Raises:
+            LocalError: it is not done yet.
+        """
+        return self._digest
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done. For tests and benchmarks."""
 
 
 def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,35 +119,36 @@ class Lanes:
     scales: NDArray[np.float32]
 
 
-def _one_lane(
-    group: int,
-    num_blocks: int,
-    walk: Walk,
-    access: Access,
-    place: tuple[int, int, int],
-    key_values: int = 0,
-    scales: Scales = UNSCALED,
-) -> Lanes:
-    """``place`` is its stream, address and wire offset."""
-    stream, address, wire_offset = (np.array([number], dtype=np.int64) for number in place)
-    both = np.array([scales], dtype=np.float32)
-    return Lanes(group, num_blocks, walk, access, stream, address, wire_offset, key_values, both)
+class Lane(NamedTuple):
+    """One of ``Lanes``, before it is joined with those like it."""
+
+    group: int
+    num_blocks: int
+    walk: Walk
+    access: Access
+    stream: int
+    address: int
+    wire_offset: int
+    key_values: int = 0
+    scales: Scales = UNSCALED
 
 
-def join_lanes(lanes: Sequence[Lanes], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
+def join_lanes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> tuple[Lanes, ...]:
     """Join those that are alike. ``rows_alike`` names, by stream, what decides its rows in a chunk."""
-    alike: dict[tuple[object, ...], list[Lanes]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
     for one in lanes:
-        rows = rows_alike[int(one.stream[0])]
-        alike[one.group, rows, one.walk, one.access, one.key_values].append(one)
+        alike[one.group, rows_alike[one.stream], one.walk, one.access, one.key_values].append(one)
     return tuple(
-        replace(
-            members[0],
+        Lanes(
+            group=members[0].group,
             num_blocks=min(one.num_blocks for one in members),
-            stream=np.concatenate([one.stream for one in members]),
-            address=np.concatenate([one.address for one in members]),
-            wire_offset=np.concatenate([one.wire_offset for one in members]),
-            scales=np.concatenate([one.scales for one in members]),
+            walk=members[0].walk,
+            access=members[0].access,
+            stream=np.array([one.stream for one in members], dtype=np.int64),
+            address=np.array([one.address for one in members], dtype=np.int64),
+            wire_offset=np.array([one.wire_offset for one in members], dtype=np.int64),
+            key_values=members[0].key_values,
+            scales=np.array([one.scales for one in members], dtype=np.float32),
         )
         for members in alike.values()
     )
@@ -162,42 +164,33 @@ def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
     by_layer: dict[str, list[Region]] = defaultdict(list)
     for region in card.regions:
         by_layer[region.layer].append(region)
-    lanes: list[Lanes] = []
+    lanes: list[Lane] = []
     for index, stream in enumerate(wire.streams):
         group = stream.source_group if side == "source" else stream.target_group
         regions = [region for region in by_layer[stream.layer] if region.group == group]
-        if wire.order == "pages":
-            made = [_page_lane(index, stream, region) for region in regions if _is_region_of(stream, region)]
-        else:
-            cast = _stream_cast(stream, side, regions)
-            made = [
-                lane for region in regions if (lane := _row_lane(index, stream, region, cast)) is not None
-            ]
+        cast = _stream_cast(stream, side, regions)
+        place = _place_page if wire.order == "pages" else _place_rows
+        made = [
+            _lane(index, stream, region, placed, cast)
+            for region in regions
+            if (placed := place(stream, region, cast)) is not None
+        ]
         _check_lanes(stream, groups.get(group), made)
         lanes.extend(made)
     return join_lanes(lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams])
 
 
-def _is_region_of(stream: WireStream, region: Region) -> bool:
-    return (region.first_plane, region.heads) == (stream.first_plane, stream.heads)
-
-
 def flat_lane(
     group: int, num_blocks: int, address: int, stride: int, page_bytes: int, wire_offset: int
-) -> Lanes:
+) -> Lane:
     """One whose pages travel as they are, without a digest."""
     walk = _flat_walk(page_bytes, stride)
     unit = math.gcd(walk.memory_step(), address, wire_offset)
-    return _one_lane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), (0, address, wire_offset))
+    return Lane(group, num_blocks, walk, Access(unit, min(unit, 8), unit), 0, address, wire_offset)
 
 
 def _flat_walk(page_bytes: int, stride: int) -> Walk:
     return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 7))
-
-
-def _page_lane(index: int, stream: WireStream, region: Region) -> Lanes:
-    walk = _flat_walk(region.page_bytes, region.block_stride)
-    return _lane(index, stream, region, region.address, 0, walk)
 
 
 def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
@@ -213,8 +206,15 @@ def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Ca
     return None if dtype == stream.conversion.wire_dtype else Cast(dtype, stream.conversion.wire_dtype)
 
 
-def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None) -> Lanes | None:
-    """The heads of a region that travel, or None where none do."""
+def _place_page(stream: WireStream, region: Region, cast: Cast | None) -> tuple[Walk, int, int] | None:
+    """The walk over a region's whole pages, its address and wire offset; None if it is not the stream's."""
+    if (region.first_plane, region.heads) != (stream.first_plane, stream.heads):
+        return None
+    return _flat_walk(region.page_bytes, region.block_stride), region.address, 0
+
+
+def _place_rows(stream: WireStream, region: Region, cast: Cast | None) -> tuple[Walk, int, int] | None:
+    """The walk over those of a region's heads that travel, its address and wire offset; None for no heads."""
     axes = region.axes
     heads, skipped, shift = axes.heads, 0, 0
     if stream.heads is not None and region.heads is not None:
@@ -239,42 +239,37 @@ def _row_lane(index: int, stream: WireStream, region: Region, cast: Cast | None)
         wire_plane_stride=wire_row_bytes,
         wire_run_bytes=wire_row_bytes,
     )
-    address = region.address + skipped * axes.head_stride
     offset = shift * stream.head_bytes + region.first_plane * wire_row_bytes
-    if cast is not None:
-        return _cast_lane(index, stream, region, address, offset, walk, cast)
-    return _lane(index, stream, region, address, offset, walk)
-
-
-def _cast_lane(
-    index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk, cast: Cast
-) -> Lanes:
-    memory, word = math.gcd(walk.memory_step(), address), stream.word_bytes
-    if memory % cast.memory_bytes or word % cast.wire_bytes:
-        raise LayoutError(
-            f"layer {stream.layer!r}: values of {cast.memory} are {memory} bytes apart, those of {cast.wire} "
-            f"travel in words of {word}"
-        )
-    access = Access(word, word, math.gcd(word * cast.widening, memory), cast)
-    conversion = stream.conversion
-    assert conversion is not None
-    key_values = conversion.key_values - region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
-    key_values = key_values if cast.is_scaled else 0
-    place = index, address, wire_offset
-    return _one_lane(region.group, region.num_blocks, walk, access, place, key_values, conversion.scales)
+    return walk, region.address + skipped * axes.head_stride, offset
 
 
 def _lane(
-    index: int, stream: WireStream, region: Region, address: int, wire_offset: int, walk: Walk
-) -> Lanes:
-    memory = math.gcd(walk.memory_step(), address)
-    unit = math.gcd(memory, walk.wire_step(), wire_offset)
-    word = stream.word_bytes
-    access = Access(unit, word, unit) if unit % word == 0 else Access(word, word, math.gcd(word, memory))
-    return _one_lane(region.group, region.num_blocks, walk, access, (index, address, wire_offset))
+    index: int, stream: WireStream, region: Region, placed: tuple[Walk, int, int], cast: Cast | None
+) -> Lane:
+    walk, address, wire_offset = placed
+    memory, word = math.gcd(walk.memory_step(), address), stream.word_bytes
+    key_values, scales = 0, UNSCALED
+    if cast is None:
+        unit = math.gcd(memory, walk.wire_step(), wire_offset)
+        access = Access(unit, word, unit) if unit % word == 0 else Access(word, word, math.gcd(word, memory))
+    else:
+        if memory % cast.memory_bytes or word % cast.wire_bytes:
+            raise LayoutError(
+                f"layer {stream.layer!r}: values of {cast.memory} are {memory} bytes apart, those of "
+                f"{cast.wire} travel in words of {word}"
+            )
+        access = Access(word, word, math.gcd(word * cast.widening, memory), cast)
+        assert stream.conversion is not None
+        scales = stream.conversion.scales
+        if cast.is_scaled:
+            before = region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
+            key_values = stream.conversion.key_values - before
+    return Lane(
+        region.group, region.num_blocks, walk, access, index, address, wire_offset, key_values, scales
+    )
 
 
-def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lanes]) -> None:
+def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
     """The lanes hold what the stream says: its tokens, and its rows exactly once."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:

@@ -1,8 +1,7 @@
-"""Launches of the kernel: how its work is cut, and the numbers that it reads.
+"""Launches of the kernel in ``move_triton.py``: how its work is cut, and the numbers that it reads.
 
 Lanes are of one launch if their accesses are equally wide, which all of a model's usually are; a layer
 with odd rows (the 132 bytes of an fp8 indexer) gets a launch of its own and slows no other down.
-The kernel itself, and what its numbers mean, is in ``move_triton.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from kvconnect.pack.numbers import NumberBuffer, NumberPool
 
 FIELDS = 20
 CAST_FIELDS = FIELDS + 1
-
 
 # Measured on an H200 (`python -m benchmarks pack`). Small tiles, which one program moves at a time, leave
 # registers for many programs; an item has many tiles, so that what is worked out once per item counts little.
@@ -112,13 +110,10 @@ class Launcher:
     def prepare(self, moves: Sequence[Move]) -> Prepared:
         """What can be worked out before the blocks are known."""
         columns: list[Column] = []
-        at = 0
 
         def put(column: Column) -> int:
-            nonlocal at
             columns.append(column)
-            at += len(column)
-            return at - len(column)
+            return sum(map(len, columns[:-1]))
 
         places: dict[PageRange, int] = {}
         by_access: dict[Access, list[Move]] = {}
@@ -136,7 +131,7 @@ class Launcher:
             launches.append(_Launch(access, put(fields), len(alike), num_items, programs))
         # What is staged together lies side by side, each from a multiple of 16 bytes on, as the compiled
         # kernel expects it.
-        put(np.zeros(2 - at % 2, dtype=np.int64))
+        put(np.zeros(2 - sum(map(len, columns)) % 2, dtype=np.int64))
         return Prepared(tuple(launches), np.concatenate(columns), tuple(places.items()))
 
     def stage(
@@ -174,15 +169,8 @@ class Launcher:
         """Launch what was loaded. With a ``seed`` the digest of what is in the slot is added to ``sums``."""
         signed = 0 if seed is None else (seed + 2**63) % 2**64 - 2**63
         for launch in staged.launches:
-            varying = (
-                staged.tensor,
-                launch.batches_at,
-                launch.num_batches,
-                launch.num_items,
-                slot,
-                self.sums,
-                signed,
-            )
+            counts = launch.batches_at, launch.num_batches, launch.num_items
+            varying = (staged.tensor, *counts, slot, self.sums, signed)
             key = (launch.access, pack, seed is not None)
             compiled, constants = self._compiled.get(key, (None, ()))
             if compiled is not None:
@@ -274,9 +262,9 @@ class Launcher:
 def _lane_numbers(move: Move) -> Column:
     """For each lane its address and its place in the slot; with a cast also its scales, two to a number."""
     access = move.lanes.access
-    columns = [move.address, move.wire // access.unit]
+    columns = [move.lanes.address[move.which], move.wire // access.unit]
     if access.cast is not None:
-        columns.append(move.scales.view(np.int64).reshape(-1))
+        columns.append(move.lanes.scales[move.which].view(np.int64).reshape(-1))
     return np.stack(columns, axis=1).reshape(-1)
 
 

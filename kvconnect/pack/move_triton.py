@@ -28,6 +28,12 @@ def _mix(x, MULTIPLIER: tl.constexpr):
 
 
 @triton.jit
+def _mixed_sum(words, live, MULTIPLIER: tl.constexpr):
+    # The words of a unit lie in one thread: summing them here halves what is carried on.
+    return tl.sum(tl.where(live, _mix(words, MULTIPLIER), 0), axis=2)
+
+
+@triton.jit
 def _load_words(address, mask, WORD: tl.constexpr, MEMORY: tl.constexpr, UNIT: tl.constexpr):
     """Words as uint64, put together from smaller ones where memory is not aligned to them."""
     step: tl.constexpr = MEMORY if MEMORY < WORD else WORD
@@ -68,8 +74,8 @@ def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _item_of(item, fields, PLACED: tl.constexpr):
-    """Which lane of a batch an item is of, which units of its pages, and which of its pages."""
+def _item_of(item, fields, num_pages, PLACED: tl.constexpr):
+    """Which lane of a batch an item is of, which units of its pages, its first page and the one behind it."""
     place = item - tl.load(fields).to(tl.int32)
     outer = tl.load(fields + 1).to(tl.int32)
     inner = tl.load(fields + 2).to(tl.int32)
@@ -80,7 +86,9 @@ def _item_of(item, fields, PLACED: tl.constexpr):
         lane, tile, turn = second, third, first
     else:
         lane, tile, turn = first, second, third
-    return lane, tile, turn
+    pages_per_item = tl.load(fields + 3).to(tl.int32)
+    first_page = turn * pages_per_item
+    return lane, tile, first_page, tl.minimum(first_page + pages_per_item, num_pages)
 
 
 @triton.jit
@@ -98,7 +106,7 @@ def _sizes(fields):
 
 @triton.jit
 def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, MEMORY: tl.constexpr):
-    """Where each unit of a page is: its token, bytes into the page, units into the page's rows and its head.
+    """Where each unit of a page is: its token, bytes into the page, units into its head and the page's rows.
 
     ``UNIT`` is its size in memory.
     """
@@ -126,16 +134,33 @@ def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, M
         memory_offset = memory_offset * MEMORY + within * UNIT
         wire_offset = (token * wire_token + head * wire_head) + (plane * run + within)
         in_head = plane * run + within
-    return token, memory_offset, wire_offset, in_head
+    return token, memory_offset.to(tl.int64)[None, :, None], in_head, wire_offset.to(tl.int64)[None, :, None]
 
 
 @triton.jit
-def _in_chunk(page, last, lead, rows, tokens, token, in_page, wire, wire_token):
+def _in_chunk(
+    page,
+    last,
+    lead,
+    rows,
+    tokens,
+    token,
+    in_page,
+    wire,
+    wire_token,
+    places,
+    PLACED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Which units of these pages travel, and where the pages' rows lie on the wire."""
     row = lead + page * tokens
     at_row = row[:, None] + token[None, :]
     live = (page < last)[:, None] & in_page[None, :] & (at_row >= 0) & (at_row < rows)
-    return live[:, :, None], (wire + row.to(tl.int64) * wire_token)[:, None, None]
+    if PLACED:
+        page_wire = wire + tl.load(places + page, mask=page < last, other=0) // UNIT
+    else:
+        page_wire = wire + row.to(tl.int64) * wire_token
+    return live[:, :, None], page_wire[:, None, None]
 
 
 @triton.jit
@@ -288,24 +313,18 @@ def move_kernel(
     sum_of_words = tl.zeros((PAGES, UNITS), tl.uint64)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         fields = _fields_of(item, table, num_batches, FIELDS)
-        lane_of_item, tile, turn = _item_of(item, fields, PLACED)
-        pages_per_item = tl.load(fields + 3).to(tl.int32)
+        num_pages, lead, rows, tokens, units, block_stride, wire_token = _sizes(fields)
+        lane_of_item, tile, first, last = _item_of(item, fields, num_pages, PLACED)
         lane = numbers + tl.load(fields + 4) + lane_of_item * NUMBERS
         blocks = numbers + tl.load(fields + 5)
-        num_pages, lead, rows, tokens, units, block_stride, wire_token = _sizes(fields)
         address = tl.load(lane)
         wire = tl.load(lane + 1)
 
         unit = tile * UNITS + tl.arange(0, UNITS)
-        token, memory_offset, wire_offset, in_head = _offsets(
-            fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY
-        )
+        offsets = _offsets(fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY)
+        token, unit_memory, in_head, unit_wire = offsets
         scale = _scale_of_values(lane, fields, in_head, UNIT, WIRE_TYPE)
-        unit_memory = memory_offset.to(tl.int64)[None, :, None]
-        unit_wire = wire_offset.to(tl.int64)[None, :, None]
         unit_key = unit_wire.to(tl.uint64) * WORDS * STEP + word_of_unit * STEP
-        first = turn * pages_per_item
-        last = tl.minimum(first + pages_per_item, num_pages)
         page = first + tl.arange(0, PAGES)
         next_block = tl.load(blocks + page, mask=page < last, other=0)
         for start in range(first, last, PAGES):
@@ -313,10 +332,10 @@ def move_kernel(
             # The next pages' blocks are on their way while these pages move.
             block = next_block
             next_block = tl.load(blocks + page + PAGES, mask=page + PAGES < last, other=0)
-            live, page_wire = _in_chunk(page, last, lead, rows, tokens, token, unit < units, wire, wire_token)
-            if PLACED:
-                page_place = tl.load(blocks + num_pages + page, mask=page < last, other=0)
-                page_wire = (wire + page_place // UNIT)[:, None, None]
+            places, in_page = blocks + num_pages, unit < units
+            live, page_wire = _in_chunk(
+                page, last, lead, rows, tokens, token, in_page, wire, wire_token, places, PLACED, UNIT
+            )
             in_slot = slot + (page_wire + unit_wire) * UNIT
             in_memory = (address + block * block_stride)[:, None, None] + unit_memory
             kept = live & (block > 0)[:, None, None]
@@ -325,9 +344,7 @@ def move_kernel(
             )
             if DIGEST:
                 key = page_wire.to(tl.uint64) * WORDS * STEP + seed.to(tl.uint64)
-                mixed = _mix(words + (key + unit_key), MULTIPLIER)
-                # The words of a unit lie in one thread: summing them here halves what is carried on.
-                sum_of_words += tl.sum(tl.where(live, mixed, 0), axis=2)
+                sum_of_words += _mixed_sum(words + (key + unit_key), live, MULTIPLIER)
     if DIGEST:
         # No program waits for another: the sum is read after the kernel.
         tl.atomic_add(sums, tl.sum(sum_of_words).to(tl.int64, bitcast=True), sem="relaxed")

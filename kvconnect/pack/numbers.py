@@ -15,33 +15,20 @@ from numpy.typing import NDArray
 _LEAST_NUMBERS = 512
 _MOST_FREE_BYTES = 32 << 20
 
-
-class _Pair:
-    """As much memory of the host, pinned where there is a GPU, as of the device."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.host = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.values: NDArray[Any] = self.host.numpy()
-        self.tensor = torch.empty(count, dtype=torch.int64, device=device)
+_Pair = tuple[NDArray[Any], torch.Tensor, int]
+"""As much memory of the host, pinned where there is a GPU, as of the device; and where the former is."""
 
 
 class NumberBuffer:
-    """A pair that is in use for as long as this object lives.
+    """Room for ``count`` numbers, in use for as long as this object lives.
 
     Its owner keeps it until the kernels that read ``tensor`` are done: then so is what loaded it, and the
-    host's side can be written again.
-
-    Attributes:
-        count: how many numbers were asked for.
-        values: where the numbers are written, on the host; at least so many.
-        tensor: where kernels read them, once they were loaded.
+    host's side can be written again. ``values`` are where the numbers are written, on the host.
     """
 
     def __init__(self, pair: _Pair, count: int, pool: NumberPool) -> None:
-        self._pair, self._pool = pair, pool
-        self.count = count
-        self.values, self.tensor = pair.values, pair.tensor
-        self.host_address = pair.host.data_ptr()
+        self._pair, self._pool, self.count = pair, pool, count
+        self.values, self.tensor, self.host_address = pair
 
     def __del__(self) -> None:
         self._pool.take_back(self._pair)
@@ -57,15 +44,20 @@ class NumberPool:
     @property
     def free_bytes(self) -> int:
         """What is kept and not in use, on each side."""
-        return sum(pair.values.nbytes for pairs in list(self._free.values()) for pair in list(pairs))
+        return sum(pair[0].nbytes for pairs in list(self._free.values()) for pair in list(pairs))
 
     def lend(self, count: int) -> NumberBuffer:
         """Room for ``count`` numbers, from a multiple of 16 bytes on."""
         length = max(_LEAST_NUMBERS, 1 << (count - 1).bit_length())
         free = self._free[length]
-        return NumberBuffer(free.pop() if free else _Pair(length, self._device), count, self)
+        return NumberBuffer(free.pop() if free else self._make(length), count, self)
+
+    def _make(self, length: int) -> _Pair:
+        host = torch.empty(length, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        # The array keeps the host's tensor.
+        return host.numpy(), torch.empty(length, dtype=torch.int64, device=self._device), host.data_ptr()
 
     def take_back(self, pair: _Pair) -> None:
         """No kernel reads a pair any more. Where much is free already it is given up."""
-        if self.free_bytes + pair.values.nbytes <= _MOST_FREE_BYTES:
-            self._free[len(pair.values)].append(pair)
+        if self.free_bytes + pair[0].nbytes <= _MOST_FREE_BYTES:
+            self._free[len(pair[0])].append(pair)

@@ -7,8 +7,8 @@ caller knows where a slot is, and that its pages are quiescent. On CUDA all is a
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,55 +16,20 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk, make_move
-from kvconnect.pack.lanes import make_lanes
+from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
+from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
+from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 
+if TYPE_CHECKING:
+    from kvconnect.pack.triton_mover import TritonMover
+
 KERNELS = ("auto", "torch", "triton")
 SIDES = ("source", "target")
-SLOT_ALIGN_BYTES = 16
 _MOST_LAYOUTS = 64
-
-
-class PackTicket(Protocol):
-    """A pack or unpack that was asked for. On a CPU it is done at once."""
-
-    @property
-    def done(self) -> bool:
-        """The bytes have moved, and the digest is known."""
-        ...
-
-    @property
-    def digest(self) -> int | None:
-        """The 64-bit digest of the slot's bytes as they were moved; None where none was asked for.
-
-        Raises:
-            LocalError: it is not done yet.
-        """
-        ...
-
-    def wait(self) -> None:
-        """Block the calling thread until it is done. For tests and benchmarks."""
-        ...
-
-
-class PackOps(Protocol):
-    """The two implementations: torch on a CPU, the Triton kernel elsewhere. The packer checks arguments."""
-
-    def prepare(self, moves: Sequence[Move]) -> Any:
-        """What can be worked out once for a chunk, whichever request it is of."""
-        ...
-
-    def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> Sequence[Any]:
-        """Bring the numbers of several chunks to where the kernels read them, in one copy."""
-        ...
-
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
-        """Move the pages into the slot at this address, or out of it."""
-        ...
 
 
 class Packer:
@@ -115,29 +80,26 @@ class Packer:
         if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
             raise LayoutError("a page has 2 GiB or more; accepted: less")
         self._num_blocks: dict[int, int] = {}
-        for made in self._lanes:
-            known = self._num_blocks.get(made.group, made.num_blocks)
-            self._num_blocks[made.group] = min(known, made.num_blocks)
+        for lanes in sorted(self._lanes, key=lambda lanes: -lanes.num_blocks):
+            self._num_blocks[lanes.group] = lanes.num_blocks
         # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
-        self._ops: PackOps
+        self._mover: TorchMover | TritonMover
         if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
             try:
-                from kvconnect.pack.packer_triton import TritonPackOps
+                from kvconnect.pack.triton_mover import TritonMover
             except ImportError as error:
                 raise ConfigError(
                     f"kernels is {kernels!r}, which needs Triton: pip install triton"
                 ) from error
             if digest_sample != 1:
                 raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
-            self._ops = TritonPackOps(self._lanes, device, cuda_stream)
+            self._mover = TritonMover(self._lanes, device, cuda_stream)
         elif device.type == "cuda":
             raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
         else:
-            from kvconnect.pack.packer_torch import TorchPackOps
-
-            self._ops = TorchPackOps(self._lanes, digest_sample)
+            self._mover = TorchMover(self._lanes, digest_sample)
 
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int
@@ -159,7 +121,7 @@ class Packer:
             for pages in layout.pages:
                 if pages not in found:
                     found[pages] = self._blocks_of(held, pages, num_tokens)
-        handles = self._ops.stage(layouts, found)
+        handles = self._mover.stage(layouts, found)
         return tuple(
             StagedChunk(layout, found, handle) for layout, handle in zip(layouts, handles, strict=True)
         )
@@ -173,7 +135,7 @@ class Packer:
             self._streams(chunk, placement),
             moves,
             tuple(dict.fromkeys(move.pages for move in moves)),
-            self._ops.prepare(moves),
+            self._mover.prepare(moves),
         )
 
     def _streams(self, chunk: Chunk, placement: Placement) -> tuple[tuple[int, int, int], ...]:
@@ -213,7 +175,7 @@ class Packer:
         Raises:
             LocalError: the slot is too small or not aligned.
         """
-        return self._ops.move(_slot_address(slot, staged), staged, seed, pack=True)
+        return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
 
     def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
         """Write a slot's bytes to a chunk's pages. Arguments and errors as for ``pack``.
@@ -221,7 +183,7 @@ class Packer:
         The digest is of the bytes that were written, known only after them: the caller serves nothing
         from these blocks before it has compared it.
         """
-        return self._ops.move(_slot_address(slot, staged), staged, seed, pack=False)
+        return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
 
 
 def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
@@ -234,6 +196,6 @@ def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
                 f"{staged.total_bytes}, contiguous"
             )
     assert isinstance(address, int)
-    if address % SLOT_ALIGN_BYTES or address <= 0:
-        raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {SLOT_ALIGN_BYTES}")
+    if address % PLACE_BYTES or address <= 0:
+        raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {PLACE_BYTES}")
     return address

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Load
-from kvconnect.pack.batches import StagedChunk
-from kvconnect.pack.packer import Packer, PackTicket
+from kvconnect.pack.batches import PackTicket, StagedChunk
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditRequest, Grant, Landed, Written
 from kvconnect.plan.chunks import Chunk

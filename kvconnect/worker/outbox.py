@@ -14,7 +14,8 @@ import numpy as np
 
 from kvconnect.engine.base import Addresses, Completion
 from kvconnect.errors import PeerError
-from kvconnect.pack.packer import Packer, PackTicket
+from kvconnect.pack.batches import PackTicket
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 from kvconnect.worker.supply import ChunkSupply

@@ -21,7 +21,7 @@ import torch
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders
-from kvconnect.pack.packer_torch import use_one_thread
+from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.worker.decode_side import DecodeSide

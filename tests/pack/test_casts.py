@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kvconnect.cache.shard import HeadInterval, partner_ranks
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack import packer_torch
+from kvconnect.pack import torch_mover
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -228,7 +228,7 @@ def check(kernels, case):
     rank = seed % worlds[1]
     target = Side(other, theirs, rank_heads(other, rank, worlds[1]), NUM_BLOCKS, 7, scales)
     fill_values(target, 8)
-    with interpreted_by(programs), mock.patch.object(packer_torch, "_VALUES_AT_ONCE", at_once):
+    with interpreted_by(programs), mock.patch.object(torch_mover, "_VALUES_AT_ONCE", at_once):
         for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
             source = Side(model, ours, rank_heads(model, partner, worlds[0]), NUM_BLOCKS, 100, scales)
             fill_values(source, partner)

@@ -400,7 +400,7 @@ def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
 def test_more_tickets_than_places_keep_their_digests(monkeypatch):
-    monkeypatch.setattr("kvconnect.pack.packer_triton._PLACES", 8)
+    monkeypatch.setattr("kvconnect.pack.triton_mover._PLACES", 8)
     _, packer, staged = one_way("triton")
     slot = slot_for(staged)
     seeds = list(range(30))
@@ -464,7 +464,7 @@ def test_choices_that_do_not_exist_are_refused(monkeypatch):
         Packer(side.table, wire, side="source", device=DEVICE, kernels="cuda")
     with pytest.raises(LocalError, match="side is 'P'"):
         Packer(side.table, wire, side="P", device=DEVICE)
-    monkeypatch.setitem(sys.modules, "kvconnect.pack.packer_triton", None)
+    monkeypatch.setitem(sys.modules, "kvconnect.pack.triton_mover", None)
     with pytest.raises(ConfigError, match="pip install triton"):
         Packer(side.table, wire, side="source", device=DEVICE, kernels="triton")
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import StagedChunk
-from kvconnect.pack.packer import Packer, PackTicket
+from kvconnect.pack.batches import PackTicket, StagedChunk
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
 from kvconnect.worker.local import Local
 from tests.simulator.world import World

@@ -16,7 +16,7 @@ from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Jobs
 from kvconnect.offload.worker.lower import LowerTiers
-from kvconnect.pack.packer_torch import use_one_thread
+from kvconnect.pack.torch_mover import use_one_thread
 
 logger = logging.getLogger(__name__)
 

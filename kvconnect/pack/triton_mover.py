@@ -1,4 +1,4 @@
-"""Pack and unpack by the Triton kernel, on one stream: one launch for a chunk and its digest.
+"""Chunks moved by the Triton kernel, on one stream: one launch for a chunk and its digest.
 
 Kernels add to one sum that is never set back. After each, the sum is copied to a place in pinned memory; a
 digest is the difference of two such values. So no program of a kernel waits for another.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk
+from kvconnect.pack.batches import ChunkLayout, Move, PackTicket, PageRange, StagedChunk
 from kvconnect.pack.lanes import Lanes
 from kvconnect.pack.launcher import Launcher, Prepared, Staged
 from kvconnect.pack.numbers import NumberBuffer
@@ -23,8 +23,8 @@ from kvconnect.runner_kit.block_table import BlockIds
 _PLACES = 256
 
 
-class TritonPackOps:
-    """See ``PackOps``. ``cuda_stream`` is the stream of all work; None for the one that is current now."""
+class TritonMover:
+    """All work is on ``cuda_stream``; None for the one that is current now."""
 
     def __init__(
         self, all_lanes: Sequence[Lanes], device: torch.device, cuda_stream: torch.cuda.Stream | None
@@ -45,11 +45,11 @@ class TritonPackOps:
         self._last_value = 0
 
     def prepare(self, moves: Sequence[Move]) -> Prepared:
-        """See ``PackOps``."""
+        """What can be worked out once for a chunk, whichever request it is of."""
         return self._launcher.prepare(moves)
 
     def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> list[Staged]:
-        """See ``PackOps``."""
+        """Bring the numbers of several chunks to where the kernels read them, in one copy."""
         with self._on_stream():
             prepared = [layout.handle for layout in layouts]
             lent, staged = self._launcher.stage(prepared, [blocks] * len(prepared))
@@ -57,7 +57,11 @@ class TritonPackOps:
         return staged
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> KernelTicket:
-        """See ``PackOps``. Raises ``LocalError``: no place is left that all tickets have read."""
+        """Move the pages into the slot at this address, or out of it.
+
+        Raises:
+            LocalError: no place is left that all tickets have read.
+        """
         if len(self._pending) == _PLACES:
             if not self._pending[0].done:
                 raise LocalError(f"{_PLACES} packs and unpacks are under way; accepted: fewer")
@@ -95,16 +99,15 @@ class TritonPackOps:
         return torch.cuda.stream(self._stream)
 
 
-class KernelTicket:
+class KernelTicket(PackTicket):
     """A launched pack or unpack; see ``PackTicket``. The sum after it is at ``place``, None for no digest."""
 
-    def __init__(self, ops: TritonPackOps, place: int | None, event: Any, reads: NumberBuffer) -> None:
-        self.place = place
-        self.settled = False
+    def __init__(self, ops: TritonMover, place: int | None, event: Any, reads: NumberBuffer) -> None:
+        super().__init__(None)
+        self.place, self.settled = place, False
         self._ops, self._event = ops, event
         # What the kernel reads must not be given to others before that.
         self._reads: NumberBuffer | None = reads
-        self._digest: int | None = None
 
     def settle(self, digest: int | None) -> None:
         """It is done, and this is its digest."""

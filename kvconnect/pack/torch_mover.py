@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvconnect.pack.batches import ChunkLayout, Move, PageRange, StagedChunk
-from kvconnect.pack.casts import Cast, cast_table
+from kvconnect.pack.batches import ChunkLayout, Move, PackTicket, PageRange, StagedChunk
+from kvconnect.pack.casts import cast_table
 from kvconnect.pack.digest import digest_streams
 from kvconnect.pack.lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.runner_kit.block_table import BlockIds
@@ -44,19 +44,8 @@ def use_one_thread() -> None:
     other.join()
 
 
-@dataclass(frozen=True)
-class _Done:
-    """A ticket of something that happened already."""
-
-    digest: int | None
-    done: bool = True
-
-    def wait(self) -> None:
-        pass
-
-
-class TorchPackOps:
-    """See ``PackOps``; for ``is_placed`` see ``Launcher``."""
+class TorchMover:
+    """Moves chunks in the memory of a CPU; for ``is_placed`` see ``Launcher``."""
 
     def __init__(
         self, all_lanes: Sequence[Lanes], digest_sample: int = 1, *, is_placed: bool = False
@@ -71,17 +60,17 @@ class TorchPackOps:
             if is_placed
         }
 
-    def prepare(self, moves: Sequence[Move]) -> None:
-        """See ``PackOps``. Nothing is worth it."""
+    def prepare(self, moves: Sequence[Move]) -> Any:
+        """See ``TritonMover``. Nothing is worth it."""
 
-    def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> Sequence[None]:
-        """See ``PackOps``. There is nothing to bring anywhere."""
+    def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> Sequence[Any]:
+        """See ``TritonMover``. There is nothing to bring anywhere."""
         return [None] * len(layouts)
 
-    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> _Done:
-        """See ``PackOps``."""
+    def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> PackTicket:
+        """Move the pages into the slot at this address, or out of it."""
         if not staged.total_bytes:
-            return _Done(None if seed is None else 0)
+            return PackTicket(None if seed is None else 0)
         raw = np.ctypeslib.as_array((ctypes.c_uint8 * staged.total_bytes).from_address(slot))
         for move in staged.layout.moves:
             numbers = staged.blocks[move.pages]
@@ -89,19 +78,20 @@ class TorchPackOps:
                 _move_placed(self._placed[move.lanes], move, numbers, raw, pack)
                 continue
             rows, lanes = _SlotRows(raw, move.lanes), self._pages[move.lanes][move.which]
+            all_scales = move.lanes.scales[move.which]
             # What all lanes of a move have in common is worked out before, since there may be hundreds.
             for part in _parts(move, numbers):
-                for pages, wire, scales in zip(lanes, move.wire.tolist(), move.scales, strict=True):
+                for pages, wire, scales in zip(lanes, move.wire.tolist(), all_scales, strict=True):
                     if part.tokens != move.lanes.walk.tokens:
                         pages = pages.narrow(1, part.first_token, part.tokens)
                     if move.lanes.access.cast is None:
                         _move_part(pages, rows.view(wire, part), part, pack)
                     else:
-                        values = _Values(move.lanes.access.cast, move.lanes.key_values, scales.tolist())
-                        _cast_part(pages, rows.view(wire, part), part.blocks, values, pack)
+                        in_slot = rows.view(wire, part)
+                        _cast_part(pages, in_slot, part.blocks, move.lanes, scales.tolist(), pack)
         if seed is None:
-            return _Done(None)
-        return _Done(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
+            return PackTicket(None)
+        return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
 
 
 @dataclass(frozen=True)
@@ -212,40 +202,40 @@ def _move_placed(
                 pages[blocks[part]] = in_rows[at_rows[part]]
 
 
-@dataclass(frozen=True)
-class _Values:
-    """What a lane's values are: see ``Lanes``."""
-
-    cast: Cast
-    key_values: int
-    scales: Sequence[float]
-
-    def cast_into(self, target: torch.Tensor, source: torch.Tensor, pack: bool) -> None:
-        """Cast (page, token, head, plane, value) from one tensor into another."""
-        planes, run = source.shape[3:]
-        types = (self.cast.memory, self.cast.wire) if pack else (self.cast.wire, self.cast.memory)
-        for plane in range(planes):
-            keys = min(max(self.key_values - plane * run, 0), run)
-            for first, stop, scale in ((0, keys, self.scales[0]), (keys, run, self.scales[1])):
-                if first < stop:
-                    codes = source[..., plane, first:stop].numpy()
-                    made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
-                    target[..., plane, first:stop] = torch.from_numpy(made.view(f"i{made.itemsize}"))
-
-
 def _cast_part(
-    pages: torch.Tensor, wire: torch.Tensor, all_blocks: torch.Tensor, values: _Values, pack: bool
+    pages: torch.Tensor,
+    wire: torch.Tensor,
+    all_blocks: torch.Tensor,
+    lanes: Lanes,
+    scales: Sequence[float],
+    pack: bool,
 ) -> None:
     at_once = max(1, _VALUES_AT_ONCE // wire[0].numel())
     for first in range(0, len(all_blocks), at_once):
         blocks, rows = all_blocks[first : first + at_once], wire[first : first + at_once]
         if pack:
-            values.cast_into(rows, pages.index_select(0, blocks), pack)
+            _cast_values(pages.index_select(0, blocks), rows, lanes, scales, pack)
             rows.index_fill_(0, (blocks == 0).nonzero().reshape(-1), 0)
             continue
         kept = blocks.nonzero().reshape(-1)
         if len(kept) < len(blocks):
             blocks, rows = blocks[kept], rows[kept]
         cast = torch.empty((len(blocks), *pages.shape[1:]), dtype=pages.dtype)
-        values.cast_into(cast, rows, pack)
+        _cast_values(rows, cast, lanes, scales, pack)
         pages.index_copy_(0, blocks, cast)
+
+
+def _cast_values(
+    source: torch.Tensor, target: torch.Tensor, lanes: Lanes, scales: Sequence[float], pack: bool
+) -> None:
+    """Cast (page, token, head, plane, value) from one tensor into another."""
+    cast, (planes, run) = lanes.access.cast, source.shape[3:]
+    assert cast is not None
+    types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
+    for plane in range(planes):
+        keys = min(max(lanes.key_values - plane * run, 0), run)
+        for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1])):
+            if first < stop:
+                codes = source[..., plane, first:stop].numpy()
+                made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
+                target[..., plane, first:stop] = torch.from_numpy(made.view(f"i{made.itemsize}"))
