@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -20,15 +20,6 @@ from kvconnect.scheduler.stack import BlockIdsByGroup, StateBlock
 
 MOST_AT_ONCE = 1024
 """Blocks of one group that one call looks at; of a long prefix that was there before the rest comes later."""
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Blocks of one group that are stored with the next orders."""
-
-    names: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,12 +46,13 @@ class Stores:
         self._host, self._lookup = host, lookup
         self._most_tokens, self._decoded, self._keep = most_tokens, decoded, keep
         self._windows = tuple(group for group in host.requirements.partial if not group.is_state)
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, dict[bytes, tuple[int, int]]] = {}
+        """By group and content the block and the row of what is stored with the next orders."""
         self.due: dict[str, int] = {}
         """By request the token count at which there is more to take, for those that are in here."""
 
     def __len__(self) -> int:
-        return sum(len(batch.names) for batch in self._batches.values())
+        return sum(map(len, self._batches.values()))
 
     def collect(self, requests: Collection[OffloadRequest]) -> None:
         """Take rows for what has become final of these requests."""
@@ -104,28 +96,21 @@ class Stores:
         """These blocks are overwritten before the next orders are carried out."""
         gone = frozenset(block_ids)
         for group, batch in self._batches.items():
-            if gone.isdisjoint(batch.block_ids):
-                continue
-            kept = self._batches[group] = _Batch()
-            for name, block_id, row in zip(batch.names, batch.block_ids, batch.rows, strict=True):
-                if block_id in gone:
-                    self._host.index.drop(group, [name])
-                    self._host.count("offload_overwritten")
-                else:
-                    kept.names.append(name)
-                    kept.block_ids.append(block_id)
-                    kept.rows.append(row)
+            lost = [name for name, (block_id, _) in batch.items() if block_id in gone]
+            self._host.index.drop(group, lost)
+            for name in lost:
+                del batch[name]
+                self._host.count("offload_overwritten")
 
     def take(self) -> tuple[Store, ...]:
         """The orders."""
         batches, self._batches = self._batches, {}
         stores = []
         for group, batch in batches.items():
-            if batch.names:
-                names = tuple(batch.names)
+            if batch:
+                names, (block_ids, rows) = tuple(batch), zip(*batch.values(), strict=True)
                 job = self._host.jobs.open(JobKind.STORE, group, names, keep=self._keep)
-                copies = RowCopies(group, tuple(batch.block_ids), tuple(batch.rows))
-                stores.append(Store(job.number, copies, names, self._keep))
+                stores.append(Store(job.number, RowCopies(group, block_ids, rows), names, self._keep))
         return tuple(stores)
 
     def settle(self, job: Job) -> None:
@@ -137,13 +122,12 @@ class Stores:
         if job.unreported:
             return
         if job.failed is None:
+            stored = job.hashes
             if job.named:
                 self._host.count("offload_store_failed")
-            job.failed = [name for name in job.hashes if name in job.named] if job.named else ()
-            if job.stale:
-                job.failed = job.hashes
-            else:
-                stored = [name for name in job.hashes if name not in job.named] if job.named else job.hashes
+                stored = [name for name in job.hashes if name not in job.named]
+            job.failed = job.hashes if job.stale else [name for name in job.hashes if name in job.named]
+            if not job.stale:
                 self._host.index.commit(job.group, stored)
                 if job.unkept:
                     self._host.index.pin(job.group, stored)
@@ -158,7 +142,7 @@ class Stores:
     def clear(self) -> None:
         """Forget what was taken since the last orders."""
         for group, batch in self._batches.items():
-            self._host.index.drop(group, batch.names)
+            self._host.index.drop(group, list(batch))
         self._batches = {}
 
     def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
@@ -271,10 +255,8 @@ class Stores:
             if len(taken) < len(names):
                 by_name = dict(zip(names, block_ids, strict=True))
                 block_ids = [by_name[name] for name in taken]
-            batch = self._batches.setdefault(group.group, _Batch())
-            batch.names += taken
-            batch.block_ids += block_ids
-            batch.rows += rows
+            batch = self._batches.setdefault(group.group, {})
+            batch.update(zip(taken, zip(block_ids, rows, strict=True), strict=True))
         return len(taken)
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
