@@ -27,16 +27,12 @@ from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, worker_facts
 from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.offload.worker.lower import LowerTiers
 from kvconnect.offload.worker.tier_loop import TierLoop
-from kvconnect.orders import OffloadOrders, Results, RowCopies, Store
+from kvconnect.orders import OffloadOrders, Results, RowCopies
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
 logger = logging.getLogger(__name__)
-
-_CLOSE_TIMEOUT_S = 20.0
 
 
 class OffloadWorker:
@@ -139,15 +135,8 @@ class OffloadWorker:
             copier = make_copier(layout, arena, device, reserved_bytes=reserved_bytes)
             undo.pop_all()
         self._jobs.class_of = plan.class_of
-        lower = LowerTiers(tiers, arena, self._jobs, self._metrics)
-        copies = DeviceCopies(copier, plan, self._jobs, lower, self._metrics)
-
-        def release() -> None:
-            copier.close()
-            arena.close()
-
         self._copier = copier
-        self._loop = TierLoop(copies, lower, self._jobs, self._metrics, device=device, release=release)
+        self._loop = TierLoop(copier, arena, tiers, self._jobs, self._metrics, device)
         logger.info(
             "rank %d keeps blocks in %d bytes of host memory, rows of %s bytes by cache group; lower tiers: "
             "%s; namespace %s",
@@ -204,7 +193,10 @@ class OffloadWorker:
             loop.clear()
         if not orders.stores:
             return
-        jobs = [self._open_store(store) for store in orders.stores]
+        jobs = []
+        for store in orders.stores:
+            owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
+            jobs.append(self._jobs.open(store.job, store.hashes, *owed, copies=store.copies))
         ticket = copier.snapshot([job.copies for job in jobs])
         begun = [(ticket, jobs)]
         if ticket.done and ticket.error is not None and len(jobs) > 1:
@@ -216,10 +208,6 @@ class OffloadWorker:
                 loop.copies.begun(ticket, jobs, now)
 
         loop.order(take)
-
-    def _open_store(self, store: Store) -> Job:
-        owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
-        return self._jobs.open(store.job, store.hashes, *owed, copies=store.copies)
 
     def start(self, orders: OffloadOrders) -> None:
         """Take the rest of a step's orders. Never waits."""
@@ -287,8 +275,8 @@ class OffloadWorker:
         return {
             **self._jobs.counts(),
             "held_rows": len(self._jobs.held),
-            "copies": len(loop.copies) if loop is not None else 0,
-            "errands": len(loop.lower) if loop is not None else 0,
+            "copies": 0 if loop is None else len(loop.copies),
+            "errands": 0 if loop is None else len(loop.lower),
         }
 
     def usage(self) -> dict[str, Any]:
@@ -306,9 +294,8 @@ class OffloadWorker:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._loop is not None and not self._loop.close(_CLOSE_TIMEOUT_S):
-            # Closing what a running thread uses would crash it; the process is ending anyway.
-            logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
+        if self._loop is not None:
+            self._loop.close()
         self._jobs.fail_all("the worker was closed")
         self._metrics.retire()
 

@@ -12,6 +12,8 @@ import torch
 
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import Copier
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Jobs
@@ -27,27 +29,28 @@ _SHORT_NAP_S = 200e-6
 _LONG_NAP_S = 1e-3
 _SHORT_NAPS = 50
 _LAST_COPIES_S = 5.0
+_CLOSE_TIMEOUT_S = 20.0
 
 
 class TierLoop:
     """``step`` does everything that can be done now and returns how long to sleep; the thread only sleeps.
 
-    Only the thread writes ``metrics``. It calls ``release`` last, which frees memory that is not used then.
+    Only the thread writes ``metrics``. At its end it closes the tiers, the copier and the arena.
     """
 
     def __init__(
         self,
-        copies: DeviceCopies,
-        lower: LowerTiers,
+        copier: Copier,
+        arena: RowArena,
+        tiers: Sequence[LowerTier],
         jobs: Jobs,
         metrics: OffloadMetrics,
-        *,
         device: torch.device,
-        release: Callable[[], None],
     ) -> None:
-        self.copies, self.lower = copies, lower
-        self._jobs, self._metrics = jobs, metrics
-        self._device, self._release = device, release
+        self.lower = LowerTiers(tiers, arena, jobs, metrics)
+        self.copies = DeviceCopies(copier, arena.plan, jobs, self.lower, metrics)
+        self._jobs, self._metrics, self._device = jobs, metrics, device
+        self._closed_last = (copier, arena)
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
         self._is_stopping = False
@@ -87,12 +90,14 @@ class TierLoop:
 
         self.order(replace)
 
-    def close(self, timeout_s: float) -> bool:
-        """End the thread and all that it drives; whether it ended in time."""
+    def close(self) -> None:
+        """End the thread and all that it drives."""
         self._is_stopping = True
         self._wake.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            # Closing what a running thread uses would crash it; the process is ending anyway.
+            logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
 
     def _forget(self, now: float) -> None:
         self.copies.clear()
@@ -145,7 +150,8 @@ class TierLoop:
         self.lower.close(time.monotonic())
         self._jobs.fail_all("the worker was closed")
         self._export()
-        self._release()
+        for memory in self._closed_last:
+            memory.close()
 
     def _step(self) -> float:
         try:
