@@ -32,11 +32,7 @@ class CompletionTracker:
         self._wake = wake
 
     def open(self, kind: Kind, job: int, count: int) -> None:
-        """A job of ``count`` contents begins; with none it is done at once.
-
-        Raises:
-            LocalError: it is under way, or was not reported yet.
-        """
+        """A job of ``count`` contents begins; with none it is done at once. See ``LowerTier`` for errors."""
         with self._lock:
             if (kind, job) in self._open or job in self._done[kind]:
                 raise LocalError(
@@ -57,19 +53,16 @@ class CompletionTracker:
             self._done[kind][job] = tuple(every)
         self._wake()
 
-    def add(self, contents: Sequence[Content]) -> None:
-        """The tier has got these."""
-        self._change(contents, True)
-
-    def remove(self, contents: Sequence[Content]) -> None:
-        """The tier has these no more."""
-        self._change(contents, False)
-
-    def _change(self, contents: Sequence[Content], is_there: bool) -> None:
+    def add(self, contents: Sequence[Content], *, is_there: bool = True) -> None:
+        """The tier has got these, or has them no more."""
         if contents:
             with self._lock:
                 self._changes.update(dict.fromkeys(contents, is_there))
             self._wake()
+
+    def remove(self, contents: Sequence[Content]) -> None:
+        """The tier has these no more."""
+        self.add(contents, is_there=False)
 
     def forget_changes(self) -> None:
         """What was added or removed so far is void."""

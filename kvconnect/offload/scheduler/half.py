@@ -1,8 +1,7 @@
 """The scheduler half of the offload: it owns the index of host memory, and decides what is in it.
 
-It alone decides which content is in which row, what is stored, what is restored, and what makes room; worker
-ranks carry that out and report. In the terms of vLLM's contract, for one thread; no I/O, no wait, no clock of
-its own. Hooks raise nothing over what a client or a worker sends.
+Worker ranks carry that out and report. For one thread; no I/O, no wait, no clock of its own. Hooks raise
+nothing over what a client or a worker sends.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import plan_for
 from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.offload.scheduler.host import Hashes, Host
-from kvconnect.offload.scheduler.jobs import JobKind
+from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.restores import Restores
@@ -29,11 +27,8 @@ from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 HOST = "host"
 """What host memory is called where hits are reported by where they came from."""
 
-_MOST_FAILURES = 3
-"""Restores that may fail one after the other before none is promised for ``_PAUSE_S``."""
-
-_PAUSE_S = 30.0
-
+# So many restores may fail one after the other before none is promised for a while.
+_MOST_FAILURES, _PAUSE_S = 3, 30.0
 _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
 
 
@@ -45,8 +40,7 @@ class OffloadScheduler:
     Args:
         config: the ``offload`` settings.
         groups: the cache groups as the serving stack has them.
-        requirements: what hits need of those of them that are kept. Hits end at multiples of its
-            ``align_tokens``, which are multiples of every block size but that of state groups.
+        requirements: what hits need of those of them that are kept.
         hashes: the content hashes of a request's full blocks of so many tokens, from the first on, as far as
             its tokens are known for sure; asked often, so a view rather than a list made anew. Asked for
             the block sizes of groups, and for ``align_tokens`` where a group keeps states.
@@ -107,7 +101,7 @@ class OffloadScheduler:
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         # What was promised stays in host memory until the request is admitted, or ends.
         record, now = self._record(request), self._clock()
-        if not record.reads or request.request_id in self._restores or now < self._resumes_at:
+        if not record.reads or request.request_id in self._restores.pins or now < self._resumes_at:
             return 0, False
         count = self._lookup.find(record, num_computed_tokens, now)
         record.is_offered |= bool(count)
@@ -182,7 +176,7 @@ class OffloadScheduler:
             return
         del self._stores.due[request.request_id]
         self._lookup.release(record)
-        if request.request_id not in self._restores:
+        if request.request_id not in self._restores.pins:
             self._stores.collect_last(record, block_ids)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
@@ -271,14 +265,14 @@ class OffloadScheduler:
     @property
     def pending(self) -> bool:
         """Whether workers are to report something yet that a request may wait for."""
-        return bool(len(self._restores) or self.host.jobs.num_awaited or len(self._stores) or self._clear)
+        return bool(self._restores.pins or self.host.jobs.num_awaited or len(self._stores) or self._clear)
 
     def state(self) -> dict[str, int]:
         """Counts of what is under way. All zero when idle."""
         return {
             "offload_requests": len(self._requests),
             "offload_jobs": len(self.host.jobs),
-            "offload_restoring": len(self._restores),
+            "offload_restoring": len(self._restores.pins),
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
         }

@@ -46,10 +46,7 @@ class HitGroup:
         return self.retention.ahead > 0
 
     def needed(self, num_tokens: int, start_tokens: int = 0) -> tuple[range, ...]:
-        """The positions of blocks that are read when token ``num_tokens`` is computed.
-
-        Of these tokens ``start_tokens`` are at hand.
-        """
+        """The positions of blocks that token ``num_tokens`` reads; the first ``start_tokens`` are at hand."""
         first, parts = start_tokens // self.block_tokens, self.retention.blocks(num_tokens, self.block_tokens)
         return tuple(range(max(first, part.start), part.stop) for part in parts if part.stop > first)
 
@@ -101,14 +98,11 @@ class HitRequirements:
         align_tokens: int,
         draft_groups: Collection[int] = (),
     ) -> HitRequirements:
-        """Those of a cache's groups that are ``kept``.
-
-        A state is known by the hash at its token count. ``draft_groups`` have layers of a draft model that
-        read one token ahead.
-        """
+        """Those of the groups that are ``kept``; ``draft_groups`` have layers that read one token ahead."""
         made = []
         for index in sorted(kept):
             rule = groups[index].retention
+            # A state is known by the hash at its token count.
             block_tokens = groups[index].block_size if rule.by_position else align_tokens
             made.append(HitGroup(index, block_tokens, Draft(rule) if index in draft_groups else rule))
         return cls(made, align_tokens)
@@ -130,10 +124,7 @@ class HitRequirements:
         return tuple(sorted(found - {0}))
 
     def kept(self, boundaries: Sequence[int]) -> dict[int, tuple[range, ...]]:
-        """By group, of those with windows and states, the positions that hits at these boundaries need.
-
-        Ranges are in order and apart.
-        """
+        """By group with a window or a state what hits at these boundaries need; ranges in order and apart."""
         return {
             group.group: joined(part for boundary in boundaries for part in group.needed(boundary))
             for group in self.partial

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.scheduler.host import Host
-from kvconnect.offload.scheduler.jobs import Job, JobKind
+from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Search
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
 from kvconnect.orders import Fetch, Seek
@@ -123,8 +122,11 @@ class PrefixLookup:
     def lost(self, group: int, names: Iterable[bytes]) -> None:
         """Contents that were under way to host memory do not arrive."""
         for name in names if self._waiters or self._stuck else ():
-            self._stuck.discard((group, name))
-            self._give_up((group, name))
+            content = (group, name)
+            self._stuck.discard(content)
+            for search in self._waiters.pop(content, ()):
+                search.waits_for.pop(content, None)
+                search.lost.add(content)
 
     def overdue(self, job: Job) -> None:
         """No request waits for a job any more."""
@@ -133,9 +135,8 @@ class PrefixLookup:
             # It has no rows: a late answer changes nothing.
             self.found(job)
         elif job.unreported:
-            for name in job.hashes:
-                self._stuck.add((job.group, name))
-                self._give_up((job.group, name))
+            self.lost(job.group, job.hashes)
+            self._stuck.update((job.group, name) for name in job.hashes)
 
     def fetched(self, job: Job) -> None:
         """All ranks have read what they could into the rows of a job."""
@@ -164,11 +165,6 @@ class PrefixLookup:
             num_ranks = self._host.jobs.num_ranks
             found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
             search.found.setdefault(job.tier, set()).update(found)
-
-    def _give_up(self, content: Content) -> None:
-        for search in self._waiters.pop(content, ()):
-            search.waits_for.pop(content, None)
-            search.lost.add(content)
 
     def _abandon(self, search: Search) -> None:
         """Wait for nothing any more, and look for nothing more than what is there."""

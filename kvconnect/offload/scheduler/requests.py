@@ -134,10 +134,8 @@ class OffloadRequest:
                 self.block_ids.setdefault(group.group, []).extend(ids)
 
     def valid_tokens(self) -> int:
-        """How many of its tokens have KV that is final and under way at least.
-
-        What was sampled counts once the token after it is known: drafts may have been in its place.
-        """
+        """How many of its tokens have KV that is final and under way at least."""
+        # What was sampled counts once the token after it is known: drafts may have been in its place.
         return min(self.computed_tokens, max(self.known_tokens, self.view.num_tokens - 1))
 
     def final_tokens(self) -> int:
@@ -148,10 +146,8 @@ class OffloadRequest:
         return self.valid_tokens()
 
     def held(self, group: HitGroup) -> tuple[range, ...]:
-        """The positions of a group whose blocks were still the request's in the last ``computed`` step.
-
-        While decoding not every step is reported; a step is of one token at least.
-        """
+        """The positions of a group whose blocks were still the request's in the last ``computed`` step."""
+        # While decoding not every step is reported; a step is of one token at least.
         is_prefill = self.computed_before < self.known_tokens
         return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 

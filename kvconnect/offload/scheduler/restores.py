@@ -16,19 +16,14 @@ class Restores:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._pins: dict[str, Pins] = {}
+        self.pins: dict[str, Pins] = {}
+        """What stays in host memory, by request whose restore is under way."""
         self._orders: list[Restore] = []
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pins
 
     def begin(self, request: OffloadRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
         request_id, offer = request.view.request_id, request.offer
-        pins = self._pins[request_id] = {}
+        pins = self.pins[request_id] = {}
         try:
             if offer is None or num_tokens > offer.length:
                 raise LocalError(f"{num_tokens} tokens are not what was promised")
@@ -53,7 +48,7 @@ class Restores:
 
     def end(self, request_id: str, *, failed: bool) -> bool:
         """A request was reported, whose load may be one of these. Whether it was."""
-        pins = self._pins.pop(request_id, None)
+        pins = self.pins.pop(request_id, None)
         if pins is None:
             return False
         for group, names in pins.items() if failed else ():

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.scheduler.host import Host
-from kvconnect.offload.scheduler.jobs import Job, JobKind
+from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.orders import RowCopies, Store
@@ -34,10 +33,9 @@ class _Part:
 
 
 class Stores:
-    """Blocks that are to be stored with the next orders, and jobs that store.
+    """Blocks that are to be stored with the next orders, and with ``keep`` be written to lower tiers too.
 
-    Contents beyond ``most_tokens`` can be part of no hit, for want of rows. With ``keep`` what is stored is
-    written to lower tiers too.
+    Contents beyond ``most_tokens`` can be part of no hit, for want of rows.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class DeviceCopies:
         """Copies under way."""
         return len(self._copies)
 
-    def begun(self, ticket: CopyTicket, jobs: Sequence[Job], began_s: float) -> None:
+    def begun(self, ticket: CopyTicket, jobs: Sequence[Job], began_s: float, _: float) -> None:
         """The blocks of these jobs are being copied to their rows."""
         self._copies.append(_Copy(ticket, jobs, began_s))
 

@@ -27,8 +27,8 @@ from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, worker_facts
 from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.offload.worker.tier_loop import TierLoop
+from kvconnect.offload.worker.jobs import Jobs, Report
+from kvconnect.offload.worker.tier_loop import Command, TierLoop
 from kvconnect.orders import OffloadOrders, Results, RowCopies
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
@@ -41,14 +41,10 @@ class OffloadWorker:
     Everything that is ordered comes back exactly once through ``results``, whatever fails.
 
     Args:
-        config: the ``offload`` settings.
-        cache_config: this worker's own cache configuration.
         kernel_block_sizes: tokens of a kernel block, per group index; only groups that are in it are kept.
         facts: what the bytes of blocks depend on that only the serving stack knows: the model, how the hashes
-            of contents are made, and as ``weights`` its name of those that it runs with. Values as JSON has
-            them.
-        rank: tensor-parallel rank of this worker.
-        world_size: number of tensor-parallel ranks.
+            of contents are made, and as ``weights`` its name of those that it runs with. Values of JSON.
+        rank: tensor-parallel rank of this worker, of ``world_size``.
         registry: where the metrics are exported.
     """
 
@@ -88,12 +84,6 @@ class OffloadWorker:
         self._registered()
         return self._arena.plan
 
-    @property
-    def namespace(self) -> Namespace:
-        """What the bytes of blocks depend on."""
-        self._registered()
-        return self._namespace
-
     def register_kv_caches(
         self,
         tensors: Mapping[str, CacheTensor],
@@ -124,10 +114,10 @@ class OffloadWorker:
         device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
         plan = plan_for(self._config, self._cache_config.groups, layout.row_bytes, least_rows)
-        self._namespace = self._name()
+        self.namespace = self._name()
         with ExitStack() as undo:
             # Tiers first: what is wrong with a folder is found before memory is taken.
-            tiers = self._make_tiers(self._namespace, plan)
+            tiers = self._make_tiers(self.namespace, plan)
             for tier in tiers:
                 undo.callback(tier.close)
             self._arena = arena = make_arena(plan, device)
@@ -144,7 +134,7 @@ class OffloadWorker:
             plan.length_bytes,
             self.row_bytes,
             ", ".join(tier.name for tier in tiers) or "none",
-            self._namespace.name,
+            self.namespace.name,
         )
 
     def _name(self) -> Namespace:
@@ -152,13 +142,13 @@ class OffloadWorker:
         return Namespace.of(worker_facts(self._cache_config, self._table, stack=self._facts, **own))
 
     def replace_weights(self, weights: str) -> None:
-        """The model runs with other weights from now on: nothing that is kept is theirs, in any tier.
+        """Nothing that is kept, in any tier, is of the weights that the model runs with from now on.
 
-        After the scheduler half was cleared, and before the first orders whose KV is of the new ones.
+        After the scheduler half was reset, and before the first orders whose KV is of the new ones.
         """
         _, loop = self._registered()
         self._facts = {**self._facts, "weights": weights}
-        self._namespace = namespace = self._name()
+        self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
         loop.replace(lambda: self._make_tiers(namespace, self.plan))
 
@@ -182,10 +172,7 @@ class OffloadWorker:
     # The thread that gives the device its steps
 
     def before_step(self, orders: OffloadOrders) -> None:
-        """Read the blocks that are to be stored, before the step that comes with these orders is launched.
-
-        The same orders are given to ``start`` afterwards.
-        """
+        """Read the blocks that are to be stored, before the step of these orders is launched."""
         if not orders:
             return
         (copier, loop), now = self._registered(), time.monotonic()
@@ -203,11 +190,7 @@ class OffloadWorker:
             # One order that cannot be carried out must not fail the others.
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
 
-        def take(_: float) -> None:
-            for ticket, jobs in begun:
-                loop.copies.begun(ticket, jobs, now)
-
-        loop.order(take)
+        loop.order(*((partial(loop.copies.begun, ticket, jobs, now), None) for ticket, jobs in begun))
 
     def start(self, orders: OffloadOrders) -> None:
         """Take the rest of a step's orders. Never waits."""
@@ -215,33 +198,23 @@ class OffloadWorker:
             return
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
         after = copier.mark() if orders.restores else None
-        work: list[tuple[Job, Callable[[float], None]]] = []
+        turn = self._metrics.wait_seconds.labels("turn")
+        work: list[Command] = [(lambda later: turn.inc(later - now), None)]
         # What a request waits for to find more comes before the copies, which keep the thread busy.
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
-            work.append((job, partial(loop.lower.fetch, job, fetch.tier)))
+            work.append((partial(loop.lower.fetch, job, fetch.tier), job))
         for seek in orders.seeks:
             job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
-            work.append((job, partial(loop.lower.seek, job, seek.tier)))
+            work.append((partial(loop.lower.seek, job, seek.tier), job))
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:
                 self._jobs.fail(job, restore.refusal)
             else:
-                work.append((job, partial(loop.copies.restore, job, restore.copies, after, now)))
-
-        def take(later: float) -> None:
-            self._metrics.wait_seconds.labels("turn").inc(later - now)
-            for job, begin in work:
-                try:
-                    begin(later)
-                except Exception as error:
-                    self._metrics.failures.labels("internal").inc()
-                    logger.exception("an order could not be carried out")
-                    self._jobs.fail(job, f"it could not be carried out: {error}")
-
-        loop.order(take)
+                work.append((partial(loop.copies.restore, job, restore.copies, after, now), job))
+        loop.order(*work)
 
     def count_failures(self, reasons: Sequence[str]) -> None:
         """Count what happened to the scheduler half, which has no numbers of its own. Only rank 0 does."""
@@ -252,7 +225,7 @@ class OffloadWorker:
 
         if self._rank == 0:
             # Only the thread writes the numbers, once it runs.
-            self._loop.order(count) if self._loop is not None else count(0.0)
+            self._loop.order((count, None)) if self._loop is not None else count(0.0)
 
     def results(self) -> Results:
         """What ended since the last call: ``received`` and ``failed`` restores, and this rank's report."""

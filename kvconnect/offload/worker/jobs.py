@@ -72,11 +72,8 @@ class Jobs:
         self.class_of: Mapping[int, int] = {}
         """Classes of rows by cache group, once they are known."""
         self.held: Counter[HostRow] = Counter()
-        """Rows that a tier or a copy may still read or write although their job was given up.
-
-        The job was reported failed, so the scheduler half uses the rows for something else: until they are
-        released, whatever is ordered for them fails.
-        """
+        """Rows that a tier or a copy may still touch although their job was given up, so that the scheduler
+        half uses them for something else: until they are released, whatever is ordered for them fails."""
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -121,23 +118,19 @@ class Jobs:
 
     def fail(self, job: Job, error: str) -> None:
         """Nothing comes of what a job owes yet."""
-        self._fail([job], error)
+        with self._lock:
+            is_new = bool(job.owed)
+            while job.owed:
+                self._report(job, () if job.owed[0] is Report.FOUND else job.hashes, error)
+        if is_new:
+            self._notify()
 
     def fail_all(self, error: str) -> None:
         """Nothing comes of whatever is open."""
         with self._lock:
             left = list(self._open.values())
-        self._fail(left, error)
-
-    def _fail(self, jobs: Sequence[Job], error: str) -> None:
-        is_new = False
-        with self._lock:
-            for job in jobs:
-                while job.owed:
-                    is_new = True
-                    self._report(job, () if job.owed[0] is Report.FOUND else job.hashes, error)
-        if is_new:
-            self._notify()
+        for job in left:
+            self.fail(job, error)
 
     def _report(self, job: Job, named: tuple[bytes, ...], error: str) -> None:
         report, job.owed = job.owed[0], job.owed[1:]

@@ -16,13 +16,14 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.device_copies import DeviceCopies
-from kvconnect.offload.worker.jobs import Jobs
+from kvconnect.offload.worker.jobs import Job, Jobs
 from kvconnect.offload.worker.lower import LowerTiers
 from kvconnect.pack.torch_mover import use_one_thread
 
 logger = logging.getLogger(__name__)
 
-Command = Callable[[float], None]
+Command = tuple[Callable[[float], None], Job | None]
+"""What to run on the thread, with the time then; and the job that fails if it raises."""
 
 _LONGEST_SLEEP_S = 1.0
 _SHORT_NAP_S = 200e-6
@@ -66,14 +67,14 @@ class TierLoop:
         """The thread runs."""
         return self._thread.is_alive()
 
-    def order(self, command: Command) -> None:
-        """Run something on the thread, soon."""
-        self._commands.append(command)
+    def order(self, *commands: Command) -> None:
+        """Run these on the thread, soon."""
+        self._commands += commands
         self._wake.set()
 
     def clear(self) -> None:
         """Have everything forgotten that was kept, or ordered to be kept, before."""
-        self.order(self._forget)
+        self.order((self._forget, None))
 
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
@@ -88,7 +89,7 @@ class TierLoop:
                 logger.error("lower tiers cannot be used any more: %s", error)
             self._listen()
 
-        self.order(replace)
+        self.order((replace, None))
 
     def close(self) -> None:
         """End the thread and all that it drives."""
@@ -114,10 +115,13 @@ class TierLoop:
         """Do what can be done now. Returns how long in seconds to sleep if nothing happens."""
         progress = bool(self._commands)
         while self._commands:
+            command, job = self._commands.popleft()
             try:
-                self._commands.popleft()(now)
-            except Exception:
+                command(now)
+            except Exception as error:
                 self._count_bug()
+                if job is not None:
+                    self._jobs.fail(job, f"it could not be carried out: {error}")
         # Copies first: what they end is written to the tiers in the same step.
         progress |= self.copies.advance(now)
         progress |= self.lower.advance(now)
