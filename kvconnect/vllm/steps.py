@@ -170,14 +170,31 @@ def _computed(scheduler_output: Any, due: Mapping[str, int]) -> dict[str, Comput
 
 
 def _states(scheduler_output: Any) -> dict[str, list[StateBlock]]:
-    """States that a step leaves in blocks of their own, by request."""
+    """States that a step leaves in blocks of their own, by request.
+
+    vLLM hands a block off when it gives it a hash, holds it for no one, and may give it to another request
+    within the same ``schedule``: the step then overwrites what was handed off.
+    """
     state = getattr(scheduler_output, "kv_connector_block_state", None)
     handed_off: Mapping[str, Any] = (state and state.boundary_state_offloads) or {}
+    if not handed_off:
+        return {}
+    cached = scheduler_output.scheduled_cached_reqs
+    given = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
+    given |= {name: ids for name, ids in zip(cached.req_ids, cached.new_block_ids, strict=True) if ids}
+    owner = {block_id: request_id for request_id, entries in handed_off.items() for _, block_id, _ in entries}
+    lost = {
+        block_id
+        for request_id, groups in given.items()
+        for block_ids in groups
+        for block_id in owner.keys() & block_ids
+        if owner[block_id] != request_id
+    }
     return {
         request_id: [
             StateBlock(request_id, int(group), int(num_tokens), int(block_id), is_chosen=True)
             for group, block_id, num_tokens in entries
-            if block_id
+            if block_id and block_id not in lost
         ]
         for request_id, entries in handed_off.items()
     }

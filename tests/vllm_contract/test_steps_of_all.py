@@ -19,6 +19,7 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.vllm.steps import Steps
 
 STATE_GROUP = 1
+NEVER = 1 << 62
 
 
 class Request:
@@ -224,6 +225,30 @@ def test_a_state_is_told_with_the_next_step_or_at_the_end():
     request.computed = 8
     scheduler.filled.end(scheduler.half, "r")
     assert scheduler.half.states == [("r", STATE_GROUP, 8, 77)], "the null block holds no state"
+
+
+def test_a_state_whose_block_went_to_another_request_in_the_same_step_is_not_told():
+    scheduler = Scheduler(4, 0, ahead=False)
+    for name in ("r", "other", "kept"):
+        scheduler.begin(Request(name, 8, 5))
+    offers = {"r": [(STATE_GROUP, 24, 8)], "kept": [(STATE_GROUP, 30, 8)]}
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="other", num_computed_tokens=0, block_ids=([5], [24]))],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["r", "kept"],
+            num_computed_tokens=[9, 4],
+            new_block_ids=[None, ([6], [30])],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens={"r": 1, "other": 4, "kept": 4},
+        preempted_req_ids=None,
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offers),
+    )
+    half = SimpleNamespace(due=dict.fromkeys(("r", "other", "kept"), NEVER), told=[])
+    half.launched = lambda step: half.told.extend((state[0], state[3]) for state in step.states)
+    scheduler.filled.tell(half, output)
+    scheduler.filled.tell(half, _decoding(0))
+    assert half.told == [("kept", 30)]
 
 
 def _decoding(count, with_blocks=()):
