@@ -1,6 +1,7 @@
 """What receiving KV costs a decode that runs, or sending it a prefill.
 
 Two child processes hold a worker each, as in ``bench_transfer``; one of them computes as well: ``model``
-and ``attention`` are a decoder of serving size, ``loops`` its steps. ``receiver`` orders requests at a
-rate, ``side`` is a child, ``runner`` alternates with and without, compares and reports.
+and ``attention`` are a decoder of serving size, ``loops`` its steps, ``decode`` those that a CUDA graph
+holds. ``receiver`` orders requests at a rate, ``side`` is a child, ``runner`` alternates with and without,
+compares and reports.
 """

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.node.decode import Decoder
 from benchmarks.node.model import DTYPE, BenchModel, layer_pages, store
 from benchmarks.transfer.cache import BenchCache
 from kvconnect.arithmetic import div_ceil
 from kvconnect.node.cache import NodeCache
-from kvconnect.node.decode import Decoder
 from kvconnect.node.models.base import CacheLayout, CacheSizing
 from kvconnect.node.runner import Runner
 from kvconnect.node.step import Chunk, Step
@@ -135,7 +135,7 @@ class DecodeLoop:
         captured = cache.device.type == "cuda"
         self.tokens_per_step = len(blocks)
         self._decoder = Decoder(model, cache, sizes=[len(blocks)], captured=captured)
-        self._runner = Runner(model, cache, decoder=self._decoder)
+        self._runner = Runner(model, cache)
         self._blocks = blocks
         self._block_tokens = cache.kernel_block_sizes[0]
         self._context = context

@@ -47,7 +47,6 @@ class Node:
             max_num_seqs=1,
             max_num_batched_tokens=options.batched_tokens,
             kv_transfer_config=None if disk is None else _offload(options, disk),
-            enable_graphs=False,
         )
         self.engine: Engine = build_engine(made, model=model)
         model.attach(self.engine.runner.cache)

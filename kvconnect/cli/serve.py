@@ -47,9 +47,6 @@ def serve(
         list[int] | None,
         typer.Option(help="Tokens per attention kernel block (several times for several); left out, any."),
     ] = None,
-    enable_graphs: Annotated[
-        bool | None, typer.Option(help="Replay decode steps as CUDA graphs; left out, where possible.")
-    ] = None,
     attention_backend: Annotated[str, typer.Option(help="sdpa, or flex for flex_attention.")] = "sdpa",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for torch; left out, its own choice.")
@@ -75,7 +72,6 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
         kernel_block_sizes=tuple(kernel_block_size or ()),
-        enable_graphs=enable_graphs,
         attention_backend=attention_backend,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -17,8 +17,7 @@ class NodeOptions:
     ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
     ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
     fp8_e4m3. ``kernel_block_sizes`` are the only sizes in tokens that the attention kernels may take;
-    empty: all that they can. ``enable_graphs`` None captures decode steps in CUDA graphs where the
-    device and every backend allow it; True demands it. ``attention_backend`` is sdpa or flex.
+    empty: all that they can. ``attention_backend`` is sdpa or flex.
 
     Raises:
         ConfigError: a value is out of range.
@@ -37,7 +36,6 @@ class NodeOptions:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kernel_block_sizes: tuple[int, ...] = ()
-    enable_graphs: bool | None = None
     attention_backend: str = "sdpa"
 
     def __post_init__(self) -> None:

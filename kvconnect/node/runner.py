@@ -13,7 +13,6 @@ import torch
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.cache import NodeCache
-from kvconnect.node.decode import Decoder
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.step import Step
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
@@ -23,20 +22,12 @@ class Runner:
     """Executes steps. Blocks are addressed through ``cache.tables`` alone.
 
     ``zeroer`` is None until the runner's owner built it; a step that has attention blocks to zero needs it.
-    ``decoder`` runs the steps that it takes, all others run as they are.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: NodeCache,
-        zeroer: KVBlockZeroer | None = None,
-        decoder: Decoder | None = None,
-    ) -> None:
+    def __init__(self, model: Model, cache: NodeCache, zeroer: KVBlockZeroer | None = None) -> None:
         self.model = model
         self.cache = cache
         self.zeroer = zeroer
-        self.decoder = decoder
 
     def prepare(self, step: Step) -> None:
         """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well.
@@ -61,8 +52,6 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:
         """Run the step's chunks. Returns token and draft token of each request that reached its end."""
-        if self.decoder is not None and self.decoder.takes(step):
-            return _by_request([chunk.request_id for chunk in step.chunks], self.decoder.run(step))
         segments: list[Segment] = []
         token_ids: list[int] = []
         sampled: list[int] = []
@@ -80,7 +69,7 @@ class Runner:
             segment_step(self.cache, segments),
             torch.tensor(sampled, dtype=torch.long, device=self.cache.device),
         )
-        return _by_request(names, output)
+        return by_request(names, output)
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done, so that others may read the cache."""
@@ -88,7 +77,7 @@ class Runner:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
 
-def _by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int, int | None]]:
+def by_request(names: Sequence[str], output: ModelOutput) -> dict[str, tuple[int, int | None]]:
     """Tokens and draft tokens by request. Waits for the device."""
     tokens = output.tokens.tolist()
     drafts = [None] * len(tokens) if output.draft_tokens is None else output.draft_tokens.tolist()

@@ -19,7 +19,6 @@ from kvconnect.node.cache import (
     restricted_backend,
 )
 from kvconnect.node.connector import Connector, configured_connector
-from kvconnect.node.decode import Decoder, padded_sizes
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_backend
 from kvconnect.node.http_limits import HttpLimits
@@ -30,7 +29,6 @@ from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import NodeServer
 from kvconnect.node.transfers import Transfers
-from kvconnect.runner_kit.attention_groups import GraphSupport
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 logger = logging.getLogger(__name__)
@@ -63,8 +61,7 @@ def build_engine(
         max_num_batched_tokens=options.max_num_batched_tokens,
         device=device,
     )
-    zeroer = KVBlockZeroer(cache.region_table(), device=device)
-    runner = Runner(model, cache, zeroer, _make_decoder(options, model, cache))
+    runner = Runner(model, cache, KVBlockZeroer(cache.region_table(), device=device))
     if connector is None and options.kv_transfer_config is not None:
         connector = configured_connector(options, model, cache)
     transfers = None
@@ -80,26 +77,6 @@ def build_engine(
         zeroes_new_blocks=needs_zeroing(cache.config),
     )
     return Engine(Scheduler(options, manager, transfers), runner, connector)
-
-
-def _make_decoder(options: NodeOptions, model: Model, cache: NodeCache) -> Decoder | None:
-    """Captured decode steps, or None where they are not wanted.
-
-    Raises:
-        ConfigError: they are demanded, and the device or an attention backend cannot do it.
-    """
-    support = cache.attention.graph_support
-    refusal = None
-    if cache.device.type != "cuda":
-        refusal = f"device {options.device!r} has none"
-    elif support < GraphSupport.UNIFORM_DECODE:
-        weakest = min((group.backend for group in cache.attention.groups), key=lambda b: b.graph_support)
-        refusal = f"attention backend {weakest.name} cannot be captured"
-    if options.enable_graphs and refusal is not None:
-        raise ConfigError(f"enable_graphs asks for CUDA graphs, but {refusal}")
-    if options.enable_graphs is False or refusal is not None:
-        return None
-    return Decoder(model, cache, sizes=padded_sizes(options.max_num_seqs), captured=True)
 
 
 async def _drain(engine: Engine) -> None:

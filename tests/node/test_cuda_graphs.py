@@ -5,10 +5,9 @@ import gc
 import pytest
 import torch
 
-from kvconnect.errors import ConfigError
+from benchmarks.node.decode import Decoder, DecodingRunner, padded_sizes
 from kvconnect.node.cache import needs_zeroing
-from kvconnect.node.decode import Decoder, padded_sizes
-from tests.node.node_harness import MODEL_NAMES, CopyConnector, make_client, make_prompt
+from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 from tests.node.test_zeroing import NoZeroer, poison
 
 pytestmark = [
@@ -18,6 +17,15 @@ pytestmark = [
 
 LENGTHS = (40, 7, 129, 96, 1)
 COUNTS = (50, 9, 20, 33, 3)
+
+
+def with_graphs(client: Client) -> Decoder:
+    """Have the client's decode steps replayed from CUDA graphs."""
+    runner = client.engine.runner
+    sizes = padded_sizes(client.engine.options.max_num_seqs)
+    decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=True)
+    client.engine.runner = DecodingRunner(runner, decoder)
+    return decoder
 
 
 def run_all(client) -> list[list[int]]:
@@ -40,12 +48,10 @@ def test_replayed_steps_give_the_eager_tokens(name, dtype):
         "max_model_len": 256,
         "enable_prefix_caching": False,
     }
-    eager = make_client(**options, enable_graphs=False)
-    assert eager.engine.runner.decoder is None
+    eager = make_client(**options)
     expected = run_all(eager)
     client = make_client(**options)
-    decoder = client.engine.runner.decoder
-    assert decoder is not None
+    decoder = with_graphs(client)
     assert decoder.captured_sizes == padded_sizes(5) == [1, 2, 4, 5]
     if needs_zeroing(client.engine.runner.cache.config):
         poison(client, 0x7F)
@@ -55,6 +61,7 @@ def test_replayed_steps_give_the_eager_tokens(name, dtype):
 
 def test_capturing_changes_no_byte_of_the_cache():
     client = make_client(model="hybrid", device="cuda", max_model_len=256)
+    with_graphs(client)
     for tensor in client.engine.runner.cache.tensors.values():
         assert not tensor.tensor.contiguous().view(torch.uint8).any()
 
@@ -62,10 +69,11 @@ def test_capturing_changes_no_byte_of_the_cache():
 def test_a_replayed_step_reads_new_blocks_only_after_they_were_zeroed():
     prompt = make_prompt(60)
     options = {"model": "hybrid", "kv_cache_dtype": "fp8_e4m3", "device": "cuda", "max_model_len": 256}
-    expected = make_client(**options, enable_graphs=False).complete(prompt, 20)
+    expected = make_client(**options).complete(prompt, 20)
     results = []
     for zeroed in (True, False):
         client = make_client(**options)
+        with_graphs(client)
         client.submit("r", prompt, 20)
         client.steps(2)
         poison(client, 0xFF)
@@ -77,29 +85,6 @@ def test_a_replayed_step_reads_new_blocks_only_after_they_were_zeroed():
     # Token 64 is the first in the next block; from there on every score is NaN.
     assert results[1][:4] == expected[:4]
     assert results[1][6:] == [0] * 14
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_a_connector_is_given_the_same_tensors_with_and_without_graphs(name):
-    shapes = []
-    for graphs in (True, False):
-        connector = CopyConnector()
-        client = connector.attach(model=name, device="cuda", max_model_len=256, enable_graphs=graphs)
-        assert (client.engine.runner.decoder is not None) == graphs
-        shapes.append(
-            {
-                layer: (t.axes, tuple(t.tensor.shape), t.tensor.stride(), t.tensor.dtype)
-                for layer, t in connector.tensors.items()
-            }
-        )
-    assert shapes[0] == shapes[1]
-
-
-def test_a_backend_that_cannot_be_captured_runs_eagerly_or_is_refused():
-    options = {"device": "cuda", "attention_backend": "flex", "max_model_len": 256}
-    assert make_client(**options).engine.runner.decoder is None
-    with pytest.raises(ConfigError, match="FLEX_GROUPED cannot be captured"):
-        make_client(**options, enable_graphs=True)
 
 
 def test_graphs_of_a_node_that_is_garbage_do_not_disturb_a_capture(monkeypatch):
@@ -115,10 +100,11 @@ def test_graphs_of_a_node_that_is_garbage_do_not_disturb_a_capture(monkeypatch):
     gc.set_threshold(1 << 30)
     try:
         client = make_client(device="cuda", max_model_len=256)
+        with_graphs(client)
         # A cycle, so that only the collector can free the node and its graphs.
         client.engine.runner.decoder.owner = client
         del client
         monkeypatch.setattr(Decoder, "_forward", collecting)
-        assert make_client(device="cuda", max_model_len=256).engine.runner.decoder.captured_sizes
+        assert with_graphs(make_client(device="cuda", max_model_len=256)).captured_sizes
     finally:
         gc.set_threshold(*thresholds)

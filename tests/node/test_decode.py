@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kvconnect.errors import ConfigError
+from benchmarks.node.decode import Decoder, DecodingRunner, padded_sizes
 from kvconnect.node.cache import needs_zeroing
-from kvconnect.node.decode import Decoder, padded_sizes
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 from tests.node.test_zeroing import poison
 
@@ -15,8 +14,9 @@ LENGTHS = (40, 7, 129, 96, 1)
 def with_decoder(client: Client, *sizes: int) -> Decoder:
     """Give the client's runner a decoder that captures nothing."""
     runner = client.engine.runner
-    runner.decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=False)
-    return runner.decoder
+    decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=False)
+    client.engine.runner = DecodingRunner(runner, decoder)
+    return decoder
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
@@ -96,10 +96,3 @@ def test_steps_of_other_shapes_run_as_they_are():
 )
 def test_padded_sizes(most, sizes):
     assert padded_sizes(most) == sizes
-
-
-def test_graphs_cannot_be_had_on_a_cpu():
-    with pytest.raises(ConfigError, match="enable_graphs.*'cpu' has none"):
-        make_client(enable_graphs=True)
-    assert make_client(enable_graphs=False).engine.runner.decoder is None
-    assert make_client().engine.runner.decoder is None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.node.node_harness import make_client, make_prompt
+from tests.node.test_cuda_graphs import with_graphs
 from tests.offload.node_kit import ORACLES, POOLS, disk_settings, make_keeper, wipe
 
 pytestmark = [
@@ -39,7 +40,8 @@ def test_prompts_return_to_a_gpu_from_memory_and_from_disk(model, tmp_path):
 def test_decode_graphs_and_offload_do_not_disturb_each_other():
     options = {"device": "cuda", "num_blocks": 200, "max_num_batched_tokens": 64}
     plain = make_client(device="cuda", enable_prefix_caching=False)
-    keeper = make_keeper(enable_graphs=True, **options)
+    keeper = make_keeper(**options)
+    with_graphs(keeper)
     try:
         prompts = {f"r{number}": make_prompt(60 + 20 * number, seed=number) for number in range(8)}
         for turn in range(3):

@@ -16,6 +16,7 @@ import torch
 from kvconnect.node.attention import AttentionPages, StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
+from kvconnect.node.runner import Runner, by_request
 from kvconnect.node.step import Step
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
@@ -150,3 +151,18 @@ class Decoder:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = self._forward(size)
             self._graphs[size] = (graph, output)
+
+
+class DecodingRunner(Runner):
+    """Takes a runner's place: ``decoder`` runs the steps that it takes, all others run as they are."""
+
+    def __init__(self, runner: Runner, decoder: Decoder) -> None:
+        super().__init__(runner.model, runner.cache, runner.zeroer)
+        self.decoder = decoder
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:
+        """See ``Runner``."""
+        if not self.decoder.takes(step):
+            return super().execute(step)
+        return by_request([chunk.request_id for chunk in step.chunks], self.decoder.run(step))
