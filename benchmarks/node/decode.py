@@ -16,8 +16,8 @@ import torch
 from kvconnect.node.attention import AttentionPages, StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
+from kvconnect.node.request import Step
 from kvconnect.node.runner import Runner, by_request
-from kvconnect.node.step import Step
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2

@@ -20,8 +20,8 @@ from benchmarks.transfer.cache import BenchCache
 from kvconnect.arithmetic import div_ceil
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import CacheLayout, CacheSizing
+from kvconnect.node.request import Chunk, Step
 from kvconnect.node.runner import Runner
-from kvconnect.node.step import Chunk, Step
 
 Blocks = Sequence[Sequence[int]]
 

@@ -1,8 +1,4 @@
-"""Child processes: started together, waited for until they answer, and ended in every case.
-
-Each has a process group of its own, which ends with this process, and a log file. Knows nothing of what the
-processes do.
-"""
+"""Child processes: started together, waited for until they answer, and ended in every case."""
 
 from __future__ import annotations
 
@@ -106,11 +102,7 @@ class Child:
         self.wait_until(lambda: answers(self.url + path, timeout_s=2.0), timeout_s)
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for something that it does.
-
-        Raises:
-            ChildFailed: it ended, or the time is over.
-        """
+        """Wait for something that it does. Raises ChildFailed: it ended, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not is_ready():
             if (code := self.exit_code()) is not None:

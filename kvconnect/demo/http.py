@@ -39,11 +39,7 @@ def fetch(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60
 
 
 def fetch_json(url: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> Any:
-    """The same, with the answer as what its JSON stands for.
-
-    Raises:
-        BadAnswer: no answer, an error, or no JSON.
-    """
+    """The same, with its JSON parsed. Raises BadAnswer: no answer, an error, or no JSON."""
     raw = fetch(url, body, timeout_s)
     try:
         return json.loads(raw)

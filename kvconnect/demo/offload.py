@@ -1,8 +1,4 @@
-"""The demo's other part: one node, whose prompts come back when its pool was overwritten, and it restarted.
-
-Judged from outside, over HTTP: the tokens against those of a node that keeps nothing, and how many tokens
-of a prompt the node reports as cached.
-"""
+"""The demo's other part: one node whose prompts come back when its pool was overwritten, or it restarted."""
 
 from __future__ import annotations
 

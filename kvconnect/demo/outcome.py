@@ -46,11 +46,7 @@ class Outcome(Finding):
 
 
 def tokens_of(answer: Any) -> Tokens:
-    """The generated tokens in an answer.
-
-    Raises:
-        BadAnswer: it holds none.
-    """
+    """The generated tokens in an answer. Raises BadAnswer: it holds none."""
     try:
         drafts = answer.get("draft_token_ids")
         return Tokens(list(answer["choices"][0]["token_ids"]), None if drafts is None else list(drafts))

@@ -1,8 +1,4 @@
-"""One engine with one model: start the processes, ask them, and judge the answers.
-
-Judges from outside, over HTTP: the tokens of the pair against those of a single node, what the decode
-node says it received, the block ids of both sides, and that both sides are empty again at the end.
-"""
+"""One engine with one model: start the processes, ask them, and judge the answers from outside, over HTTP."""
 
 from __future__ import annotations
 
@@ -95,11 +91,7 @@ def start_router(
 
 
 def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
-    """One completion, as the whole answer.
-
-    Raises:
-        BadAnswer: an error, or no answer.
-    """
+    """One completion, as the whole answer. Raises BadAnswer: an error, or no answer."""
     body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_TOKENS, "temperature": 0, **more}
     return fetch_json(url + "/v1/completions", body, REQUEST_TIMEOUT_S)
 

@@ -38,11 +38,7 @@ class Finding:
 
 
 def known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str]:
-    """These names, each once; none of them means all that are accepted.
-
-    Raises:
-        ConfigError: one is not accepted.
-    """
+    """These names, each once; none means all. Raises ConfigError: one is not accepted."""
     for name in names:
         if name not in accepted:
             raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(accepted)}")

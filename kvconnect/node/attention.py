@@ -1,10 +1,8 @@
 """Paged attention in torch: where a step's tokens lie in the cache, and attention over them.
 
-All cache reads and writes go through kernel block ids, taken from the block tables. Rows are written to
-the cache first and read back from it, so what a query sees was always rounded to the cache's dtype,
-however the tokens were cut into steps. Pages are read whole, as kernels do: the rows that no token was
-written to are multiplied by a weight of zero, which hides any finite value and no NaN. This file knows
-nothing of models, scheduling or transfers.
+Rows are written to the cache first and read back from it, so what a query sees was always rounded to the
+cache's dtype, however the tokens were cut into steps. Pages are read whole, as kernels do: a weight of zero
+hides any finite value of the rows that no token was written to, and no NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The blocks of all requests: a pool that all cache groups share, and which of it each request has.
 
-The pool owns reference counts, the free list and the prefix map; the manager owns the lists of block ids by
-position in the sequence. What no later token reads is freed and its place becomes the null block; a state
-group has one block per request. This file knows nothing of queues, connectors or tensors.
+What no later token reads is freed and its place becomes the null block; a state group has one a request.
 """
 
 from __future__ import annotations

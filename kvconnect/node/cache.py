@@ -1,8 +1,7 @@
 """The node's KV cache: its configuration, its memory, and each layer's view of it.
 
-Owns the storages. The order of construction is fixed: backends per group, kernel block sizes, metadata
-builders, block tables, cache tensors; everything after the kernel sizes counts in kernel blocks. This file
-knows nothing of requests, and nothing of connectors: what it makes is the same with and without one.
+Backends per group come first, then kernel block sizes, metadata builders, block tables and cache tensors;
+everything after the kernel sizes counts in kernel blocks. It is the same with and without a connector.
 """
 
 from __future__ import annotations
@@ -35,22 +34,14 @@ CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.f
 
 
 def parse_cache_dtype(name: str) -> torch.dtype:
-    """The dtype of attention caches that an operator named.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """The dtype of attention caches that an operator named. Raises ConfigError: there is none such."""
     if name not in CACHE_DTYPES:
         raise ConfigError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[name]
 
 
 def restricted_backend(backend: Backend, sizes: Sequence[int]) -> Backend:
-    """The backend taking kernel blocks of these sizes in tokens only.
-
-    Raises:
-        ConfigError: it does not take one of them.
-    """
+    """The backend taking kernel blocks of these sizes only. Raises ConfigError: it cannot take one."""
     for size in sizes:
         # Its largest own size that divides this one is this one, or it does not take it.
         if size < 1 or select_common_block_size(size, [backend]) != size:

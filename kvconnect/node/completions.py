@@ -1,7 +1,4 @@
-"""The body of a completion request, read with suspicion, and the bodies of its answers.
-
-Pure: dictionaries in, values out. It owns the HTTP error format and knows nothing of sockets or engines.
-"""
+"""The body of a completion request, read with suspicion, and the bodies of its answers."""
 
 from __future__ import annotations
 
@@ -74,11 +71,7 @@ class CompletionBody(Struct, kw_only=True):
 
 
 def parse_completion(body: object, *, model: str) -> CompletionBody:
-    """Check a decoded JSON body.
-
-    Raises:
-        BadRequest: a field has a wrong type or value, or asks for what the node does not do.
-    """
+    """Check a decoded JSON body. Raises BadRequest: a field is wrong, or asks for what is not done here."""
     try:
         parsed = msgspec.convert(body, CompletionBody)
     except msgspec.ValidationError as error:
@@ -92,11 +85,7 @@ def parse_completion(body: object, *, model: str) -> CompletionBody:
 
 
 def check_request_id(request_id: str) -> str:
-    """A client's request id.
-
-    Raises:
-        BadRequest: it is empty, too long, or has characters that do not belong in logs.
-    """
+    """A client's request id. Raises BadRequest: empty, too long, or with characters logs must not have."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
         raise BadRequest(
             f"X-Request-Id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters, "

@@ -1,7 +1,6 @@
 """The engine loop: one thread that turns requests into steps, and sleeps when there is nothing to do.
 
-Owns the thread. Everything else talks to it through ``submit`` and ``abort``, which only put something in
-an inbox and wake it; it answers through the requests' sinks and a published snapshot.
+Other threads put something into its inbox; it answers through requests' sinks and a published snapshot.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ class Engine:
         return f"{request} needs {needed} cache blocks, the node has {total}" if needed > total else None
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Its sink hears of it from the loop's thread.
-
-        Raises:
-            LocalError: the loop has ended.
-        """
+        """Queue a request, whose sink the loop's thread calls. Raises LocalError: the loop has ended."""
         with self._lock:
             if self._failed is not None or self._stopping:
                 raise LocalError(f"the engine loop has ended: {self._failed or 'the node is stopping'}")

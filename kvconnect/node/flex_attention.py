@@ -1,8 +1,7 @@
 """A whole batch attends at once with torch's flex_attention, over the pages that persistent buffers name.
 
-The batch is cut into query groups. The buffers of ``runner_kit/flex_capacity.py`` say which kernel pages each
-group may read: nothing else is gathered, and a wrong entry gives wrong tokens. Within those pages the mask
-decides by request and position. This file knows nothing of models' weights, scheduling or transfers.
+The buffers of ``runner_kit/flex_capacity.py`` say which kernel pages each query group may read: nothing else
+is gathered, and a wrong entry gives wrong tokens. Within those the mask decides by request and position.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A completion request as the node's engine sees it, and what its client gets."""
+"""A completion request as the node's engine sees it, what its client gets, and the steps that compute it."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.node.blocks import RequestBlocks
+from kvconnect.node.blocks import Grown, RequestBlocks
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,44 @@ class Request:
         """Use only the first tokens of the prompt. Before anything was computed."""
         self.num_prompt_tokens = min(num_prompt_tokens, self.num_prompt_tokens)
         self.token_ids = self.prompt_token_ids[: self.num_prompt_tokens]
+
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one request to compute. ``samples``: they reach the end, so the next token is wanted."""
+
+    request_id: str
+    row: int
+    start: int
+    token_ids: Sequence[int]
+    samples: bool
+
+
+@dataclass
+class Step:
+    """Work of one step.
+
+    Attributes:
+        zero_blocks: fresh blocks of state groups, by group: a recurrence begins at zero.
+        new_block_ids_to_zero: fresh blocks of attention groups whose old bytes could be NaN; blocks that a
+            load fills whole are not among them.
+        released_rows: block table rows that no request owns any more.
+        new_rows, grown_rows: logical block ids per group that start a row anew, or add to it.
+        deferred: a request waits for an answer of the connector, so the next step must come soon.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    zero_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
+    new_block_ids_to_zero: list[int] = field(default_factory=list)
+    released_rows: list[int] = field(default_factory=list)
+    new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
+    grown_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
+    deferred: bool = False
+
+    def add_fresh(self, grown: Grown) -> None:
+        """Add an allocation's blocks to those that are zeroed."""
+        self.zero_blocks += grown.zero_blocks
+        self.new_block_ids_to_zero += grown.new_block_ids_to_zero

@@ -1,8 +1,4 @@
-"""Runs one scheduled step on the model: fill block tables, zero, forward, sample.
-
-Owns the model, the cache and the device. It is called from the engine loop thread only and knows nothing
-of queues, HTTP or connectors.
-"""
+"""Runs one scheduled step on the model: fill block tables, zero, forward, sample."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
-from kvconnect.node.step import Step
+from kvconnect.node.request import Step
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 

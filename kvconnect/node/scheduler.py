@@ -1,9 +1,7 @@
 """Which requests run, wait or load, what each step computes, and what clients are to be sent.
 
-Owns the unanswered requests, the queues, the rows of the block tables and every change of a request's state.
 Requests are served first come first served with a token budget per step; when blocks run out, the latest
-running request is preempted and recomputed later. It touches no tensor and no socket; all calls come from one
-thread.
+running request is preempted and recomputed later. All calls come from one thread.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ from dataclasses import dataclass, replace
 from kvconnect.errors import KVConnectError, LocalError
 from kvconnect.node.blocks import BlockManager, Hit
 from kvconnect.node.options import NodeOptions
-from kvconnect.node.request import Failure, Output, Request, RequestState
-from kvconnect.node.step import Chunk, Step
+from kvconnect.node.request import Chunk, Failure, Output, Request, RequestState, Step
 from kvconnect.node.transfers import Transfers
 from kvconnect.orders import Results
 
@@ -58,11 +55,7 @@ class Scheduler:
     # --- coming and going -------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            LocalError: a request with this id is already here.
-        """
+        """Queue a request. Raises LocalError: a request with this id is already here."""
         if request.request_id in self.requests:
             raise LocalError(f"request id {request.request_id!r} is already in use")
         request.blocks = self.manager.new_request()

@@ -21,13 +21,12 @@ from kvconnect.node.cache import (
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_backend
-from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
-from kvconnect.node.server import NodeServer
+from kvconnect.node.server import HttpLimits, NodeServer
 from kvconnect.node.transfers import Transfers
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
@@ -111,10 +110,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
 
 
 def serve(options: NodeOptions, *, host: str, port: int, num_threads: int | None = None) -> None:
-    """Serve a model over HTTP until SIGTERM or SIGINT. ``port`` 0 lets the system choose.
-
-    Prints one line with the address when the node takes requests. ``num_threads`` bounds torch's CPU
-    threads.
+    """Serve a model over HTTP until SIGTERM or SIGINT; one line with the address says that it does.
 
     Raises:
         ConfigError: the options do not fit together.

@@ -1,6 +1,6 @@
 """The node's HTTP interface: completions, health, metrics and a look inside.
 
-Owns the connections and the requests' answers, on one event loop; the engine's thread queues outputs there.
+Owns connections and answers, on one event loop; the engine's thread queues outputs there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import functools
 import itertools
 import json
 import logging
+import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import prometheus_client
@@ -31,7 +33,6 @@ from kvconnect.node.completions import (
     parse_completion,
 )
 from kvconnect.node.engine import Engine
-from kvconnect.node.http_limits import HttpLimits, listen
 from kvconnect.node.request import Failure, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,43 @@ REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
 # A body has a prompt that fits the model, in JSON, and not much more: so many bytes, and more for each token.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
+_BACKLOG = 1024
+# Of the engine, peers and tiers, beside the clients' connections.
+_OTHER_FILES = 512
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
+)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Bounds of the HTTP server.
+
+    Attributes:
+        max_connections: open at once; more are answered with 503 and closed.
+        max_requests: whose bodies are read, or that the engine has not ended; more are answered with 503.
+        max_params_bytes: of a request's transfer parameters, as JSON.
+        body_timeout_s: for a client to send its whole body.
+        idle_timeout_s: after which a connection without a request is closed.
+    """
+
+    max_connections: int = 4096
+    max_requests: int = 2048
+    max_params_bytes: int = 64 << 10
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 60.0
+
+    def within_open_files(self) -> HttpLimits:
+        """As many connections as the system lets this process have; raises its soft limit of open files."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = self.max_connections + _OTHER_FILES
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return self
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return replace(self, max_connections=max(1, soft - _OTHER_FILES))
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -111,7 +148,7 @@ class NodeServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        self._listening = await listen(self._runner.server, host, port, self._limits.max_connections)
+        self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
         self._engine.start()
         return int(self._listening.sockets[0].getsockname()[1])
 
@@ -190,11 +227,7 @@ class NodeServer:
         return parse_completion(decoded, model=self._engine.options.model)
 
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
-        """A request that the engine can serve.
-
-        Raises:
-            BadRequest: it cannot, and the text says why.
-        """
+        """A request that the engine can serve. Raises BadRequest: it cannot, and the text says why."""
         prompt = body.prompt_token_ids(self._engine.vocab_size)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         refusal = self._engine.refusal(len(prompt), max_tokens)
@@ -286,3 +319,34 @@ def _failed(answer: Answer, failure: Failure) -> web.Response:
     response = _error(failure.message, failure.kind, failure.status)
     response.headers[REQUEST_ID_HEADER] = answer.request_id
     return response
+
+
+class _Full(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(_FULL)
+        transport.close()
+
+
+async def _listen(server: web.Server, host: str, port: int, max_connections: int) -> asyncio.Server:
+    """Have ``server`` accept a bounded number of connections.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    was_full = False
+
+    def accept() -> asyncio.Protocol:
+        nonlocal was_full
+        if len(server.connections) < max_connections:
+            return server()
+        if not was_full:
+            was_full = True
+            logger.warning(
+                "%d connections are open: more are refused, and this is not logged again", max_connections
+            )
+        return _Full()
+
+    return await asyncio.get_running_loop().create_server(accept, host, port, backlog=_BACKLOG)

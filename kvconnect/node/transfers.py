@@ -1,9 +1,4 @@
-"""The node's side of the connector's contract, and the blocks that transfers keep alive.
-
-``Transfers`` calls the scheduler half's hooks, remembers which ended requests a peer may still read or
-write, says which blocks become free, where prefill chunks end so that states can be kept, and what a step
-has computed. It knows nothing of queues or tensors; all calls come from the engine loop thread.
-"""
+"""The node's side of the connector's contract, and the blocks that transfers keep alive."""
 
 from __future__ import annotations
 
@@ -14,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.node.request import Request
-from kvconnect.node.step import Step
+from kvconnect.node.request import Request, Step
 from kvconnect.orders import Results
 from kvconnect.scheduler import stack
 from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock
@@ -40,7 +34,6 @@ class Transfers:
         self.loading: dict[str, Request] = {}
         self.abandoned: dict[str, Request] = {}
         self.unsent: dict[str, Request] = {}
-        self._warned = False
 
     @property
     def num_outstanding(self) -> int:
@@ -94,27 +87,19 @@ class Transfers:
     def settle(self, results: Results) -> tuple[list[Request], list[tuple[Request, str | None]]]:
         """Requests whose blocks are free now, and loads that ended: those that failed, with the reason."""
         self.hooks.update_results(results)
-        freed, ended = [], []
+        freed, ended, unknown = [], [], []
         for request_id in results.sent:
             if request_id in self.unsent:
                 freed.append(self.unsent.pop(request_id))
             else:
-                self._report_unknown("sent", request_id)
+                unknown.append(request_id)
         for request_id in results.received:
             if request_id in self.abandoned:
                 freed.append(self.abandoned.pop(request_id))
             elif request_id in self.loading:
                 ended.append((self.loading.pop(request_id), results.failed.get(request_id)))
             else:
-                self._report_unknown("received", request_id)
+                unknown.append(request_id)
+        if unknown:
+            logger.error("the connector reported requests that nothing is awaited for: %s", unknown)
         return freed, ended
-
-    def _report_unknown(self, what: str, request_id: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.error(
-                "the connector reported request %r as %s, but nothing is awaited for it; "
-                "further reports like this are not logged",
-                request_id,
-                what,
-            )

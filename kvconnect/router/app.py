@@ -1,7 +1,6 @@
-"""The HTTP server around the flow: routes, admission, error answers, health checks and draining.
+"""The HTTP server around the flow: admission, error answers, health checks and draining.
 
-Owns the process' life: what is logged per request, when the router is ready, and how it ends. Bodies,
-keys and answers are never logged.
+Bodies, keys and answers are never logged.
 """
 
 from __future__ import annotations
@@ -254,11 +253,7 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
 
 
 def run_router(app: web.Application, *, host: str, port: int) -> None:
-    """Run a router in this process until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    """Run a router until SIGTERM or SIGINT. Raises ConfigError: the address cannot be used."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
     async def main() -> None:

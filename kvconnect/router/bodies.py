@@ -1,6 +1,5 @@
 """What each node is sent of a request: bodies and headers, as pure functions of the client's.
 
-Knows the conventions of OpenAI-style serving stacks and of ``kv_transfer_params``; knows no socket.
 Nothing here logs: bodies and credentials pass through and are never written down.
 """
 
@@ -177,11 +176,7 @@ def announced_decode(transfer_id: str, channel: SideChannel) -> dict[str, Any]:
 
 
 def to_bytes(body: Mapping[str, Any]) -> bytes:
-    """A body as it goes over the wire.
-
-    Raises:
-        BadBody: it is nested more deeply than can be written.
-    """
+    """A body as it goes over the wire. Raises BadBody: it is nested more deeply than can be written."""
     try:
         return json.dumps(body, separators=(",", ":")).encode()
     except RecursionError:

@@ -23,12 +23,16 @@ from aiohttp import web
 
 from kvconnect.router import bodies
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.legs import Begun, Prefilled, end, is_as_announced, lacks_kv, until_clear
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Lease, Pool
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
 logger = logging.getLogger("kvconnect.router")
+
+
+_NO_KV = (500, 502)
+"""Statuses of a decode node that did not get the KV."""
+_NO_KV_IN_A_STREAM = b'data: {"error"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,18 @@ class Exchange:
     started: float
     headers: Headers
     body: Mapping[str, Any]
+
+
+Prefilled = Mapping[str, Any] | None | web.Response
+"""What a prefill node handed out, if that was anything, or its own refusal as the client gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A decode node's answer, as far as it is read: nothing of it has been sent to the client."""
+
+    answer: aiohttp.ClientResponse
+    first: bytes
 
 
 class Flow:
@@ -89,11 +105,7 @@ class Flow:
     async def pass_to_decode(
         self, request: web.Request, request_id: str, started: float
     ) -> web.StreamResponse:
-        """Serve a request that has no body from a decode node.
-
-        Raises:
-            UpstreamError: no node gave an answer.
-        """
+        """Serve a request without a body from a decode node. Raises UpstreamError: no node answered."""
         headers = bodies.request_headers(request.headers.items(), request_id)
         exchange = Exchange(request, request_id, started, headers, {})
         async with contextlib.AsyncExitStack() as stack:
@@ -133,11 +145,11 @@ class Flow:
                 sent = bodies.decode_body(exchange.body, bodies.announced_decode(transfer_id, channel))
                 decode = asyncio.create_task(self._begin_decode(stack, exchange, sent))
                 try:
-                    await until_clear(prefill, decode, channel)
-                    if decode.done() and (not lacks_kv(decode) or is_as_announced(prefill, channel)):
+                    await _until_clear(prefill, decode, channel)
+                    if decode.done() and (not _lacks_kv(decode) or _is_as_announced(prefill, channel)):
                         return await self._pass_on(exchange, decode.result())
                 finally:
-                    await end(decode)
+                    await _end(decode)
             # Only P's answer is left, and D's connection is closed.
             self._metrics.flows.labels("resumed").inc()
             error = prefill.exception()
@@ -149,7 +161,7 @@ class Flow:
             return await self._go_on(exchange, prefill)
         finally:
             # P's request may outlast D's first byte, and is void after D's last.
-            await end(prefill)
+            await _end(prefill)
 
     async def _go_on(self, exchange: Exchange, prefill: Awaitable[Prefilled]) -> web.StreamResponse:
         """What follows prefill: decode, or why there is none.
@@ -301,3 +313,36 @@ class Flow:
                 return response
         await response.write_eof()
         return response
+
+
+async def _until_clear(
+    prefill: asyncio.Task[Prefilled], decode: asyncio.Task[Begun], channel: SideChannel
+) -> None:
+    """Wait until one of the nodes decides what the client gets."""
+    await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+    if not prefill.done() and _lacks_kv(decode):
+        await asyncio.wait({prefill})
+    if not decode.done() and _is_as_announced(prefill, channel):
+        await asyncio.wait({decode})
+
+
+def _lacks_kv(decode: asyncio.Task[Begun]) -> bool:
+    """D answered that it has no KV; only P knows why."""
+    if decode.cancelled() or decode.exception() is not None:
+        return False
+    begun = decode.result()
+    return begun.answer.status in _NO_KV or begun.first.startswith(_NO_KV_IN_A_STREAM)
+
+
+def _is_as_announced(prefill: asyncio.Task[Prefilled], channel: SideChannel) -> bool:
+    """P answered, and holds the KV where D fetches it."""
+    if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
+        return False
+    outcome = prefill.result()
+    return not isinstance(outcome, web.Response) and bodies.side_channel(outcome) == channel
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task if it runs, and wait for it. What it raised is void."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

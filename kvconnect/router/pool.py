@@ -1,11 +1,9 @@
 """Which node of a role takes the next request, and which nodes are out of rotation.
 
-Pure: no socket, no clock, no task. Time is an argument, in seconds on any monotonic clock. The owner of a
-lease gives at most one verdict (``answered`` or ``unreachable``) and exactly one ``release``; everything else
-follows from that.
-
-A node that cannot be reached several times in a row is ejected. After ``eject_s`` it is half open: one
-probe, a health check or a request when nothing better is left, decides whether it returns.
+Time is an argument, in seconds on any monotonic clock. The owner of a lease gives at most one verdict
+(``answered`` or ``unreachable``) and exactly one ``release``. A node that cannot be reached several times in
+a row is ejected. After ``eject_s`` it is half open: one probe, a health check or a request when no other node
+is left, decides whether it returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Requests to the nodes of a role, another node being tried while none can be reached.
 
-Owns the client session and the meaning of its failures; every one becomes an ``UpstreamError`` with the
-status that the client gets. Knows nothing of prompts or transfer parameters.
+Every failure of the client session becomes an ``UpstreamError`` with the status that the client gets.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
 from kvconnect.node.blocks import RequestBlocks, extend_chain
-from kvconnect.node.request import Request
-from kvconnect.node.step import Chunk, Step
+from kvconnect.node.request import Chunk, Request, Step
 from kvconnect.node.transfers import Transfers, align_tokens
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)

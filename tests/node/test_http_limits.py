@@ -7,10 +7,9 @@ import json
 import aiohttp
 import pytest
 
-from kvconnect.node.http_limits import HttpLimits
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output
-from kvconnect.node.server import NodeServer
+from kvconnect.node.server import HttpLimits, NodeServer
 
 BODY_TOKENS = 100
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"

@@ -9,8 +9,8 @@ from kvconnect.node.attention import AttentionPages, StatePages
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
+from kvconnect.node.request import Chunk, Step
 from kvconnect.node.runner import Runner
-from kvconnect.node.step import Chunk, Step
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 
 

@@ -162,11 +162,7 @@ def _padded(layer: CachedLayer, block_size: int, page_bytes: int, max_model_len:
 
 
 def build_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> Model:
-    """A model with weights drawn from its name and ``seed``.
-
-    Raises:
-        ConfigError: there is no such model; the text lists those there are.
-    """
+    """A model with weights drawn from its name and ``seed``. Raises ConfigError: there is no such model."""
     if name not in RECIPES:
         raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(sorted(RECIPES))}")
     dims = Dims()

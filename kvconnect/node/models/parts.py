@@ -1,7 +1,7 @@
 """The arithmetic that every model of the node is made of: weights, norms, rotary positions, MLP.
 
 Everything is computed in float64, so that batching, chunking and the order of additions move results
-by about 1e-15 and never by a token. This file knows nothing of caches, blocks or requests.
+by about 1e-15 and never by a token.
 """
 
 from __future__ import annotations
