@@ -81,7 +81,7 @@ class WorkerConnector:
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
         }
-        # Before anything is opened: what is wrong with the keys is said first.
+        # Before anything is opened: errors in the keys come first.
         keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
         self._engine = engine or create_engine(
             extra.engine,
@@ -145,7 +145,7 @@ class WorkerConnector:
         """Describe the caches, register them with the engine in one call, and begin to serve peers.
 
         ``heads`` says which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
-        quantised values are to be multiplied with: of K and of V, 1 where nothing is said. ``reserved_bytes``
+        quantised values are to be multiplied with: of K and of V, 1 by default. ``reserved_bytes``
         of the device's free memory are not for slots: the serving stack is still to take them.
 
         Raises:
@@ -220,7 +220,7 @@ class WorkerConnector:
         """Counts of what is held and under way, for people and tests. All zero when idle."""
         if self._transfers is None:
             return {"engine": self.engine_name}
-        prefill, decode = self._transfers.prefill, self._transfers.decode
+        prefill, decode, local = self._transfers.prefill, self._transfers.decode, self._transfers.local
         return {
             "engine": self.engine_name,
             "leases": len(prefill.leases),
@@ -230,7 +230,7 @@ class WorkerConnector:
             "sendings": len(prefill.sender.sendings),
             "loads": len(decode.loads),
             "awaited": len(decode.renewals.awaited),
-            "slots": prefill.sender.slots_taken + decode.bay.taken,
+            "slots": local.send.taken + local.landing.taken,
             "peers": len(decode.peers),
             "inbound_peers": len(prefill.inbound_peers),
         }

@@ -146,9 +146,9 @@ class FetchService:
             sending.due_reported = 0 if streamed or pending.has_waited else None
         self.sender.begin(sending)
         if isinstance(outbox, PageOutbox) or sending.due_reported is not None:
-            self._inbound_peers.tell(key, Accepted(fetch.transfer_id, sending.epoch))
+            self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))
         if isinstance(outbox, PageOutbox) and fetch.chunks:
-            self._inbound_peers.tell(key, Declined(fetch.transfer_id))
+            self._inbound_peers.send(key[0], Declined(fetch.transfer_id))
         elif sending.due_reported is not None:
             self._request_credit(sending, spared)
 
@@ -161,7 +161,7 @@ class FetchService:
         self.sender.cancel(key, reason)
 
     def cancelled(self, key: TransferKey, now: float) -> None:
-        """A peer wants a fetch to end. It hears so even if the fetch itself never arrived."""
+        """A peer wants a fetch to end. It is answered even if the fetch itself never arrived."""
         sending = self.sender.sendings.get(key)
         known = sending is not None or self.pending.find(key) is not None
         if sending is not None and not sending.error:
@@ -185,7 +185,7 @@ class FetchService:
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
         elif self.pending.find(key) is not None:
-            self._inbound_peers.tell(key, CreditRequest(key[1], 0, _generations(granted.grants)))
+            self._inbound_peers.send(key[0], CreditRequest(key[1], 0, _generations(granted.grants)))
 
     def _is_ready(self, early: PendingFetch) -> bool:
         is_calibrating = (early.link, _CALIBRATION) in self.sender.sendings
@@ -212,7 +212,7 @@ class FetchService:
             raise PeerError(refusal)
         if fetch.chunks and not pending.has_waited:
             request = CreditRequest(fetch.transfer_id, 0, _generations(fetch.grants))
-            self._inbound_peers.tell(pending.key, request)
+            self._inbound_peers.send(pending.link, request)
 
     def _claim(self, source: Lease, fetch: Fetch, consumer: Consumer, key: TransferKey) -> None:
         """A fetch asks for all of what is held, or will be, and no rank has a right to it twice.
@@ -263,11 +263,11 @@ class FetchService:
         due = sending.outbox.due if isinstance(sending.outbox, SlotOutbox) else 0
         if spared or due != sending.due_reported:
             sending.due_reported = due
-            self._inbound_peers.tell(sending.key, CreditRequest(sending.key[1], due, _generations(spared)))
+            self._inbound_peers.send(sending.key[0], CreditRequest(sending.key[1], due, _generations(spared)))
 
     def _arrived(self, sending: Sending, parcel: Parcel) -> None:
-        self._inbound_peers.tell(
-            sending.key,
+        self._inbound_peers.send(
+            sending.key[0],
             Landed(
                 sending.key[1],
                 parcel.chunk,
@@ -294,8 +294,8 @@ class FetchService:
             return
         lease.sending.discard(sending.key)
         count_sent(self._metrics, sending)
-        self._inbound_peers.tell(
-            sending.key,
+        self._inbound_peers.send(
+            sending.key[0],
             Written(
                 transfer_id=sending.key[1],
                 ok=not sending.error,
@@ -326,7 +326,7 @@ class FetchService:
         self._answer_failure(pending.key, reason)
 
     def _answer_failure(self, key: TransferKey, reason: str) -> None:
-        self._inbound_peers.tell(key, Written(key[1], False, True, 0, 0, 0.0, reason))
+        self._inbound_peers.send(key[0], Written(key[1], False, True, 0, 0, 0.0, reason))
 
 
 def _generations(grants: Sequence[Grant]) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Side
 from kvconnect.peer.session import Session, State
-from kvconnect.worker.leases import TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.way import Way, make_way, owner_name
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 class InboundPeer:
     """One connection that D opened to us, from ``host`` if the channel knows.
 
-    ``has_misspoken``: something that it said was of no use.
+    ``has_misspoken``: one of its messages could not be used.
     """
 
     session: Session
@@ -40,7 +39,7 @@ class InboundPeer:
 
 
 class InboundPeers:
-    """All connections to us, the most recently heard last.
+    """All connections to us, the last the one that sent most recently.
 
     Args:
         give_up: ends what is being sent to a peer of the engine, before that is disconnected.
@@ -71,7 +70,7 @@ class InboundPeers:
         """The peer of a connection that has introduced itself."""
         return self._peers.get(link)
 
-    def hear(self, link: str, host: str) -> InboundPeer:
+    def find(self, link: str, host: str) -> InboundPeer:
         """The peer of a link. One that has not introduced itself is not kept, and displaces no other."""
         inbound = self._peers.get(link)
         if inbound is None:
@@ -84,7 +83,7 @@ class InboundPeers:
         """A peer has introduced itself, perhaps anew, and with another engine card than before.
 
         ``links_in_use`` are those that must stay. Of the others, the one that has been silent longest makes
-        room; if it is still there, it is told to greet again.
+        room; if it is still there, its session has it greet again.
         """
         inbound.way = None
         if link not in self._peers and len(self._peers) >= self._config.max_peers:
@@ -92,15 +91,15 @@ class InboundPeers:
             self.forget(idle)
         self._peers[link] = inbound
 
-    def tell(self, key: TransferKey, message: Message) -> None:
-        """Send a message about a fetch to the peer that asked for it, if its link is there."""
-        inbound = self._peers.get(key[0])
+    def send(self, link: str, message: Message) -> None:
+        """Send a message over a connection, if it is there."""
+        inbound = self._peers.get(link)
         if inbound is not None and inbound.session.state is State.READY:
             inbound.session.send(message)
-            self.flush(key[0], inbound)
+            self.flush(link, inbound)
 
     def flush(self, link: str, inbound: InboundPeer) -> None:
-        """Send what a session has to say."""
+        """Send the frames of a session."""
         for frame in inbound.session.outgoing():
             if not self._channel.send(link, frame):
                 self._metrics.failures.labels("side_channel_send").inc()

@@ -82,9 +82,8 @@ class Lease:
 
     def add(self, order: Progress, is_computed: Callable[[], bool]) -> bool:
         """Take what is new. False: it does not follow from what is known, and nothing was taken."""
-        for new in order.groups:
-            if new.first_block != len(self.blocks.get(new.group, ())):
-                return False
+        if any(new.first_block != len(self.blocks.get(new.group, ())) for new in order.groups):
+            return False
         for new in order.groups:
             self.blocks.setdefault(new.group, []).extend(new.block_ids)
         self.marks.append((is_computed, order.computed_tokens))

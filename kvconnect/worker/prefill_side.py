@@ -114,7 +114,7 @@ class PrefillSide:
             lease.released |= early.ranks
         for link in sorted(self.pending.watchers(order.handle)):
             lease.renewers.add(link)
-            self.inbound_peers.tell((link, -1), Renewed(epochs=((order.handle, lease.epoch),)))
+            self.inbound_peers.send(link, Renewed(epochs=((order.handle, lease.epoch),)))
         self.book.end_if_due(lease, now)
 
     def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
@@ -147,7 +147,7 @@ class PrefillSide:
 
     def receive(self, link: str, data: bytes, now: float, host: str = "") -> None:
         """Take a frame of a peer, whose connection comes from ``host``."""
-        inbound = self.inbound_peers.hear(link, host)
+        inbound = self.inbound_peers.find(link, host)
         for event in inbound.session.receive(data, now):
             self._handle(link, inbound, event, now)
         self.inbound_peers.flush(link, inbound)
@@ -239,15 +239,15 @@ class PrefillSide:
         if lease.hold is not None:
             self._reports.sent(lease.hold.request_id)
         if not lease.satisfied:
-            self._tell_over(lease.handle, text, lease.renewers)
+            self._report_over(lease.handle, text, lease.renewers)
 
     def _void(self, handle: str, reason: str) -> None:
         """Nothing is held under a handle, nor will be: what is being sent of its prefill is of no use."""
         self.pending.end(handle, reason)
         self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
-        self._tell_over(handle, reason, self.pending.watchers(handle))
+        self._report_over(handle, reason, self.pending.watchers(handle))
 
-    def _tell_over(self, handle: str, reason: str, links: set[str]) -> None:
+    def _report_over(self, handle: str, reason: str, links: set[str]) -> None:
         # In an order of their own, so that two runs of one simulated seed are one.
         for link in sorted(links):
-            self.inbound_peers.tell((link, -1), Renewed(over=((handle, reason),)))
+            self.inbound_peers.send(link, Renewed(over=((handle, reason),)))

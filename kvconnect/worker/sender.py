@@ -104,11 +104,6 @@ class Sender:
         self._lost: list[tuple[float, Slot]] = []
 
     @property
-    def slots_taken(self) -> int:
-        """Send slots in use or in quarantine."""
-        return self._pool.taken
-
-    @property
     def busy(self) -> bool:
         """Something is under way whose end wakes no thread."""
         return any(

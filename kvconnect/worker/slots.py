@@ -28,7 +28,7 @@ class SlotEvent(enum.Enum):
     """What can happen to a slot."""
 
     LEND = "it is granted to a peer"
-    LANDED = "the peer says that it wrote it"
+    LANDED = "the peer reports that it wrote it"
     PACK = "our kernel begins to fill it"
     SUBMIT = "the engine is given it"
     RETURN = "it is quiescent"
@@ -49,7 +49,7 @@ SLOT_TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
 
 @dataclass(eq=False)
 class Slot:
-    """One slot. ``generation`` is another for every use; ``holder`` is who it is taken for, if told."""
+    """One slot. ``generation`` is another for every use; ``holder`` is the peer that it is taken for."""
 
     address: int
     length_bytes: int

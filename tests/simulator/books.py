@@ -61,7 +61,7 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("waiting fetches", len(prefill.pending)),
             ("streaming prefills", len(prefill.book.streaming)),
             ("sendings", len(prefill.sender.sendings)),
-            ("send slots", prefill.sender.slots_taken),
+            ("send slots", worker.send.taken),
             ("loads", len(decode.loads)),
             ("awaited handles", len(decode.renewals.awaited)),
             ("landing slots", decode.bay.taken),
