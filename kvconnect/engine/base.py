@@ -58,7 +58,6 @@ class Capabilities:
         max_batches_per_peer: most batches that may be in flight to one peer.
         target_must_poll: the target of a transfer must call ``poll`` often for it to advance
             (UCX over TCP or shared memory without a progress thread).
-        device_memory: spans on a GPU can be registered.
         can_renew: ``renew_registration`` keeps every byte out that a peer sends under an earlier card.
     """
 
@@ -67,7 +66,6 @@ class Capabilities:
     max_bytes: int
     max_batches_per_peer: int
     target_must_poll: bool
-    device_memory: bool
     can_renew: bool = False
 
 
@@ -118,9 +116,7 @@ class Engine(Protocol):
         ...
 
     def register(self, spans: Sequence[Span]) -> None:
-        """Make memory reachable for transfers, in one batch call to the library.
-
-        All or nothing: on failure none of ``spans`` stays registered.
+        """Make memory reachable for transfers, all or nothing, in one batch call to the library.
 
         Raises:
             EngineError: a span is empty, overlaps a registered one, or the library refuses it.
@@ -151,9 +147,7 @@ class Engine(Protocol):
         ...
 
     def connect(self, peer: str, card: bytes) -> None:
-        """Introduce a peer under a name of the caller's choice. Does not wait for the network.
-
-        Connecting a known name again replaces what was known (the peer restarted).
+        """Introduce a peer under a name, in place of one of that name. Does not wait for the network.
 
         Raises:
             EngineError: the card is not one of this engine's kind.

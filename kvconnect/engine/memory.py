@@ -83,7 +83,6 @@ class MemoryEngine(Adapter):
             max_bytes=max_bytes,
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
-            device_memory=False,
             can_renew=True,
         )
         super().__init__(capabilities, clock)
@@ -107,7 +106,6 @@ class MemoryEngine(Adapter):
             self._spans.add(spans)
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take spans back; no peer touches them once this returns. Raises ``EngineError``."""
         with self._lock:
             self._spans.remove(spans)
 

@@ -30,7 +30,7 @@ import torch
 from kvconnect.engine.adapter import Adapter, decode_card, source_problem
 from kvconnect.engine.base import Batch, Capabilities, Completion, Span
 from kvconnect.engine.mooncake_lanes import Job, LanePool, Outcome, Sender
-from kvconnect.engine.mooncake_library import NVLINK, Library, built_for_cuda, load_library
+from kvconnect.engine.mooncake_library import NVLINK, Library, load_library
 from kvconnect.errors import EngineError
 
 log = logging.getLogger("kvconnect.engine.mooncake")
@@ -109,7 +109,6 @@ class MooncakeEngine(Adapter):
                 # One for each thread waits here, not in the library, to spare the gap between two polls.
                 max_batches_per_peer=2 * self._senders_per_peer,
                 target_must_poll=False,
-                device_memory=built_for_cuda(),
                 # Tried over TCP with a peer that was stopped in the middle of a write.
                 can_renew=is_tcp,
             )

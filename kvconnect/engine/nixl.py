@@ -93,7 +93,7 @@ class NixlEngine(Adapter):
             options = {"ucx_error_handling_mode": "peer", **ucx_options(host, device_name, options)}
         elif device_name:
             raise ConfigError(f"device_name is {device_name!r}: NIXL's backend {backend} takes none here")
-        self._agent, device_memory = start_agent(backend, options)
+        self._agent = start_agent(backend, options)
         super().__init__(
             Capabilities(
                 name="nixl",
@@ -101,7 +101,6 @@ class NixlEngine(Adapter):
                 max_bytes=max_bytes,
                 max_batches_per_peer=_MAX_BATCHES_PER_PEER,
                 target_must_poll=True,
-                device_memory=device_memory,
             )
         )
         self._settle_s = settle_s

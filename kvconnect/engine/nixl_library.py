@@ -45,8 +45,8 @@ def load_library() -> Any:
         raise EngineError(f"NIXL is not usable ({error}); pip install kvconnect[nixl]") from error
 
 
-def start_agent(backend: str, options: dict[str, str]) -> tuple[Any, bool]:
-    """An agent with one backend, and whether that takes GPU memory. Raises ``EngineError``."""
+def start_agent(backend: str, options: dict[str, str]) -> Any:
+    """An agent with one backend. Raises ``EngineError``."""
     library = load_library()
     try:
         config = library.nixl_agent_config(
@@ -57,7 +57,7 @@ def start_agent(backend: str, options: dict[str, str]) -> tuple[Any, bool]:
         )
         agent = library.nixl_agent(f"kvconnect-{uuid.uuid4().hex}", config)
         agent.create_backend(backend, options)
-        return agent, any("VRAM" in kind for kind in agent.get_backend_mem_types(backend))
+        return agent
     except Exception as error:
         raise EngineError(f"NIXL cannot start its backend {backend!r}: {error!r}") from error
 

@@ -100,10 +100,11 @@ class NodeKeys:
 
     def __init__(self, folder: Path, field: str) -> None:
         self.folder = folder
-        self.server = self.client = read_node_key(folder, field)
-        path = folder / CLUSTER_KEY
+        where = f"{field}: {NODE_KEY}"
+        self.server = self.client = key_pair(key_bytes(read_secret(folder / NODE_KEY, where), where))
         where = f"{field}: {CLUSTER_KEY}"
-        self.handle_secret = derive(checked_secret(read_secret(path, where), where), "handles")
+        secret = checked_secret(read_secret(folder / CLUSTER_KEY, where), where)
+        self.handle_secret = derive(secret, "handles")
         self._seen = self._state()
         self._take(read_peers(folder))
 
@@ -185,16 +186,6 @@ def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | No
         )
     secret, path = user_key(environ)
     return SharedKeys(secret, str(path))
-
-
-def read_node_key(folder: Path, field: str) -> KeyPair:
-    """A node's own key pair.
-
-    Raises:
-        ConfigError: there is none, or others can read it.
-    """
-    where = f"{field}: {NODE_KEY}"
-    return key_pair(key_bytes(read_secret(folder / NODE_KEY, where), where))
 
 
 def read_peers(folder: Path) -> dict[str, PeerFile]:

@@ -45,7 +45,6 @@ PROTOCOL_VERSION = 5
 OTHER_WEIGHTS = "peer has other weights"
 """What every refusal for that reason says, as while servers are updated one by one."""
 
-
 OTHER_PROMPT = "the transfer was announced with another prompt"
 """Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
 
@@ -53,9 +52,8 @@ OTHER_PROMPT = "the transfer was announced with another prompt"
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal for one side's KV to mean the same on the other.
 
-    ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` is its
-    name of those that it runs with now; a peer that replaces them introduces itself anew. ``held_back`` are
-    the last tokens of a prompt that P leaves to D.
+    ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` names
+    those that it runs with now. ``held_back`` are the last tokens of a prompt that P leaves to D.
     """
 
     model: str

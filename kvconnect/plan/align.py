@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region, RegionTable, are_scales
 from kvconnect.cache.retention import parse
+from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError
 
 
@@ -187,12 +188,20 @@ def _region_refusal(source: Region, target: Region) -> str | None:
     ):
         if ours != theirs:
             return f"layer {target.layer!r}: {what} differ, source {ours}, target {theirs}"
-    if (source.heads is None) != (target.heads is None):
-        return f"layer {target.layer!r}: only one side's pages can be divided by head"
-    if source.heads is None and source.axes.heads != target.axes.heads:
+    heads = heads_refusal(source.heads, target.heads, source.axes.heads, target.axes.heads)
+    return heads and f"layer {target.layer!r}: {heads}"
+
+
+def heads_refusal(
+    source: HeadInterval | None, target: HeadInterval | None, source_count: int, target_count: int
+) -> str | None:
+    """Why pages cannot be matched head by head, or as a whole where neither is divided; None if they can."""
+    if (source is None) != (target is None):
+        return "only one side's pages can be divided by head"
+    if source is None and source_count != target_count:
         return (
-            f"layer {target.layer!r}: pages cannot be divided by head, and hold {source.axes.heads} heads on "
-            f"the source, {target.axes.heads} on the target"
+            f"pages cannot be divided by head, and hold {source_count} heads on the source, "
+            f"{target_count} on the target"
         )
     return None
 

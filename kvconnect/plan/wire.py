@@ -20,7 +20,7 @@ import msgspec
 from kvconnect.cache.region_table import Region, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.errors import LayoutError, LocalError
-from kvconnect.plan.align import TableCard, group_refusal
+from kvconnect.plan.align import TableCard, group_refusal, heads_refusal
 from kvconnect.plan.conversion import ITEM_BYTES, Conversion, is_convertible, make_conversion
 
 ORDERS = ("pages", "rows")
@@ -210,18 +210,10 @@ def _row_stream(layer: str, source: _LayerRows, target: _LayerRows, converted: b
 def _row_refusal(source: _LayerRows, target: _LayerRows) -> str | None:
     if source.is_state != target.is_state:
         return "one side keeps state, the other keeps tokens"
-    if (source.heads is None) != (target.heads is None):
-        return "only one side's pages can be divided by head"
-    if source.heads is None and source.undivided_heads != target.undivided_heads:
-        return (
-            f"pages cannot be divided by head, and hold {source.undivided_heads} heads on the source, "
-            f"{target.undivided_heads} on the target"
-        )
-    if (
-        source.heads is not None
-        and target.heads is not None
-        and not len(source.heads.intersect(target.heads))
-    ):
+    refusal = heads_refusal(source.heads, target.heads, source.undivided_heads, target.undivided_heads)
+    if refusal:
+        return refusal
+    if source.heads is not None and target.heads is not None and not source.heads.intersect(target.heads):
         return "the source has none of the heads that the target keeps"
     if source.row_tokens is None or source.row_tokens != target.row_tokens:
         return f"stored rows differ, source {source.stored}, target {target.stored}"
