@@ -18,7 +18,7 @@ from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
 from kvconnect.reading import read_fields, read_struct, refuse_unknown
 
-CONNECTOR = "KVConnect"
+CONNECTOR: Literal["KVConnect"] = "KVConnect"
 _OFFLOAD = "kv_connector_extra_config.offload"
 _LEAST_DISK_BYTES = 1 << 20
 _LEAST_QUARANTINE_S = 15.0
@@ -199,7 +199,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """``kv_transfer_config`` as vLLM spells it."""
 
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
-    kv_connector: str = CONNECTOR
+    kv_connector: Literal["KVConnect"] = CONNECTOR
     kv_connector_module_path: str | None = None
     engine_id: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
     kv_buffer_device: Literal["cpu", "cuda"] | None = None
@@ -305,10 +305,6 @@ def _check_combination(config: TransferConfig) -> None:
         raise ConfigError(
             f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least half of peer_timeout_s, "
             f"which is {extra.peer_timeout_s}: as long as a first greeting may take"
-        )
-    if config.kv_connector != CONNECTOR:
-        raise ConfigError(
-            f"kv_transfer_config.kv_connector is {config.kv_connector!r}; accepted: {CONNECTOR}"
         )
     if not config.engine_id:
         raise ConfigError("kv_transfer_config.engine_id is empty; leave it out for a random one")

@@ -55,7 +55,7 @@ def test_the_value_is_frozen():
         ({"kv_role": "prefill"}, r"kv_role is 'prefill': accepted: kv_both, kv_consumer, kv_producer"),
         ({"kv_role": None}, r"kv_role"),
         ({"kv_load_failure_policy": "retry"}, r"'retry': accepted: fail, recompute"),
-        ({"kv_connector": "NixlConnector"}, r"'NixlConnector'; accepted: KVConnect"),
+        ({"kv_connector": "NixlConnector"}, r"'NixlConnector': accepted: KVConnect"),
         ({"engine_id": 7}, r"engine_id is 7: Expected `str`"),
         ({"engine_id": ""}, r"engine_id is empty"),
         ({"kv_connector_extra_config": [1]}, r"kv_connector_extra_config is \[1\], it must be an object"),

@@ -110,10 +110,8 @@ class Completion:
 class Engine(Protocol):
     """The verbs of a transfer engine. One owner thread calls all of them; none blocks for long."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """The bounds of this engine. Constant."""
-        ...
+    capabilities: Capabilities
+    """The bounds of this engine. Constant."""
 
     def register(self, spans: Sequence[Span]) -> None:
         """Make memory reachable for transfers, all or nothing, in one batch call to the library.

@@ -42,7 +42,8 @@ def ucx_options(
     if "engine_config" in options or (environ.get(_DEVICES) and not device_name):
         return dict(options)
     device = device_name
-    if not device and (is_loopback(host) or not _has_rdma_card()):
+    has_rdma_card = _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())
+    if not device and (is_loopback(host) or not has_rdma_card):
         device = interface_of(host)
     if not device:
         log.warning(
@@ -86,7 +87,3 @@ def _ipv6_interfaces() -> list[tuple[str, Any]]:
         return []
     rows = [line.split() for line in lines]
     return [(row[-1], ipaddress.ip_address(bytes.fromhex(row[0]))) for row in rows if len(row) == 6]
-
-
-def _has_rdma_card() -> bool:
-    return _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())

@@ -194,7 +194,7 @@ class MooncakeEngine(Adapter):
 
     def _forget(self, peer: _Peer) -> None:
         for sender in peer.senders:
-            sender.close()
+            sender.put(None)
 
     # ---- batches
 
@@ -211,7 +211,7 @@ class MooncakeEngine(Adapter):
         )
         self._flights[batch.batch_id] = job
         problem = source_problem(batch, self._spans)
-        peer.stuck = [sender for sender in peer.stuck if sender.alive]
+        peer.stuck = [sender for sender in peer.stuck if sender.is_alive()]
         if not problem and len(peer.stuck) >= _MAX_STUCK_SENDERS and not peer.senders:
             problem = f"Mooncake still hangs in {len(peer.stuck)} earlier transfers to {peer.session}"
         if problem or not batch.total_bytes:
@@ -226,7 +226,7 @@ class MooncakeEngine(Adapter):
             len(peer.senders) < self._senders_per_peer and len(batch.length) <= _FEW_COPIES
         ):
             peer.senders.append(Sender(self._lane_key(batch.peer), self._pool, self._results))
-            self._senders = [sender for sender in self._senders if sender.alive]
+            self._senders = [sender for sender in self._senders if sender.is_alive()]
             self._senders.append(peer.senders[-1])
         if len(batch.length) > _FEW_COPIES:
             return peer.senders[0]
@@ -254,7 +254,9 @@ class MooncakeEngine(Adapter):
             time.sleep(0.005)
         for job in list(self._flights.values()):
             self._answer(job, job.error or "the engine was closed", quiet=False)
-        stuck = [sender for sender in self._senders if not sender.join(until - time.monotonic())]
+        for sender in self._senders:
+            sender.join(max(until - time.monotonic(), 0.0))
+        stuck = [sender for sender in self._senders if sender.is_alive()]
         if stuck:
             log.warning("Mooncake is still in %d transfers at close", len(stuck))
         self._pool.close()
@@ -290,7 +292,7 @@ class MooncakeEngine(Adapter):
         peer, sender = self._peers.get(job.batch.peer), job.sender
         if peer is None or sender is None or sender not in peer.senders:
             return
-        sender.close()
+        sender.put(None)
         peer.stuck.append(sender)
         peer.senders.remove(sender)
         self._pool.retire(self._lane_key(job.batch.peer))

@@ -189,35 +189,23 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
     return Reaction.SILENT
 
 
-class Sender:
+class Sender(threading.Thread):
     """One thread that runs the jobs of one peer, one at a time."""
 
     def __init__(self, key: str, pool: LanePool, results: queue.SimpleQueue[Outcome]) -> None:
+        super().__init__(name="kvconnect-mooncake", daemon=True)
         self._key = key
         self._pool = pool
         self._results = results
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="kvconnect-mooncake", daemon=True)
-        self._thread.start()
+        self.start()
         _senders.add(self)
-        # An outcome follows for every job that was not dropped.
-        self.put = self._jobs.put
 
-    def close(self) -> None:
-        """Let the thread end after its jobs."""
-        self._jobs.put(None)
+    def put(self, job: Job | None) -> None:
+        """Queue a job; an outcome follows for every one that was not dropped. None ends the thread."""
+        self._jobs.put(job)
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread; whether it has ended."""
-        self._thread.join(timeout=max(timeout_s, 0.0))
-        return not self.alive
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    def _work(self) -> None:
+    def run(self) -> None:
         while (job := self._jobs.get()) is not None:
             if job.dropped:
                 continue
@@ -281,9 +269,9 @@ def _leave_the_library() -> None:
     until = time.monotonic() + float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")) + 1.0
     senders = list(_senders)
     for sender in senders:
-        sender.close()
+        sender.put(None)
     for sender in senders:
-        sender.join(until - time.monotonic())
+        sender.join(max(until - time.monotonic(), 0.0))
 
 
 def _transfer(engine: Any, job: Job) -> int:

@@ -83,11 +83,8 @@ class ZapAuthenticator:
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.connect(name)
-
-    @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        """What becomes readable when ``serve`` has something to do."""
-        return (self._monitor,) if self._questions is None else (self._monitor, self._questions)
+        # What becomes readable when ``serve`` has something to do.
+        self.sockets = (self._monitor,) if self._questions is None else (self._monitor, self._questions)
 
     def serve(self) -> None:
         """Answer what was asked, and look at who came and went. Never waits, raises nothing."""

@@ -114,8 +114,8 @@ class ZmqChannel:
             raise ConfigError(
                 f"kv_connector_extra_config.host and port: cannot listen on {extra.host}:{port}: {error}"
             ) from error
-        self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._authenticator.port = self._port
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._authenticator.port = self.port
         self._links: dict[str, _Link] = {}
         self._stillborn: dict[str, str] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -127,10 +127,6 @@ class ZmqChannel:
         self._received_at = time.monotonic()
         self._closed = False
         self._wake_lock = threading.Lock()
-
-    @property
-    def port(self) -> int:
-        return self._port
 
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a monitored connection under ``link``, in place of one of that name.

@@ -66,7 +66,9 @@ def pair_blocks(
             f"wanted, but the source holds no block for them"
         )
     take = asked & present
-    return _sorted(source_ids[take], wanted[take])
+    source_ids, wanted = source_ids[take], wanted[take]
+    order = np.argsort(source_ids, kind="stable")
+    return BlockPairs(source_ids[order], wanted[order])
 
 
 def first_needed(positions: BlockIds, geometry: GroupGeometry, num_tokens: int) -> int | None:
@@ -104,8 +106,3 @@ def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int,
         # The null block's kernel blocks are 0..r-1; all of them stand for nothing.
         kernel = np.where(np.repeat(logical == NULL_BLOCK, ratio), NULL_BLOCK, kernel)
     return blocks.first_block * ratio, kernel
-
-
-def _sorted(source: BlockIds, target: BlockIds) -> BlockPairs:
-    order = np.argsort(source, kind="stable")
-    return BlockPairs(source[order], target[order])

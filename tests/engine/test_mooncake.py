@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import subprocess
@@ -24,7 +23,6 @@ from kvconnect.errors import EngineError
 from kvconnect.testing.engine_peer import PeerProcess
 from kvconnect.testing.engine_suite import Driver, EngineSuite
 
-_Thread = threading.Thread
 _PROBLEM = available_engines()["mooncake"]
 pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
 
@@ -47,21 +45,15 @@ def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeyp
     """As over NVLink, where a call returns only when its copies are done."""
     from kvconnect.engine import mooncake_lanes
 
-    used: list[tuple[int, str]] = []
+    used: list[tuple[int, int]] = []
     run = mooncake_lanes.Sender._run
 
     def noted(self, job):
-        used.append((len(job.batch.length), threading.current_thread().name))
+        used.append((len(job.batch.length), threading.get_ident()))
         time.sleep(0.05)
         return run(self, job)
 
     monkeypatch.setattr(mooncake_lanes.Sender, "_run", noted)
-    numbers = itertools.count()
-    monkeypatch.setattr(
-        mooncake_lanes.threading,
-        "Thread",
-        lambda **given: _Thread(**{**given, "name": f"sender {next(numbers)}"}),
-    )
     peer, engine = PeerProcess(make_engine), make_engine()
     engine._senders_per_peer = 2
     driver = Driver(engine, 1 << 20)
@@ -76,7 +68,7 @@ def test_small_batches_take_turns_with_two_threads_and_large_ones_do_not(monkeyp
         ]
         assert all(driver.wait(number).ok for number in ids)
         assert [count for count, _ in used] == [copies] * 2
-        assert len({name for _, name in used}) == threads
+        assert len({thread for _, thread in used}) == threads
     assert np.array_equal(peer.content("buffer")[: 200 * 64], driver.buffer[: 200 * 64])
     peer.close()
     engine.close()
