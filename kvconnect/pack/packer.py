@@ -20,7 +20,8 @@ from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChu
 from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
-from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held, page_ids
+from kvconnect.plan.blocks import page_ids
+from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 

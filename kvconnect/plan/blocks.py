@@ -48,25 +48,17 @@ def pair_blocks(
     if target_geometry.is_state:
         return _pair_state(source, target)
     wanted_first, wanted = kernel_positions(target, target_geometry)
-    held_first, held = kernel_positions(source, source_geometry)
     block_tokens = target_geometry.block_tokens
     wanted = wanted[: max(0, div_ceil(num_tokens, block_tokens) - wanted_first)]
-    position = np.arange(wanted_first, wanted_first + len(wanted))
-    index = position - held_first
-    inside = (index >= 0) & (index < len(held))
-    source_ids = (
-        np.where(inside, held[np.clip(index, 0, max(len(held) - 1, 0))], 0) if len(held) else 0 * index
-    )
-    present = source_ids != NULL_BLOCK
-    asked = wanted != NULL_BLOCK
-    at = first_needed(position[asked & ~present], target_geometry, num_tokens)
+    source_ids = page_ids(source, source_geometry, wanted_first, len(wanted))
+    present, asked = source_ids != NULL_BLOCK, wanted != NULL_BLOCK
+    at = first_needed(wanted_first + np.flatnonzero(asked & ~present), target_geometry, num_tokens)
     if at is not None:
         raise LayoutError(
             f"cache group {target.group}: tokens {at * block_tokens} to {(at + 1) * block_tokens - 1} are "
             f"wanted, but the source holds no block for them"
         )
-    take = asked & present
-    source_ids, wanted = source_ids[take], wanted[take]
+    source_ids, wanted = source_ids[asked & present], wanted[asked & present]
     order = np.argsort(source_ids, kind="stable")
     return BlockPairs(source_ids[order], wanted[order])
 
@@ -106,3 +98,20 @@ def kernel_positions(blocks: GroupBlocks, geometry: GroupGeometry) -> tuple[int,
         # The null block's kernel blocks are 0..r-1; all of them stand for nothing.
         kernel = np.where(np.repeat(logical == NULL_BLOCK, ratio), NULL_BLOCK, kernel)
     return blocks.first_block * ratio, kernel
+
+
+def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
+    """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
+    if geometry.blocks_per_kv_block == 1 and not geometry.is_state:
+        # A chunk of a long request converts its own blocks, not all of them.
+        at = first - blocks.first_block
+        if 0 <= at <= len(blocks.block_ids) - count:
+            return np.array(blocks.block_ids[at : at + count], dtype=np.int64)
+    held_first, held = kernel_positions(blocks, geometry)
+    if geometry.is_state:
+        held_first = 0
+    ids = np.zeros(count, dtype=np.int64)
+    start, stop = max(first, held_first), min(first + count, held_first + len(held))
+    if start < stop:
+        ids[start - first : stop - first] = held[start - held_first : stop - held_first]
+    return ids

@@ -20,7 +20,7 @@ from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.errors import LayoutError
 from kvconnect.orders import Count, GroupBlocks, Index
 from kvconnect.plan.align import Column, TableCard
-from kvconnect.plan.blocks import NULL_BLOCK, first_needed, kernel_positions
+from kvconnect.plan.blocks import NULL_BLOCK, first_needed
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 
@@ -28,11 +28,9 @@ SECONDS_PER_CHUNK = 400e-6
 """What a chunk costs whatever its size: a launch, a post and a message on either side."""
 
 _MOST_CHUNKS = 16
-
 ALIGN_BYTES = 16
 _MOST_PLACED = 64
 _MOST_SIZES = 1024
-
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -270,23 +268,6 @@ def wanted_spans(
 def _first_real(block_ids: Iterable[int]) -> int | None:
     # Almost always the very first: no column is made of them for that.
     return next((index for index, block in enumerate(block_ids) if block != NULL_BLOCK), None)
-
-
-def page_ids(blocks: GroupBlocks, geometry: GroupGeometry, first: int, count: int) -> BlockIds:
-    """The kernel blocks at ``count`` kernel positions from ``first`` on; 0 where there is none."""
-    if geometry.blocks_per_kv_block == 1 and not geometry.is_state:
-        # A chunk of a long request converts its own blocks, not all of them.
-        at = first - blocks.first_block
-        if 0 <= at <= len(blocks.block_ids) - count:
-            return np.array(blocks.block_ids[at : at + count], dtype=np.int64)
-    held_first, held = kernel_positions(blocks, geometry)
-    if geometry.is_state:
-        held_first = 0
-    ids = np.zeros(count, dtype=np.int64)
-    start, stop = max(first, held_first), min(first + count, held_first + len(held))
-    if start < stop:
-        ids[start - first : stop - first] = held[start - held_first : stop - held_first]
-    return ids
 
 
 def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
