@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 def div_exact(dividend: int, divisor: int) -> int:
-    """``dividend / divisor`` where a remainder would be a bug.
-
-    Raises:
-        ValueError: if ``divisor`` does not divide ``dividend``.
-    """
+    """``dividend / divisor``. Raises ``ValueError`` where there is a remainder, which would be a bug."""
     quotient, remainder = divmod(dividend, divisor)
     if remainder:
         raise ValueError(f"{dividend} is not a multiple of {divisor}")

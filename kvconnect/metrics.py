@@ -1,9 +1,8 @@
 """The numbers of a worker: what it moves, and everything that goes wrong without an exception.
 
-One ``Metrics`` per worker for its transfers and one ``OffloadMetrics`` for its tiers. Only the thread of each
-writes, so nothing here takes a lock. Two may read: Prometheus, through one exporter per registry that sums
-the workers of a process, and a serving stack that asks after every step what has changed. That question costs
-a comparison while nothing has.
+Only one thread writes to each set, so nothing here takes a lock. Two may read: Prometheus, through one
+exporter per registry that sums the workers of a process, and a serving stack that asks after every step what
+has changed. That question costs a comparison while nothing has.
 """
 
 from __future__ import annotations

@@ -14,11 +14,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """What was read of an object, checked field by field; ``where`` is what errors call the object.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is not accepted.
-    """
+    """What was read of an object, checked field by field. Raises ``ConfigError``, where it is ``where``."""
     refuse_unknown(given, kind, where)
     return read_fields(given, kind, where)
 

@@ -218,11 +218,7 @@ class RegionTable:
         return tuple(dict.fromkeys(region.layer for region in self.regions))
 
     def geometry_of(self, group: int) -> GroupGeometry:
-        """The block geometry of a group.
-
-        Raises:
-            LayoutError: the table has no such group.
-        """
+        """The block geometry of a group. Raises ``LayoutError`` if the table has no such group."""
         for geometry in self.groups:
             if geometry.group == group:
                 return geometry
@@ -255,11 +251,7 @@ class _TensorView:
         self.row_bytes = self.size["content"] * item
 
     def scales(self, spec: LayerSpec, given: Scales) -> Scales:
-        """The scales of this tensor's values.
-
-        Raises:
-            LayoutError: they are none, or it cannot be told which of the values are K's.
-        """
+        """The scales of this tensor's values. Raises ``LayoutError``."""
         if not are_scales(given):
             raise LayoutError(f"layer {self.layer!r}: scales of K and V are {given}; accepted: {SCALE_RANGE}")
         if self.tensor.element_size() > 1:
@@ -379,8 +371,7 @@ def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region])
             f"{spec.block_size} tokens has {spec.content_bytes}"
         )
     if ratio > 1 and any(region.block_stride != region.page_bytes for region in made):
-        # A logical block is `ratio` kernel blocks side by side; with gaps between them its bytes would
-        # not be one run, and two sides could disagree on what lies in the gaps.
+        # With gaps between its kernel blocks, two sides could disagree on what lies in them.
         raise LayoutError(
             f"layer {layer!r}: a block of {spec.block_size} tokens cannot be split into {ratio} kernel "
             f"blocks, because its pages are {made[0].block_stride} bytes apart and hold {made[0].page_bytes}"

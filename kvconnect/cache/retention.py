@@ -4,12 +4,11 @@ Plan, streaming, offload and block managers ask this module, and compute with no
 kind of attention is a subclass of ``Retention`` with one method, and a spec whose ``retention`` it is.
 
 Positions count from 0. With ``num_tokens`` computed, the next token to be computed is at position
-``num_tokens``. What it sees is kept, and what it does not see no later token does: that is the rule by which
-vLLM frees blocks of a running request (``get_num_skipped_tokens`` of ``vllm/v1/core/
-single_type_kv_cache_manager.py``). A window of W tokens counts the token itself, so that after n tokens
-``n - W + 1`` is the first that is kept. Where the last token of a prompt is computed again, as a decode node
-does whose peer computed all of it, the next position is n - 1, and the first that is kept is ``n - W``: that
-is ``replay=1`` below, and why the two stand one token apart.
+``num_tokens``. What it sees is kept, and what it does not see no later token does: so vLLM frees blocks of a
+running request (``get_num_skipped_tokens`` of ``single_type_kv_cache_manager.py``). A window of W tokens
+counts the token itself, so that after n tokens ``n - W + 1`` is the first that is kept. Where the last token
+of a prompt is computed again, as a decode node does whose peer computed all of it, the next position is
+n - 1, and the first that is kept is ``n - W``: that is ``replay=1`` below.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a rank owns, as half-open intervals of heads, and who serves whom.
 
-Everything here is set arithmetic on intervals. Replication is an interval owned by several ranks;
-one of them is chosen. There are no ratios, no signs and no special cases for either side being the
-larger one.
+Replication is an interval owned by several ranks; one of them is chosen. There are no ratios, no signs and
+no special cases for either side being the larger one.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def shard_heads(num_heads: int, rank: int, world_size: int) -> HeadInterval:
     """The heads that tensor-parallel ``rank`` keeps.
 
     With more ranks than heads every head is kept by several ranks. With fewer, the heads are spread
-    as evenly as possible.
-
-    Raises:
-        LayoutError: the rank is not in the world.
+    as evenly as possible. Raises ``LayoutError`` for a rank that is not in the world.
     """
     if not 0 <= rank < world_size:
         raise LayoutError(f"rank {rank} is not in a world of {world_size}")
@@ -48,10 +44,7 @@ def partner_ranks(rank: int, world_size: int, peer_world_size: int, num_heads: i
     """The ranks of a peer that ``rank`` fetches from: each of its heads from exactly one of them.
 
     ``num_heads`` counts the model's KV heads; None means that every rank keeps the same bytes (MLA).
-    Replicas are spread over the ranks that fetch.
-
-    Raises:
-        LayoutError: the rank is not in the world.
+    Replicas are spread over the ranks that fetch. Raises as ``shard_heads``.
     """
     if not 0 <= rank < world_size:
         raise LayoutError(f"rank {rank} is not in a world of {world_size}")

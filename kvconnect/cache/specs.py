@@ -258,11 +258,7 @@ class KVCacheGroup:
         return self.retention.most_blocks(num_tokens, self.block_size, step_tokens)
 
     def spec_of(self, layer_name: str) -> LayerSpec:
-        """The spec of one layer.
-
-        Raises:
-            LayoutError: the group has no such layer, or it keeps no cache.
-        """
+        """The spec of one layer. Raises ``LayoutError`` if the group has none that keeps a cache."""
         if layer_name not in self.layer_names or isinstance(self.spec, EncoderOnlySpec):
             raise LayoutError(f"no cached layer {layer_name!r} in the group of {sorted(self.layer_names)}")
         return self.spec.specs[layer_name] if isinstance(self.spec, UniformTypeSpec) else self.spec
@@ -297,11 +293,7 @@ class KVCacheConfig:
         object.__setattr__(self, "_group_of", owner)
 
     def group_of(self, layer_name: str) -> int:
-        """The index of a layer's group.
-
-        Raises:
-            LayoutError: no group has the layer.
-        """
+        """The index of a layer's group. Raises ``LayoutError`` if no group has the layer."""
         if layer_name not in self._group_of:
             raise LayoutError(f"no cache group has layer {layer_name!r}; known: {sorted(self._group_of)}")
         return self._group_of[layer_name]

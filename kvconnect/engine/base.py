@@ -1,8 +1,7 @@
 """The seam between kvconnect and the libraries that move bytes.
 
 An engine is owned by one thread, which makes every call below. It knows addresses and peers and
-nothing of requests, blocks or leases. Handles, enums and exceptions of a library never cross this
-seam: an adapter translates them, with the cause chained.
+nothing of requests, blocks or leases. Handles, enums and exceptions of a library never cross this seam.
 
 The rule that everything above relies on: a batch that was submitted comes back from ``poll``
 exactly once, and the completion says whether the memory it named is *quiet*, which is to say that no
@@ -132,8 +131,7 @@ class Engine(Protocol):
     def renew_registration(self) -> bool:
         """Make registered memory reachable under another card, and not under those given out before.
 
-        What a peer still has under way to us fails, whenever it goes on. Our own batches are not touched.
-        False: this engine cannot promise that, and did nothing.
+        What a peer still has under way to us fails, whenever it goes on. False: not possible, and not done.
 
         Raises:
             EngineError: the library refused, and memory may not be reachable at all.
@@ -180,8 +178,7 @@ class Engine(Protocol):
 class SpanSet:
     """The registered spans of an engine, and the checks that no library makes in time.
 
-    Mooncake over TCP, for one, sends from memory that was never registered; that would only fail
-    once RDMA is used. Checks are vectorised: 31 000 copies cost well under a millisecond.
+    Mooncake over TCP, for one, sends from memory that was never registered. Checks are vectorised.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,8 @@
 """The memory engine: a double that ships with the package and moves real bytes within one process.
 
-Bytes are copied inside ``poll``, without threads and on a clock of the caller's choice, so a simulator can
-drive it deterministically. The target's registration is checked for every range, as an RDMA card would.
-
-The controls (``hold``, ``fail_next``, ``cut_next`` ...) let a test produce each way in which a transfer
-library can disappoint. It must not know who calls it or why. CPU memory only.
+Bytes of CPU memory are copied inside ``poll``, without threads and on a clock of the caller's choice, so a
+simulator can drive it deterministically. The target's registration is checked for every range, as an RDMA
+card would. The controls (``hold``, ``fail_next``, ...) produce each way in which a library can disappoint.
 """
 
 from __future__ import annotations
@@ -158,11 +156,7 @@ class MemoryEngine(Adapter):
         self._held = False
 
     def fail_next(self, quiet: bool, error: str = "failed on request") -> None:
-        """Fail the next submitted batch and move none of its bytes.
-
-        With ``quiet=False`` they can still be landed afterwards by ``land_late``, like the writes of
-        a library that reported a failure and went on.
-        """
+        """Fail the next submitted batch and move none of its bytes, before ``land_late`` where not quiet."""
         self._next.fail, self._next.quiet, self._next.error = True, quiet, error
 
     def delay_next(self, seconds: float) -> None:
@@ -174,10 +168,7 @@ class MemoryEngine(Adapter):
         self._next.cut_bytes, self._next.quiet, self._next.error = after_bytes, quiet, error
 
     def corrupt_next(self, byte_offset: int) -> None:
-        """Flip one byte of the next submitted batch as it lands, and report that all went well.
-
-        ``byte_offset`` counts in the order of the batch's copies, modulo its size.
-        """
+        """Flip the byte at an offset (modulo its size) of the next submitted batch, which ends well."""
         self._next.flip_byte = byte_offset
 
     def land_late(self) -> int:

@@ -1,8 +1,7 @@
 """The Mooncake adapter: a listening engine that peers reach, and lanes that send.
 
 Owns registration, the card, the bounds and the deadlines. How a batch runs and comes to rest is in
-``mooncake_lanes``. It must not know requests or blocks. No other module of the package may import
-``mooncake``.
+``mooncake_lanes``.
 
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 

@@ -1,8 +1,5 @@
 """Lanes: the Mooncake engines that only send, and the threads that wait in their blocking calls.
 
-Owns how one batch runs against the library and how a failed one is brought to rest. It must not know
-peers' names, registration or capabilities.
-
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 
 - A batch that returns -1 is not at rest: its other entries keep flowing, and take source bytes that

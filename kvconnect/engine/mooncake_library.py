@@ -38,12 +38,7 @@ _FORCED = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL")
 class Library:
     """The extension module, set up for one protocol, and what its engines have in common.
 
-    Args:
-        host, protocol, device_name: as ``MooncakeEngine`` takes them.
-        timeout_s: when the library gives up a transfer by itself.
-
-    Raises:
-        EngineError: Mooncake is missing, or would use another protocol.
+    The arguments are those of ``MooncakeEngine``. Raises ``EngineError``.
     """
 
     def __init__(self, host: str, protocol: str, device_name: str, timeout_s: int) -> None:

@@ -1,8 +1,5 @@
 """The NIXL adapter: one agent without a progress thread, one transfer per batch.
 
-Owns everything that touches the library: its settings, handles, descriptors and exceptions. It must
-not know requests or blocks. No other module of the package may import ``nixl``.
-
 Observed with nixl 1.5.1 and UCX, which made the code what it is:
 
 - Posting is synchronous per descriptor: about 2.6 us each over shared memory and 10 us over TCP for

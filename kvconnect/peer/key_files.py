@@ -21,11 +21,7 @@ def new_secret() -> str:
 
 
 def checked_secret(text: str, field: str) -> str:
-    """A secret without the white space around it.
-
-    Raises:
-        ConfigError: it is too short to be unguessable.
-    """
+    """A secret without the white space around it. Raises ``ConfigError`` if it could be guessed."""
     text = text.strip()
     if len(text) < MIN_SECRET_CHARACTERS:
         raise ConfigError(
@@ -65,11 +61,7 @@ def _check_owner_and_mode(status: os.stat_result, what: str) -> None:
 
 
 def write(path: Path, text: str, *, mode: int = 0o600, replace: bool = False) -> bool:
-    """Make a file with its whole content at once; False if there is one already that is not to be replaced.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Make a file with its whole content at once; False if there is one that is not to be replaced."""
     made = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,12 +92,9 @@ def user_key_path(environ: Mapping[str, str]) -> Path:
 
 
 def user_key(environ: Mapping[str, str]) -> tuple[str, Path]:
-    """The key of this user, made if there is none, and where it lies.
+    """The key of this user, made if there is none, and where it lies. Raises ``ConfigError``.
 
     Two processes that make it at once end up with the same one.
-
-    Raises:
-        ConfigError: it can be neither read nor made, or others could have.
     """
     path = user_key_path(environ)
     field = "the key of this user"

@@ -189,11 +189,7 @@ def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | No
 
 
 def read_peers(folder: Path) -> dict[str, PeerFile]:
-    """The peers of a node, by name and in its order. None where the folder has none.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not a ``PeerFile``.
-    """
+    """The peers of a node, by name and in its order. Raises ``ConfigError``."""
     peers = {}
     for path in sorted((folder / PEERS).glob(f"*{PEER_SUFFIX}")):
         try:
@@ -207,11 +203,7 @@ def read_peers(folder: Path) -> dict[str, PeerFile]:
 
 
 def key_bytes(text: str, field: str) -> bytes:
-    """A key from its 64 hexadecimal digits.
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """A key from its 64 hexadecimal digits. Raises ``ConfigError``."""
     try:
         key = bytes.fromhex(text.strip())
     except ValueError:

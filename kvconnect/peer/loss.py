@@ -71,8 +71,8 @@ class Quarantine:
     def hasten(self, until: float, *, proven: bool) -> None:
         """What may still write need not be waited for longer than until then.
 
-        The first proof says when it is over, whatever was believed before; further ones would only put that
-        off. What is only likely cannot shorten what a proof said.
+        The first proof replaces what was believed, further ones only bring the end forward; what is likely
+        cannot shorten what a proof said.
         """
         if proven and self.is_unproven:
             self.until, self.is_unproven = until, False

@@ -127,13 +127,12 @@ Grants = Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """D to P: send me these blocks of a held request.
 
-    Over the direct path P writes into the blocks of ``groups``; where there are none, that path is
-    closed. Over the packed path it writes ``chunks``, in any order, into granted slots; where there are
-    none, that path is closed. If both are open P chooses one, and keeps to it.
+    Over the direct path P writes into the blocks of ``groups``, over the packed one it writes ``chunks``, in
+    any order, into granted slots; a path without any is closed. If both are open P keeps to one.
 
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
-    P starts no write later than ``timeout_s`` after it received this, nor when its clock says ``until_s``:
-    however long this was under way, or P stood still, D's own time is not over then.
+    P starts no write later than ``timeout_s`` after it received this, nor from ``until_s`` of its clock on:
+    D's own time is not over then, however long this was under way.
     """
 
     transfer_id: int
@@ -165,10 +164,9 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
 
 
 class CreditRequest(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):
-    """P to D: of the chunks of a fetch so many, in all, can be packed by now: slots are of use for them.
+    """P to D: so many chunks of a fetch, in all, can be packed by now, where not all could when it came.
 
-    The slots of ``spared`` were not written, and will not be. Said only where not all chunks can be
-    packed when the fetch comes.
+    The slots of ``spared`` were not written, and will not be.
     """
 
     transfer_id: int

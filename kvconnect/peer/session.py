@@ -1,8 +1,7 @@
 """One connection between two workers, without any I/O: what may be said when.
 
-A session takes frames and the time, and gives events and frames to send. It owns the state of the
-conversation and nothing else; it knows no request, no engine and no socket. Legal moves are one
-table: an illegal message names state and message, changes nothing, and is answered with ``Bad``.
+A session takes frames and the time, and gives events and frames to send. Legal moves are one table: an
+illegal message changes nothing, and is answered with a ``Bad`` that names state and message.
 """
 
 from __future__ import annotations

@@ -328,11 +328,7 @@ class RequestCutter:
         )
 
     def cut(self, wanted: Sequence[GroupBlocks], num_tokens: int) -> tuple[Chunk, ...]:
-        """Chunks that fit a slot, and several of them where there is enough to move.
-
-        Raises:
-            LayoutError: a slot is too small for the fewest rows that can travel alone.
-        """
+        """Chunks that fit a slot, several where there is enough to move. Raises as ``Chunker.cut``."""
         spans = wanted_spans(self._geometry, wanted, num_tokens)
         total_bytes = self._bytes_of(spans)
         chunk_bytes = div_ceil(total_bytes, chunks_in_turn(total_bytes, self._pack_bytes_per_s))

@@ -61,8 +61,7 @@ def fit(samples: Sequence[Sample]) -> EngineRates:
     """The rates that explain these probes best; what they do not show stays near the defaults.
 
     Probes tell the three rates apart if some are one small copy, some many small copies and some few large
-    ones. Several of one shape count as their median; what cannot be a measurement is left out. The rates
-    are positive, finite and within bounds.
+    ones. Several of one shape count as their median; what cannot be a measurement is left out.
     """
     shapes: dict[tuple[int, int], list[float]] = {}
     for copies, total_bytes, seconds in samples:

@@ -96,13 +96,10 @@ def pair_groups(
 def make_plan(
     link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
 ) -> Plan:
-    """Plan the copy of the first ``num_tokens`` tokens of one request.
+    """Plan the copy of the first ``num_tokens`` tokens of one request. Raises as ``pair_groups``.
 
     ``source`` and ``target`` list logical blocks by group, each side by its own group indices and
     ids. Groups that the target does not name are not copied.
-
-    Raises:
-        LayoutError: the target wants a group or a block that the source does not have.
     """
     made: list[tuple[Column, Column, Column]] = []
     pages = 0
@@ -132,11 +129,7 @@ class PlanSize:
 def plan_size(
     link: TableAlignment, source: Sequence[GroupBlocks], target: Sequence[GroupBlocks], num_tokens: int
 ) -> PlanSize:
-    """The size of the plan that ``make_plan`` makes of the same arguments, without making it.
-
-    Raises:
-        LayoutError: the target wants a group or a block that the source does not have.
-    """
+    """The size of the plan that ``make_plan`` makes of the same arguments, without making it."""
     copies = total_bytes = most = 0
     least: list[int] = []
     for group, pairs in pair_groups(link, source, target, num_tokens):

@@ -6,8 +6,6 @@ and for each head K before V. Block sizes, kernel splits and the order of axes d
 ``pages`` a stream is a region and a row is a whole page, as it is; both sides must have equal pages.
 Where that was asked for, a layer's values may be of another type on either side, in the order ``rows``:
 see ``conversion.py``.
-
-How a request is cut into chunks of a wire is in ``chunks.py``.
 """
 
 from __future__ import annotations
