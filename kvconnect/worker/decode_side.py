@@ -1,7 +1,7 @@
-"""D's half of a worker: asks peers for KV, and says when it has landed.
+"""D's half of a worker: asks peers for KV, and reports what has landed.
 
 Owned by the transfer thread. Every load is reported exactly once, and never while a peer may still write
-to its blocks: what could not be proven quiescent waits in quarantine.
+to its blocks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeSide:
-    """Loads and the fetches under way.
-
-    Args:
-        randomness: spreads the attempts to reach a peer that is gone.
-    """
+    """All loads, by request; ``randomness`` spreads the attempts to reach a peer that is gone."""
 
     def __init__(
         self,

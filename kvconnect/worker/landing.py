@@ -77,9 +77,7 @@ class Landing:
 class LandingBay:
     """All landing slots of a worker, and all fetches that land in them.
 
-    Args:
-        pool: the slots.
-        check_digest: whether what landed must have the digest that its sender names.
+    ``check_digest``: what landed must have the digest that its sender names.
     """
 
     def __init__(self, pool: SlotPool, check_digest: bool, metrics: Metrics) -> None:
@@ -138,10 +136,7 @@ class LandingBay:
             self._hungry.append(landing)
 
     def landed(self, message: Landed) -> str:
-        """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing.
-
-        What is no use for its fetch changes nothing of any other.
-        """
+        """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing."""
         landing = self._landings.get(message.transfer_id)
         if landing is None or landing.closed:
             return "nothing is fetched under this number"
@@ -171,10 +166,9 @@ class LandingBay:
         return ""
 
     def advance(self, now: float) -> Iterator[tuple[int, tuple[Grant, ...]]]:
-        """Let time pass: take what is unpacked, and lend what became free.
+        """Take what is unpacked, and lend what became free: yields the fetches that are granted more slots.
 
-        Yields the fetches that are granted more slots, with them. A chunk of the wrong digest sets its
-        landing's ``error``.
+        A chunk of the wrong digest sets its landing's ``error``.
         """
         for landing in list(self._landings.values()):
             while landing.unpacking and landing.unpacking[0].ticket.done:

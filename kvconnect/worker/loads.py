@@ -1,7 +1,4 @@
-"""D's records: one for each request that it fetches, with one for each rank that it is fetched from.
-
-Pure, with the time as an argument. A record changes only along its table of legal transitions.
-"""
+"""D's records: one for each request that it fetches, with one for each rank that it is fetched from."""
 
 from __future__ import annotations
 
@@ -64,12 +61,10 @@ PeerKey = tuple[str, str, int]
 class RankFetch:
     """One rank's part of a load.
 
-    ``path`` is empty while the peer has not said which one it takes; ``closed`` is why the packed path was
-    not asked for, ``landing`` where that one ends. ``quarantine`` is that of its pages where the peer may
-    still write. ``repeats`` counts how often the peer lost what it was sending. ``epoch`` is that of the
-    lease under which the peer accepted the fetch, 0 until it did. ``is_cut``: what was asked cannot arrive
-    any more, since our registration is another, and can be asked for anew. ``is_answered``: the peer has
-    given its one answer to the fetch.
+    ``path`` is empty until the peer has chosen one; ``closed`` is why the packed one was not asked for,
+    ``landing`` where it ends. ``quarantine`` is that of its pages. ``repeats`` counts how often the peer lost
+    what it was sending. ``epoch`` is that of the lease under which it was accepted, 0 until then. ``is_cut``:
+    it cannot arrive, since our memory is registered anew. ``is_answered``: the peer gave its one answer.
     """
 
     load: LoadRecord
@@ -117,11 +112,10 @@ class RankFetch:
 class LoadRecord:
     """D's record of one request.
 
-    ``admitted`` once it was its turn; ``fetches`` is empty until the peer said how many ranks it has;
-    ``met_again`` once a peer had forgotten us and was greeted anew; ``given_back`` once it failed and the
-    peer was told that it will not be fetched; ``moved`` are bytes and copies by path.
-    ``epochs`` are those of its leases by rank, as far as told; at ``renew_at`` they are to be renewed.
-    ``aborted``: it ended because its client left, and for no other reason.
+    ``admitted`` once it was its turn; ``fetches`` is empty until the ranks of its peer are known;
+    ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
+    reported to the peer; ``moved`` are bytes and copies by path. ``epochs`` are those of its leases by rank,
+    as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client left.
     """
 
     order: Load

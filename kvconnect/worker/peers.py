@@ -44,8 +44,7 @@ PackedPath = tuple[RequestCutter, Packer]
 
 @dataclass(eq=False)
 class RankLink:
-    """Our connection to one rank of a peer. ``packed`` is made when something is first asked over it, and the
-    text says why that path is closed.
+    """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or says why it is closed.
 
     The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
     """
@@ -67,11 +66,10 @@ class RankLink:
 class Peer:
     """A remote engine: its ranks, and what waits for it.
 
-    ``partners`` are the ranks that ours fetches from, ``unused`` replicas that no rank of ours does and whose
-    leases ours ends. ``let_go`` are handles that no rank of ours will fetch; ``releases`` the same per rank,
-    once the ranks are known. ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that
-    was last done. ``was_met`` once it introduced itself and as long as it is of interest; ``is_warm`` where
-    an operator wants it met in any case.
+    ``partners`` are the ranks that ours fetches from, ``unused`` replicas whose leases ours ends. ``let_go``
+    are handles that will not be fetched; ``releases`` the same per rank, once the ranks are known.
+    ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
+    as long as it is of interest after that; ``is_warm`` where an operator wants it met in any case.
     """
 
     key: PeerKey
@@ -107,11 +105,7 @@ class Peer:
 
 
 class Peers:
-    """Peers by the name that requests give them.
-
-    Args:
-        randomness: spreads the attempts to reach a peer that is gone.
-    """
+    """Peers by the name that requests give them."""
 
     def __init__(
         self,

@@ -1,14 +1,12 @@
-"""What peers say about a handle before P holds anything under it, and why a handle is no use any more.
+"""What peers send about a handle before P holds anything under it, and why a handle is void.
 
 D's messages and P's own orders overtake each other: a fetch may come while its prefill is under way, or
-before this worker has heard of it at all. Pure bookkeeping, with the time as an argument; everything in
-it has a bound and ends by itself.
+before this worker knows of it. Pure, with the time as an argument; everything has a bound and ends by itself.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -32,10 +30,7 @@ _CHUNKS_PER_SLOT = 4
 
 @dataclass(frozen=True)
 class PendingFetch:
-    """A fetch that has to wait: its request is not held yet, its KV not complete, its link not known.
-
-    ``has_waited``: its peer was told so, and its slots were given back.
-    """
+    """A fetch that may have to wait; ``has_waited`` once its peer knows that, and has its slots back."""
 
     link: str
     fetch: Fetch
@@ -79,11 +74,7 @@ class EarlyRelease:
 
 
 def check_fetch(fetch: Fetch) -> None:
-    """Refuse a fetch that names more than its tokens can fill.
-
-    Raises:
-        PeerError: a group is named twice or has more blocks than tokens, or chunks go beyond the tokens.
-    """
+    """Refuse a fetch that names more than its tokens can fill, by a PeerError."""
     groups = [blocks.group for blocks in fetch.groups]
     if len(set(groups)) != len(groups):
         raise PeerError(f"cache groups {groups} are wanted, each may be named once")
@@ -96,12 +87,9 @@ def check_fetch(fetch: Fetch) -> None:
 
 
 def check_chunks(fetch: Fetch, chunker: Chunker, slot_bytes: int) -> None:
-    """Refuse chunks that name anything twice, or cut what they name smaller than slots ask for.
+    """Refuse chunks that name anything twice, or cut it smaller than slots ask for, by a PeerError.
 
     Without a look at where any byte lies: that costs far more per chunk than to read it.
-
-    Raises:
-        PeerError: they do.
     """
     wire, streams = chunker.wire, len(chunker.wire.streams)
     longest = max(1, fetch.num_tokens)
@@ -130,16 +118,16 @@ class PendingFetches:
     """Early fetches and refusals to fetch, the prefills that are under way, and handles that ended.
 
     Args:
-        held: all leases by handle, as they are.
+        held: the handles of all leases.
     """
 
     def __init__(self, config: ExtraConfig, held: Collection[str]) -> None:
         self.fetches: list[PendingFetch] = []
         self.expected: set[str] = set()
         self.let_go: dict[str, EarlyRelease] = {}
+        self._held = held
         self._watchers: OrderedDict[str, set[str]] = OrderedDict()
         self._over: OrderedDict[str, str] = OrderedDict()
-        self._held = held
         self._capacity = config.max_leases
         self._early_fetch_s = config.early_fetch_s
         self._announced: tuple[float, set[str]] = (-1.0, set())
@@ -151,7 +139,7 @@ class PendingFetches:
     def expect(self, handle: str) -> bool:
         """A prefill is under way. False: too many are, and this one gets no more time than unknown ones."""
         self._over.pop(handle, None)
-        self._learn_epoch(handle)
+        self._epoch = self._epoch or epoch_of(handle)
         if len(self.expected) >= self._capacity:
             return False
         self.expected.add(handle)
@@ -166,18 +154,18 @@ class PendingFetches:
             self._over.popitem(last=False)
 
     def watch(self, handle: str, link: str) -> None:
-        """The peer of a connection is to be told what becomes of a handle. The oldest are forgotten."""
+        """The peer of a connection gets a message once a handle is held or over. The oldest are forgotten."""
         self._watchers.setdefault(handle, set()).add(link)
         if len(self._watchers) > self._capacity:
             self._watchers.popitem(last=False)
 
     def watchers(self, handle: str) -> set[str]:
-        """Over which connections the fate of a handle is to be told, now that it is known. Asked once."""
+        """The connections of those that watch a handle, which is held or over now."""
         return self._watchers.pop(handle, set())
 
     def hold(self, handle: str) -> EarlyRelease | None:
         """The request is held now. Who said before that they will not fetch it."""
-        self._learn_epoch(handle)
+        self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
         self._over.pop(handle, None)
         return self.let_go.pop(handle, None)
@@ -188,13 +176,14 @@ class PendingFetches:
         ``is_served``: what it asks for is there, its link is not.
         """
         handle = early.handle
-        is_held, is_expected = is_served or handle in self._held, handle in self.expected
+        is_known = is_served or self._is_known(handle)
         if handle in self._over:
             return self._over[handle]
-        if not (is_held or is_expected) and self._is_of_former_start(handle):
+        # All handles of our scheduler name one start, but for transfer ids, which name none.
+        if not is_known and self._epoch and epoch_of(handle) not in ("", self._epoch):
             return "the handle is of an earlier start of this node, which holds nothing of that any more"
-        if now >= self._deadline(early, is_held):
-            if is_held or is_expected:
+        if now >= (early.deadline if is_known else self._deadline(early)):
+            if is_known:
                 return "the KV was not complete in the time that the fetch gives"
             if self._is_of_other_prompt(handle, now):
                 return f"no request is held under this handle: {OTHER_PROMPT}"
@@ -228,24 +217,22 @@ class PendingFetches:
         due: list[PendingFetch] = []
         staying: list[PendingFetch] = []
         for early in self.fetches:
-            is_over = early.handle in self._over or now >= self._deadline(early, early.handle in self._held)
+            is_over = early.handle in self._over or now >= self._deadline(early)
             (due if is_over or is_ready(early) else staying).append(early)
         self.fetches = staying
-        for handle in [handle for handle, at in self._refusal_deadlines() if now >= at]:
-            del self.let_go[handle]
+        for handle, until in self._refusals():
+            if now >= until:
+                del self.let_go[handle]
         return due
 
     def next_deadline(self) -> float:
         """The time by which ``take_due`` has something to give; endless for never."""
-        times = [self._deadline(early, early.handle in self._held) for early in self.fetches]
-        return min((*times, *(at for _, at in self._refusal_deadlines())), default=math.inf)
+        return min(
+            (*map(self._deadline, self.fetches), *(at for _, at in self._refusals())), default=math.inf
+        )
 
-    def _learn_epoch(self, handle: str) -> None:
-        # All handles of our scheduler name one, but for transfer ids, which name none.
-        self._epoch = self._epoch or epoch_of(handle)
-
-    def _is_of_former_start(self, handle: str) -> bool:
-        return bool(self._epoch) and epoch_of(handle) not in ("", self._epoch)
+    def _is_known(self, handle: str) -> bool:
+        return handle in self._held or handle in self.expected
 
     def _is_of_other_prompt(self, handle: str, now: float) -> bool:
         # One id may be of several prompts, so that this is known only once the time to wait is over.
@@ -254,18 +241,14 @@ class PendingFetches:
             return False
         if self._announced[0] != now:
             # Once a step: a peer may have thousands of fetches end in one.
-            known = itertools.chain(self._held, self.expected)
-            self._announced = now, {announced_id(handle) for handle in known}
+            self._announced = now, {announced_id(known) for known in (*self._held, *self.expected)}
         return transfer_id in self._announced[1]
 
-    def _deadline(self, early: PendingFetch, is_held: bool) -> float:
-        if is_held or early.handle in self.expected:
-            return early.deadline
-        return min(early.deadline, early.received_at + self._early_fetch_s)
+    def _deadline(self, early: PendingFetch) -> float:
+        until = math.inf if self._is_known(early.handle) else early.received_at + self._early_fetch_s
+        return min(early.deadline, until)
 
-    def _refusal_deadlines(self) -> list[tuple[str, float]]:
-        return [
-            (handle, said.received_at + self._early_fetch_s)
-            for handle, said in self.let_go.items()
-            if handle not in self.expected
-        ]
+    def _refusals(self) -> list[tuple[str, float]]:
+        """Who will not fetch what is not known yet, and until when that is remembered."""
+        refused = [(handle, said) for handle, said in self.let_go.items() if handle not in self.expected]
+        return [(handle, said.received_at + self._early_fetch_s) for handle, said in refused]

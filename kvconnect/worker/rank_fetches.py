@@ -1,7 +1,6 @@
 """The rank fetches of D's loads: what each rank of a peer was asked for, and what became of it.
 
-Owned by the transfer thread. A fetch is over only when nothing of it can touch memory any more; what could
-not be proven quiescent waits in quarantine.
+Owned by the transfer thread. What is not proven to be quiescent when a fetch fails waits in quarantine.
 """
 
 from __future__ import annotations
@@ -114,11 +113,7 @@ class RankFetches:
         self._peers.send(link.name, message)
 
     def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
-        """The chunks of a fetch, with their landing prepared; none where only the direct path is open.
-
-        Raises:
-            LayoutError: no path is.
-        """
+        """The chunks of a fetch, their landing prepared; none for the direct path. LayoutError: no path is open."""
         order, is_direct_open = fetch.load.order, self._is_direct_open
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
         packed = link.packed = link.packed or self._packed_path(link)
@@ -324,11 +319,7 @@ class RankFetches:
             fetch.quarantine = Quarantine(writes_until, is_unproven=True)
 
     def _longest_write(self, load: LoadRecord, now: float) -> float:
-        """When a peer that we cannot hear has stopped for sure.
-
-        It may go on until the time that it was given is over, which is the load's deadline; what it
-        started last may still be on its way after that.
-        """
+        """When a silent peer has stopped for sure: it may start writes until the load's deadline."""
         return max(now, load.deadline) + self._config.quarantine_s
 
     def _leave(self, fetch: RankFetch, event: RankFetchEvent) -> None:
@@ -358,10 +349,7 @@ class RankFetches:
         return is_any_again
 
     def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
-        """What may still be written over these connections need not be waited for longer than until then.
-
-        ``proven``: nothing is written later, since the process behind them ended.
-        """
+        """Quarantines of these connections end then. ``proven``: the process behind them ended."""
         self.bay.hasten(links, until, proven=proven)
         for fetch in self._lost():
             if fetch.link in links:

@@ -1,8 +1,7 @@
 """When D renews what its peers hold for it.
 
-Of every request from the moment that the scheduler half knows it, whether it waits for blocks, for its
-turn, or to be written. All handles of one peer share a message, and a rank gets at most one a second, or
-three to a lease where that is shorter; what is loaded within that second costs none.
+From the moment that the scheduler half knows a request. All handles of one peer share a message, and a rank
+gets at most one a second, or three to a lease where that is shorter; what is loaded within it costs none.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def interval_s(lease_s: float) -> float:
 class Renewals:
     """What this node counts on at its peers: handles that requests wait for, and loads under way.
 
-    Args:
-        loads: all loads, by request.
-        settled: called once with each awaited handle that was to be reported.
+    ``settled`` is called once with each awaited handle that was to be reported.
     """
 
     def __init__(

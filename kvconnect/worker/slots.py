@@ -1,7 +1,6 @@
 """The slots of a worker: memory that is lent out chunk by chunk, and who may touch it now.
 
-Pure bookkeeping: no memory, no engine, no clock. One pool holds a worker's landing slots, which peers
-write, another its send slots, which the engine reads. A slot changes only along its table of legal moves.
+One pool holds a worker's landing slots, which peers write, another its send slots, which the engine reads.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ class Slot:
 class SlotPool:
     """Slots of one size.
 
-    Args:
-        addresses: where they are.
-        slot_bytes: how long each is.
-        first_generation: the first number given out. Different processes begin at different numbers, so
-            that what one of them granted is never taken for another's.
+    ``first_generation`` differs between processes, so that no grant of one is taken for another's.
     """
 
     def __init__(self, addresses: Sequence[int], slot_bytes: int, first_generation: int) -> None:
@@ -91,11 +86,7 @@ class SlotPool:
         return min(len(self._free), most - self._taken_for[holder])
 
     def take(self, event: SlotEvent, holder: str = "") -> Slot:
-        """A free slot, lent or packed into, of a new generation.
-
-        Raises:
-            LocalError: none is free.
-        """
+        """A free slot, lent or packed into, of a new generation; a LocalError if none is free."""
         if not self._free:
             raise LocalError(f"all {len(self.slots)} slots are taken")
         slot = self._free[0]
@@ -108,11 +99,7 @@ class SlotPool:
         return slot
 
     def move(self, slot: Slot, event: SlotEvent) -> None:
-        """Change a slot's state; what becomes free can be taken again.
-
-        Raises:
-            LocalError: the event is not legal in this state.
-        """
+        """Change a slot's state, or raise ``IllegalTransition``; what becomes free can be taken again."""
         slot.state = next_state(SLOT_TRANSITIONS, slot.state, event, f"slot of generation {slot.generation}")
         if slot.state is SlotState.FREE:
             self._free.append(slot)

@@ -18,7 +18,9 @@ _CAUSES = {OTHER_WEIGHTS: "other_weights", OTHER_PROMPT: "prompt_differs"}
 def count_sent(metrics: Metrics, sending: Sending) -> None:
     """A fetch that P served is over."""
     ok = not sending.error
-    metrics.transfers.labels("sent", _sent_outcome(sending)).inc()
+    # A peer that cancelled knows why; after "again" it is to fetch anew.
+    failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
+    metrics.transfers.labels("sent", "ok" if ok else failed).inc()
     metrics.transfer_bytes.labels("sent", sending.outbox.path).inc(sending.total_bytes)
     metrics.copies.labels("sent", sending.outbox.path).inc(sending.outbox.copies)
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
@@ -43,12 +45,3 @@ def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
         metrics.copies.labels("received", path).inc(copies)
     metrics.transfer_seconds.labels("received").inc(loading.seconds)
     metrics.load_seconds.observe(now - loading.ordered_at)
-
-
-def _sent_outcome(sending: Sending) -> str:
-    """``cancelled``: the peer wants it no more, and knows why; ``again``: it is to fetch anew."""
-    if not sending.error:
-        return "ok"
-    if sending.cancelled:
-        return "cancelled"
-    return "again" if sending.again else "failed"
