@@ -8,7 +8,6 @@ Owned by the transfer thread.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -179,9 +178,11 @@ class LandingBay:
         yield from self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
-    def next_deadline(self) -> float:
-        """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
-        return min((lost.until for lost in self._quarantines()), default=math.inf)
+    def quarantines(self) -> Iterator[tuple[str, Quarantine]]:
+        """Those of slots that a peer may still write, each with its connection."""
+        for landing in self._landings.values():
+            if landing.quarantine is not None:
+                yield landing.link, landing.quarantine
 
     def close(
         self, landing: Landing | None, lost_until: float | None, unsettled: Container[int] | None = None
@@ -213,16 +214,6 @@ class LandingBay:
             landing.quarantine.hasten(until, proven=False)
         self._free(landing, () if written.quiescent else written.unsettled)
 
-    def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
-        """Slots that peers behind these connections hold need not wait longer than until then."""
-        for landing in self._landings.values():
-            if landing.quarantine is not None and landing.link in links:
-                landing.quarantine.hasten(until, proven=proven)
-
-    def has_unproven(self, now: float) -> bool:
-        """Slots are to be lent again that a peer may still write."""
-        return any(lost.ends_unproven(now) for lost in self._quarantines())
-
     def settle_all(self) -> None:
         """No peer can write any more to what was lost so far."""
         for landing in list(self._landings.values()):
@@ -241,9 +232,6 @@ class LandingBay:
         if not landing.lent:
             landing.quarantine = None
         self._forget_if_over(landing)
-
-    def _quarantines(self) -> Iterator[Quarantine]:
-        return (lost.quarantine for lost in self._landings.values() if lost.quarantine is not None)
 
     def _forget_if_over(self, landing: Landing) -> None:
         if landing.closed and landing.idle and not landing.lent:

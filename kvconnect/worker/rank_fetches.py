@@ -77,7 +77,7 @@ class RankFetches:
 
     def next_deadline(self) -> float:
         """The time by which something is to be done about these fetches even if nothing arrives."""
-        return min(self.bay.next_deadline(), *(fetch.quarantine.until for fetch in self._lost()), math.inf)
+        return min((quarantine.until for _, quarantine in self._quarantines()), default=math.inf)
 
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
@@ -113,7 +113,7 @@ class RankFetches:
         self._peers.send(link.name, message)
 
     def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
-        """The chunks of a fetch, their landing prepared; none for the direct path. LayoutError: no path is open."""
+        """The chunks of a fetch, their landing prepared; none for the direct path, a LayoutError for none."""
         order, is_direct_open = fetch.load.order, self._is_direct_open
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
         packed = link.packed = link.packed or self._packed_path(link)
@@ -350,16 +350,13 @@ class RankFetches:
 
     def hasten(self, links: Container[str], until: float, *, proven: bool) -> None:
         """Quarantines of these connections end then. ``proven``: the process behind them ended."""
-        self.bay.hasten(links, until, proven=proven)
-        for fetch in self._lost():
-            if fetch.link in links:
-                fetch.quarantine.hasten(until, proven=proven)
+        for link, quarantine in self._quarantines():
+            if link in links:
+                quarantine.hasten(until, proven=proven)
 
     def has_unproven(self, now: float) -> bool:
         """Memory is to be used again that a peer may still write."""
-        return self._can_renew and (
-            self.bay.has_unproven(now) or any(fetch.quarantine.ends_unproven(now) for fetch in self._lost())
-        )
+        return self._can_renew and any(lost.ends_unproven(now) for _, lost in self._quarantines())
 
     def renewed(self) -> None:
         """No peer can write any more to what was registered: what was lost is quiescent, the rest is cut."""
@@ -370,6 +367,9 @@ class RankFetches:
             elif fetch.state is RankFetchState.ASKED:
                 fetch.is_cut = True
 
-    def _lost(self) -> Iterator[RankFetch]:
-        """Fetches whose pages the peer may still write."""
-        return (fetch for fetch in self._asked.values() if fetch.state is RankFetchState.BUSY)
+    def _quarantines(self) -> Iterator[tuple[str, Quarantine]]:
+        """Those of slots and of pages, each with the connection of the peer that may write there."""
+        yield from self.bay.quarantines()
+        for fetch in self._asked.values():
+            if fetch.state is RankFetchState.BUSY:
+                yield fetch.link, fetch.quarantine
