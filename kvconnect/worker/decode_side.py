@@ -115,7 +115,7 @@ class DecodeSide:
             self._handle(link, event, now)
         if self.rank_fetches.has_unproven(now):
             self._renew_registration()
-        self.rank_fetches.advance(now)
+        self.bay.advance(now)
         self._look_after([load for load in self.loads.values() if load.is_due(now)], now)
         # After that, so that a load which ended makes room for the next one at once.
         self._admit(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.metrics import Metrics
@@ -17,7 +17,7 @@ from kvconnect.orders import Load
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.loss import Quarantine
-from kvconnect.peer.messages import CreditRequest, Grant, Landed, Written
+from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
@@ -68,19 +68,18 @@ class Landing:
         """No kernel of ours works for it."""
         return not self.unpacking
 
-    def grants(self) -> tuple[Grant, ...]:
-        """What the peer is told of the slots that it is lent."""
-        return tuple(_grant(slot) for slot in self.lent.values())
-
 
 class LandingBay:
     """All landing slots of a worker, and all fetches that land in them.
 
-    ``check_digest``: what landed must have the digest that its sender names.
+    ``check_digest``: what landed must have the digest that its sender names. ``send`` takes a connection.
     """
 
-    def __init__(self, pool: SlotPool, check_digest: bool, metrics: Metrics) -> None:
+    def __init__(
+        self, pool: SlotPool, check_digest: bool, send: Callable[[str, Message], None], metrics: Metrics
+    ) -> None:
         self._pool = pool
+        self._send = send
         self._check_digest = check_digest
         self._metrics = metrics
         self._landings: dict[int, Landing] = {}
@@ -101,8 +100,8 @@ class LandingBay:
 
     def open(
         self, transfer_id: int, order: Load, chunks: Sequence[Chunk], packer: Packer, holder: str, link: str
-    ) -> Landing:
-        """Prepare for the chunks of a fetch, with the slots that it is granted at once, perhaps none.
+    ) -> tuple[Landing, tuple[Grant, ...]]:
+        """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none.
 
         Of more than two slots none is lent all to one ``holder``.
 
@@ -116,15 +115,13 @@ class LandingBay:
         first = min(len(chunks), (self._pool.free + 1) // 2, self._pool.room_for(holder))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
-        for _ in range(first):
-            self._lend(landing)
+        grants = tuple(self._lend(landing) for _ in range(first))
         if landing.waiting_grants:
             self._hungry.append(landing)
-        return landing
+        return landing, grants
 
-    def wanted(self, message: CreditRequest) -> None:
-        """A peer says how many chunks it can send by now, and which slots it has no use for yet."""
-        landing = self._landings.get(message.transfer_id)
+    def requested(self, landing: Landing | None, message: CreditRequest) -> None:
+        """A peer reports how many chunks it can send by now, and which slots it has no use for yet."""
         if landing is None or landing.closed:
             return
         for generation in landing.lent.keys() & set(message.spared):
@@ -134,9 +131,8 @@ class LandingBay:
         if landing.waiting_grants and landing not in self._hungry:
             self._hungry.append(landing)
 
-    def landed(self, message: Landed) -> str:
+    def landed(self, landing: Landing | None, message: Landed) -> str:
         """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing."""
-        landing = self._landings.get(message.transfer_id)
         if landing is None or landing.closed:
             return "nothing is fetched under this number"
         slot = landing.lent.get(message.generation)
@@ -164,18 +160,15 @@ class LandingBay:
         landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
         return ""
 
-    def advance(self, now: float) -> Iterator[tuple[int, tuple[Grant, ...]]]:
-        """Take what is unpacked, and lend what became free: yields the fetches that are granted more slots.
-
-        A chunk of the wrong digest sets its landing's ``error``.
-        """
+    def advance(self, now: float) -> None:
+        """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
         for landing in list(self._landings.values()):
             while landing.unpacking and landing.unpacking[0].ticket.done:
                 self._take(landing, landing.unpacking.popleft())
             if landing.quarantine is not None and now >= landing.quarantine.until:
                 self.settle(landing)
             self._forget_if_over(landing)
-        yield from self._feed()
+        self._feed()
         self._metrics.slots_landing.set(self._pool.taken)
 
     def quarantines(self) -> Iterator[tuple[str, Quarantine]]:
@@ -247,29 +240,25 @@ class LandingBay:
             f"chunk {unpacked.chunk} landed with another digest than it was sent with"
         )
 
-    def _lend(self, landing: Landing) -> Slot:
+    def _lend(self, landing: Landing) -> Grant:
         slot = self._pool.take(SlotEvent.LEND, landing.holder)
         landing.lent[slot.generation] = slot
         landing.waiting_grants -= 1
-        return slot
+        return Grant(slot.address, slot.length_bytes, slot.generation)
 
     def _may_lend(self, landing: Landing) -> bool:
         """A slot is free for it, and of use now."""
         asked = len(landing.staged) - landing.waiting_grants
         return asked < landing.due and self._pool.room_for(landing.holder) > 0
 
-    def _feed(self) -> Iterator[tuple[int, tuple[Grant, ...]]]:
+    def _feed(self) -> None:
         """Lend what is free, in turn, first to those who have nothing."""
-        granted: dict[int, list[Grant]] = {}
+        granted: dict[Landing, list[Grant]] = {}
         while fed := [waiting for waiting in self._hungry if self._may_lend(waiting)]:
             landing = next((waiting for waiting in fed if not waiting.lent), fed[0])
-            granted.setdefault(landing.transfer_id, []).append(_grant(self._lend(landing)))
+            granted.setdefault(landing, []).append(self._lend(landing))
             self._hungry.remove(landing)
             if landing.waiting_grants:
                 self._hungry.append(landing)
-        for transfer_id, grants in granted.items():
-            yield transfer_id, tuple(grants)
-
-
-def _grant(slot: Slot) -> Grant:
-    return Grant(slot.address, slot.length_bytes, slot.generation)
+        for landing, grants in granted.items():
+            self._send(landing.link, CreditGrant(landing.transfer_id, tuple(grants)))

@@ -18,10 +18,10 @@ from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
 from kvconnect.peer.messages import (
     Accepted,
     Cancel,
-    CreditGrant,
     CreditRequest,
     Declined,
     Fetch,
+    Grant,
     Landed,
     Written,
 )
@@ -42,6 +42,7 @@ SILENT_S = 0.5
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
 
+Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
 AboutFetch = Accepted | Declined | Landed | CreditRequest | Written
 
 
@@ -49,7 +50,7 @@ class RankFetches:
     """All rank fetches that a peer was asked for and that are not over."""
 
     def __init__(self, config: ExtraConfig, peers: Peers, local: Local, metrics: Metrics) -> None:
-        self.bay = LandingBay(local.landing, config.check_digest, metrics)
+        self.bay = LandingBay(local.landing, config.check_digest, peers.send, metrics)
         self._config = config
         self._is_direct_open = config.path != "packed"
         self._peers = peers
@@ -68,13 +69,6 @@ class RankFetches:
         """The connections over which an answer is owed, before which the peer may write to us."""
         return {fetch.link for fetch in self._asked.values() if fetch.is_owed}
 
-    def advance(self, now: float) -> None:
-        """Let time pass: take what is unpacked, and lend the slots that are free."""
-        for transfer_id, grants in self.bay.advance(now):
-            fetch = self._asked.get(transfer_id)
-            if fetch is not None and fetch.state is RankFetchState.ASKED:
-                self._peers.send(fetch.link, CreditGrant(transfer_id, grants))
-
     def next_deadline(self) -> float:
         """The time by which something is to be done about these fetches even if nothing arrives."""
         return min((quarantine.until for _, quarantine in self._quarantines()), default=math.inf)
@@ -83,7 +77,7 @@ class RankFetches:
         """Ask a rank for its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
         try:
-            chunks = self._open(fetch, link, transfer_id)
+            chunks, grants = self._open(fetch, link, transfer_id)
         except LayoutError as error:
             load.fail(str(error))
             return
@@ -107,34 +101,34 @@ class RankFetches:
             consumers=link.peer.consumers[link.rank],
             timeout_s=max(0.001, load.deadline - now),
             chunks=chunks,
-            grants=fetch.landing.grants() if fetch.landing is not None else (),
+            grants=grants,
             until_s=load.deadline + link.clock_ahead_s,
         )
         self._peers.send(link.name, message)
 
-    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> tuple[Chunk, ...]:
-        """The chunks of a fetch, their landing prepared; none for the direct path, a LayoutError for none."""
+    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
+        """The chunks of a fetch, and slots; none for the direct path, a LayoutError if no path is open."""
         order, is_direct_open = fetch.load.order, self._is_direct_open
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
         packed = link.packed = link.packed or self._packed_path(link)
         if isinstance(packed, str):
             if not is_direct_open:
                 raise LayoutError(f"no path is open: {packed}")
-            return ()
+            return (), ()
         cutter, packer = packed
         try:
             chunks = cutter.cut(order.groups, order.num_tokens)
-            if chunks:
-                fetch.landing = self.bay.open(
-                    transfer_id, order, chunks, packer, link.peer.address, link.name
-                )
-                fetch.path = "" if is_direct_open else "packed"
+            if not chunks:
+                return (), ()
+            holder = link.peer.address
+            fetch.landing, grants = self.bay.open(transfer_id, order, chunks, packer, holder, link.name)
         except LayoutError as error:
             if not is_direct_open:
                 raise
             fetch.closed = str(error)
-            return ()
-        return chunks
+            return (), ()
+        fetch.path = "" if is_direct_open else "packed"
+        return chunks, grants
 
     def _packed_path(self, link: RankLink) -> PackedPath | str:
         """The packed path over a connection whose peer has introduced itself, or why it is closed."""
@@ -175,7 +169,7 @@ class RankFetches:
                     fetch.path = "direct"
                     self.bay.close(fetch.landing, None)
             case CreditRequest():
-                self.bay.wanted(message)
+                self.bay.requested(fetch.landing, message)
             case Landed():
                 self._landed(fetch, message)
 
@@ -190,7 +184,7 @@ class RankFetches:
             self._accepted(fetch, message.epoch)
         if fetch.load.error:
             return
-        reason = self.bay.landed(message)
+        reason = self.bay.landed(fetch.landing, message)
         if reason:
             self._metrics.failures.labels("landing").inc()
             fetch.load.fail(f"what landed is not what was asked for: {reason}")
@@ -253,6 +247,9 @@ class RankFetches:
             self._leave(fetch, RankFetchEvent.LAND)
         else:
             fetch.move(RankFetchEvent.ARRIVE)
+            if fetch.landing is not None:
+                # It has no use for more slots.
+                fetch.landing.due = 0
 
     # How a fetch goes on without a message, and ends
 

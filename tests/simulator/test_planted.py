@@ -71,18 +71,17 @@ def lends_a_slot_twice(patch):
 def ignores_the_digest(patch):
     """What landed is served, whatever it is."""
     init = LandingBay.__init__
-    patch.setattr(LandingBay, "__init__", lambda self, pool, check, metrics: init(self, pool, False, metrics))
+    patch.setattr(LandingBay, "__init__", lambda self, pool, check, *others: init(self, pool, False, *others))
 
 
 def ignores_the_generation(patch):
     """Whatever slot a peer names, one that it was granted is taken."""
     landed = LandingBay.landed
 
-    def take_any(self, message):
-        landing = self._landings.get(message.transfer_id)
+    def take_any(self, landing, message):
         if landing is not None and landing.lent and message.generation not in landing.lent:
             message = msgspec.structs.replace(message, generation=min(landing.lent))
-        return landed(self, message)
+        return landed(self, landing, message)
 
     patch.setattr(LandingBay, "landed", take_any)
 
@@ -91,12 +90,11 @@ def takes_the_slots_of_others(patch):
     """A peer may name any slot that is lent, to whomever."""
     landed = LandingBay.landed
 
-    def take_any(self, message):
-        landing = self._landings.get(message.transfer_id)
+    def take_any(self, landing, message):
         for other in self._landings.values() if landing is not None else ():
             if message.generation in other.lent:
                 landing.lent.setdefault(message.generation, other.lent[message.generation])
-        return landed(self, message)
+        return landed(self, landing, message)
 
     patch.setattr(LandingBay, "landed", take_any)
 
