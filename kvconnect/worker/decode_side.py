@@ -90,14 +90,14 @@ class DecodeSide:
 
     def receive(self, link: str, data: bytes, now: float) -> None:
         """Take a frame of a peer."""
-        found = self.peers.find(link)
+        found = self.peers.links.get(link)
         if found is not None:
             for event in found.session.receive(data, now):
                 self._handle(found, event, now)
 
     def link_lost(self, lost: LinkLost, now: float) -> None:
         """A connection broke."""
-        link = self.peers.find(lost.link)
+        link = self.peers.links.get(lost.link)
         if link is None:
             return
         address = link.peer.address

@@ -105,7 +105,7 @@ class Peer:
 
 
 class Peers:
-    """Peers by the name that requests give them."""
+    """Peers by the name that requests give them, and connections that are not over by their own."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class Peers:
         randomness: random.Random,
     ) -> None:
         self.peers: dict[PeerKey, Peer] = {}
+        self.links: dict[str, RankLink] = {}
         self._allowed = AllowList(config.allow_peers)
         self._config = config
         self._channel = channel
@@ -123,33 +124,28 @@ class Peers:
         self._metrics = metrics
         self._randomness = randomness
         self._warm = [known for known in map(split_address, config.warm_peers) if known is not None]
-        self._links: dict[str, RankLink] = {}
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self.peers)
 
-    def find(self, link: str) -> RankLink | None:
-        """The connection of this name, if it is not over."""
-        return self._links.get(link)
-
     def send(self, link: str, message: Message) -> None:
         """Send a message over the connection of this name, if that still is the one and is ready."""
-        found = self._links.get(link)
+        found = self.links.get(link)
         if found is not None and found.is_ready:
             found.session.send(message)
             self.flush(found)
 
     def tick(self, now: float) -> Iterator[tuple[RankLink, Event]]:
         """Let time pass on all connections: what happened, and where."""
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             for event in link.session.tick(now):
                 yield link, event
 
     def next_deadline(self) -> float:
         """The time by which ``tick`` or ``advance`` has something to do; endless for never."""
-        times = [link.session.next_tick() for link in self._links.values()]
+        times = [link.session.next_tick() for link in self.links.values()]
         times += [peer.breaker.retry_at for peer in self.peers.values() if peer.is_to_meet]
         return min(times, default=math.inf)
 
@@ -206,7 +202,7 @@ class Peers:
         peer.breaker.tried()
         session = Session(Side.DECODE, self._local.introduce(), self._config)
         link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", peer, rank, session)
-        peer.links[rank] = self._links[link.name] = link
+        peer.links[rank] = self.links[link.name] = link
         self._channel.connect(link.name, host, port)
         session.greet(now)
         self.flush(link)
@@ -272,7 +268,7 @@ class Peers:
         self._close(link)
 
     def _close(self, link: RankLink) -> None:
-        del self._links[link.name]
+        del self.links[link.name]
         self._channel.drop(link.name)
 
     def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
@@ -288,7 +284,7 @@ class Peers:
 
     def greet_anew(self) -> None:
         """Tell all who know us that our introduction has changed."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.session.greet_anew(self._local.introduce())
             self.flush(link)
 
@@ -325,7 +321,7 @@ class Peers:
 
     def owe(self, owed: Container[str], now: float) -> None:
         """Silence of a peer is a failure only while it owes an answer: over these connections."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.session.owe(link.name in owed, now)
             self.flush(link)
 
@@ -343,7 +339,7 @@ class Peers:
     def flush(self, link: RankLink) -> None:
         """Send what a session has to say."""
         for frame in link.session.outgoing():
-            if link.name in self._links and not self._channel.send(link.name, frame):
+            if link.name in self.links and not self._channel.send(link.name, frame):
                 self._metrics.failures.labels("side_channel_send").inc()
                 logger.warning("a message to %s could not be sent", link.name)
 

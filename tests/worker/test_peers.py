@@ -185,7 +185,7 @@ def test_a_late_answer_that_the_port_is_closed_ends_the_quarantine():
     pair.start()
     pair.run(1)
     decode = pair.decode.transfers.decode
-    (name,) = decode.peers._links
+    (name,) = decode.peers.links
     decode.link_lost(LinkLost(name, PeerLoss.LINK_LOST), pair.clock.now)
     pair.network.kill(pair.prefill.channel.port)
     pair.run(0.5)
