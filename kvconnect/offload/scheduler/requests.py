@@ -19,9 +19,9 @@ Pins = dict[int, list[bytes]]
 
 @dataclass(eq=False)
 class Offer:
-    """A hit that was promised, from ``start_tokens``, which the stack has, to ``boundary``. It is pinned.
+    """A hit that was promised, and pinned, from ``start_tokens``, which the stack has, to ``boundary``.
 
-    With ``boundary`` no longer than ``start_tokens`` there is none, and that was true at ``looked_at``.
+    With both the same there is none, which was true at ``looked_at``.
     """
 
     start_tokens: int

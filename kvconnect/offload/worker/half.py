@@ -177,7 +177,7 @@ class OffloadWorker:
             return
         (copier, loop), now = self._registered(), time.monotonic()
         if orders.clear:
-            loop.clear()
+            loop.order((loop.forget, None))
         if not orders.stores:
             return
         jobs = []

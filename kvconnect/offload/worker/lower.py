@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvconnect.errors import LocalError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
@@ -115,21 +114,16 @@ class LowerTiers:
         self.tiers, self.next_deadline_s = (), None
 
     def _begin(self, tier: LowerTier, verb: str, job: Job, given: Sequence[object], now: float) -> None:
-        name, key = tier.name, (tier.name, verb, job.number)
+        key = (tier.name, verb, job.number)
         deadline_s = now + (self._write_timeout_s if verb == "write" else self._read_timeout_s)
         self._calls[key] = _Call(job, now, deadline_s)
         next_s = self.next_deadline_s
         self.next_deadline_s = deadline_s if next_s is None else min(next_s, deadline_s)
         try:
             getattr(tier, verb)(job.number, given)
-        except LocalError as error:
-            # It did not begin.
-            self._log(name, verb, "an order to %s was refused: %s", verb, error)
-            self._give_up(key, "refused")
-            self._jobs.release(self._calls.pop(key).job)
         except Exception:
             # It may have begun: the rows are held until it answers or is closed.
-            self._log(name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
             self._give_up(key, "refused")
 
     def _take(self, tier: LowerTier, news: TierNews, now: float, *, with_changes: bool = True) -> None:

@@ -72,16 +72,12 @@ class TierLoop:
         self._commands += commands
         self._wake.set()
 
-    def clear(self) -> None:
-        """Have everything forgotten that was kept, or ordered to be kept, before."""
-        self.order((self._forget, None))
-
     def replace(self, make: Callable[[], Sequence[LowerTier]]) -> None:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
 
         def replace(now: float) -> None:
             self.lower.close(now, with_changes=False)
-            self._forget(now)
+            self.forget(now)
             try:
                 self.lower.tiers = make()
             except ConfigError as error:
@@ -100,7 +96,8 @@ class TierLoop:
             # Closing what a running thread uses would crash it; the process is ending anyway.
             logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
 
-    def _forget(self, now: float) -> None:
+    def forget(self, now: float) -> None:
+        """Forget everything that was kept, or ordered to be kept, before; a command."""
         self.copies.clear()
         self.lower.clear(now)
         self._jobs.forget_changes()
