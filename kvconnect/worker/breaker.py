@@ -14,10 +14,7 @@ _FIRST_RETRY_S = 0.25
 
 @dataclass
 class Breaker:
-    """Open once the peer could not be reached: ``failures`` are those since it was met.
-
-    ``is_probing`` while it is being tried again.
-    """
+    """``failures`` are those since the peer was met; ``is_probing`` while it is being tried again."""
 
     failures: int = 0
     retry_at: float = 0.0

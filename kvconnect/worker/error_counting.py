@@ -19,11 +19,9 @@ def count_error(metrics: Metrics, error: Exception, what: str) -> None:
 
 
 class ErrorsCounted:
-    """Keeps an error of ours over one thing from all others: it is logged, and counted as a failure.
+    """Keeps an error of ours over one thing from all others: it is logged, and counted as a failure."""
 
-    Whatever hangs on that thing has a deadline. A context manager made of a generator takes four times as
-    long, several times a step.
-    """
+    # A context manager made of a generator takes four times as long, several times a step.
 
     __slots__ = ("_metrics", "_what")
 

@@ -103,8 +103,6 @@ class LandingBay:
     ) -> tuple[Landing, tuple[Grant, ...]]:
         """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none.
 
-        Of more than two slots none is lent all to one ``holder``.
-
         Raises:
             LayoutError: a chunk needs blocks that the request does not have.
         """

@@ -272,11 +272,8 @@ class Peers:
         self._channel.drop(link.name)
 
     def past_links(self, link: RankLink, incarnation: str = "") -> set[str]:
-        """Our last connections to a rank at this address, but for those to the process of ``incarnation``.
-
-        That another process answers there proves that the one before it ended, unless the address is a
-        name, which may stand for many.
-        """
+        """Our last connections to a rank at this address, but for those to the process of ``incarnation``."""
+        # Another process there proves that the one before it ended, unless a name stands for many addresses.
         _, host, port = link.peer.key
         if incarnation and not _is_address(host):
             return set()

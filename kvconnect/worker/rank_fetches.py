@@ -302,8 +302,7 @@ class RankFetches:
     ) -> None:
         """End a fetch that failed after it was asked. ``writes_until``: the peer may write until then.
 
-        Over the packed path a peer can only write to slots: they go to quarantine, our pages are ours.
-        ``unsettled`` are the generations of those that it may still write, as far as it said.
+        Over the packed path that is to slots only. ``unsettled`` are their generations, as far as it said.
         """
         is_unpacking = fetch.is_unpacking
         self.bay.close(fetch.landing, writes_until, unsettled)

@@ -17,11 +17,7 @@ class IllegalTransition(LocalError):
 
 
 def next_state(transitions: Mapping[tuple[S, E], S], state: S, event: E, who: str) -> S:
-    """The state after an event.
-
-    Raises:
-        IllegalTransition: the event is not legal in this state; the text names ``who`` and both.
-    """
+    """The state after an event, or an ``IllegalTransition`` that names ``who``, the state and the event."""
     after = transitions.get((state, event))
     if after is None:
         raise IllegalTransition(f"{who}: {state.value}, but {event.value}")
