@@ -154,16 +154,6 @@ class Restore(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class Fetch(msgspec.Struct, frozen=True):
-    """Read contents from a lower tier into rows, then report which of them are not there."""
-
-    job: int
-    tier: str
-    group: Index
-    hashes: tuple[bytes, ...]
-    rows: tuple[Count, ...]
-
-
 class Seek(msgspec.Struct, frozen=True):
     """Ask a tier that keeps no index here which of these contents it has, then report them."""
 
@@ -171,6 +161,12 @@ class Seek(msgspec.Struct, frozen=True):
     tier: str
     group: Index
     hashes: tuple[bytes, ...]
+
+
+class Fetch(Seek, frozen=True):
+    """Read contents from a lower tier into rows, then report which of them are not there."""
+
+    rows: tuple[Count, ...]
 
 
 class OffloadOrders(_Parts, frozen=True):

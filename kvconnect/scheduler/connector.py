@@ -28,14 +28,8 @@ from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits,
 class SchedulerConnector:
     """Decides, per request, whether its KV is fetched, computed or handed out.
 
-    Args:
-        config: the parsed ``kv_transfer_config``.
-        cache_config: the cache as the scheduler knows it; only block sizes and kinds are read.
-        stack: what the serving stack says of itself.
-        directory: where the worker ranks listen.
-        handles: makes the handles of requests, and reads those of peers.
-        trust: whom to fetch from; left out, any address that a request names.
-        new_handle: makes an unguessable string.
+    Of ``cache_config`` only block sizes and kinds are read. ``directory`` is where the worker ranks listen.
+    Without ``trust`` any address that a request names is fetched from. ``new_handle`` is unguessable.
 
     Raises:
         ConfigError: engine id and host are too long for a handle.

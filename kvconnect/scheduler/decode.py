@@ -191,18 +191,8 @@ class DecodeRequests:
                 self._early.begin(request_id, request.num_tokens)
             share.loader, share.is_spent, share.is_asked = request_id, True, False
         self._draft.awaited.pop(handle, None)
-        self._draft.loads.append(
-            Load(
-                request_id=request_id,
-                handle=handle,
-                engine_id=remote.engine_id,
-                host=remote.host,
-                port=remote.port,
-                num_tokens=wanted,
-                groups=blocks_of(self._groups, block_ids, first, first + num_external_tokens),
-                refusal=refusal,
-            )
-        )
+        groups = blocks_of(self._groups, block_ids, first, first + num_external_tokens)
+        self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
 
     def finished(self, request: RequestView) -> bool:
         """A request ended. Whether its load is under way: then it is ordered to end."""
@@ -262,8 +252,7 @@ class DecodeRequests:
 
     def _await(self, remote: RemotePrefill, *, reports: bool = False) -> None:
         """A request waits for blocks: what P holds for it is kept. Not sent if it is over within the step."""
-        order = Await(remote.handle, remote.engine_id, remote.host, remote.port, reports)
-        self._draft.awaited[remote.handle] = order
+        self._draft.awaited[remote.handle] = Await(remote.handle, *remote.peer, reports)
 
     def _let_go_if_unwanted(self, request_id: str, share: _Share) -> None:
         """A request does without. If none fetches any more, P is let go."""
@@ -273,9 +262,7 @@ class DecodeRequests:
         remote = share.remote
         if not remote.refusal:
             self._draft.awaited.pop(remote.handle, None)
-            self._draft.let_go.append(
-                LetGo(request_id, remote.handle, remote.engine_id, remote.host, remote.port)
-            )
+            self._draft.let_go.append(LetGo(request_id, remote.handle, *remote.peer))
 
     def _forget_if_over(self, share: _Share) -> None:
         if not (share.undecided or share.decided or share.loader):

@@ -55,21 +55,12 @@ _decoder = msgspec.msgpack.Decoder(Claims)
 
 
 class Handles:
-    """Makes and reads handles.
-
-    Args:
-        secret: what all nodes of a cluster sign with; empty where they are insecure.
-        clock: the wall clock, in seconds.
-    """
+    """Makes and reads handles, with what all nodes of a cluster sign with, and the wall clock in seconds."""
 
     def __init__(self, secret: bytes = b"", clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._secret = secret
-        self._clock = clock
-
-    @property
-    def are_signed(self) -> bool:
+        self._secret, self._clock = secret, clock
+        self.are_signed = bool(secret)
         """Whether what they say is beyond doubt."""
-        return bool(self._secret)
 
     def expiry(self, lease_s: float) -> float:
         """When a handle that is made now expires."""
@@ -123,12 +114,7 @@ class Handles:
 
 
 class PeerTrust:
-    """Addresses that D may fetch from.
-
-    Args:
-        allowed: where it is not empty, nothing else counts.
-        max_named: how many addresses that handles named are remembered.
-    """
+    """Addresses that D may fetch from: those ``allowed``, or, if that is empty, what handles named last."""
 
     def __init__(self, allowed: AllowList, max_named: int) -> None:
         self._allowed = allowed

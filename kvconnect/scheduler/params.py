@@ -64,6 +64,11 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     refusal: str = ""
     is_announced: bool = False
 
+    @property
+    def peer(self) -> tuple[str, str, int]:
+        """Engine, host and port."""
+        return self.engine_id, self.host, self.port
+
 
 def transfer_params(request: RequestView) -> Mapping[str, Any]:
     """The dictionary of a request; empty where it has none, or something that is no dictionary.

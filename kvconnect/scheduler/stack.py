@@ -54,11 +54,6 @@ PromptDigest = Callable[[Any, int], bytes | None]
 tokens, and ends at once. Raises nothing, whatever a client sent."""
 
 
-def no_digest(request: Any, num_tokens: int) -> bytes:
-    """Of a stack that does not say what its tokens are: all prompts of a length count as one."""
-    return b""
-
-
 class LongestRequest(NamedTuple):
     """The most that a serving stack gives one request room for.
 
@@ -81,7 +76,8 @@ class StackTraits:
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
-    prompt_digest: PromptDigest = no_digest
+    # Of a stack that does not say what its tokens are all prompts of a length count as one.
+    prompt_digest: PromptDigest = lambda request, num_tokens: b""
     longest: LongestRequest | None = None
 
 

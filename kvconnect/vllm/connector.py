@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
@@ -120,10 +113,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """The workers' addresses, by tensor-parallel rank."""
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """The workers' addresses. May come again; another connector's metadata is not for us."""
         for meta in metadata.values():
             if isinstance(meta, AddressMetadata):
@@ -186,7 +175,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._steps.admitted(request.request_id)
         self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """This step's orders for the workers."""
         half = self._half
         if half.offload is not None:
@@ -266,7 +255,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._kept and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.
 
         Of a ``MultiConnector`` vLLM passes on to all children what the first that answers says, and not all
@@ -275,7 +264,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         listens = self._own is not None and self._own.address is not None
         return self._own if listens or settings.outermost(self) is self else None
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched: what its orders call computed was launched before.
 
         Blocks that are to be stored are read now, since this step may overwrite them. ``start_load_kv`` comes
@@ -322,7 +311,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             failed_recving=set(results.failed),
         )
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
         report, self._report = self._report, ReportMetadata(())
         return report if report.reports or report.addresses or report.settled else None

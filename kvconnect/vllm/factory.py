@@ -49,7 +49,8 @@ def make_scheduler_half(
     transfer = None
     if extra.engine != "none":
         traits = StackTraits(
-            held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
+            # vLLM before 0.31 does not say how far ahead; it would say 1, as several modules are refused.
+            held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             parent_of=parent_of,
             prompt_digest=prompt_digest,
             longest=LongestRequest(
@@ -119,7 +120,7 @@ def make_worker_half(
                 num_heads=counts.finest,
                 world_size=world_size,
                 weights=weights,
-                held_back=held_back(kv_cache_config, _num_lookahead_tokens(vllm_config)),
+                held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             ),
             rank=rank,
         )
@@ -165,11 +166,6 @@ def tensor_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def _num_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    # vLLM before 0.31 does not say; what it would say there is 1, since several modules are refused.
-    return getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
 
 
 def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:

@@ -187,7 +187,11 @@ def worker_cache(
             theirs = group_spec(group, name)
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
-            owned = _owned_heads(tensor.shape[1], rank, world_size, head_counts.of(name, theirs))
+            count = head_counts.of(name, theirs)
+            owned = None if count is None else shard_heads(count, rank, world_size)
+            if owned is not None and len(owned) != tensor.shape[1]:
+                # Which of its model's heads it has cannot be told.
+                owned = None
             by_block = is_by_block(layer) and not is_state(theirs)
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
@@ -215,14 +219,6 @@ def worker_cache(
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
     return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales)
-
-
-def _owned_heads(held: int, rank: int, world_size: int, num_heads: int | None) -> HeadInterval | None:
-    """Which of its model's heads a tensor of ``held`` heads has; None where that cannot be told."""
-    if num_heads is None:
-        return None
-    interval = shard_heads(num_heads, rank, world_size)
-    return interval if len(interval) == held else None
 
 
 def _is_latent(spec: Any) -> bool:

@@ -56,13 +56,14 @@ def _dtypes(vllm_config: VllmConfig, has_states: bool, convert_dtype: bool) -> l
     """The types that must be equal on both sides, of the model and of its cache."""
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    equal = [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype)]
     if not convert_dtype:
-        return [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype)]
-    if cache_dtype not in _CONVERTED_CACHES or model_dtype not in _CONVERTED_MODELS:
-        # Rows of other caches hold more than values, and some of that has the model's type.
-        return [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype), "convert_dtype=true"]
-    # States are not converted, and they may have the model's type.
-    return [*([model_dtype] if has_states else []), "convert_dtype=true"]
+        return equal
+    if cache_dtype in _CONVERTED_CACHES and model_dtype in _CONVERTED_MODELS:
+        # States are not converted, and they may have the model's type.
+        equal = [model_dtype] if has_states else []
+    # Rows of other caches hold more than values, and some of that has the model's type.
+    return [*equal, "convert_dtype=true"]
 
 
 def _num_heads(model_config: Any) -> int | None:

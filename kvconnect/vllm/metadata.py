@@ -66,11 +66,7 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What ranks report beside vLLM's own results.
-
-    ``reports`` are of tiers, ``addresses`` of workers that were asked, ``settled`` awaited handles whose fate
-    is known.
-    """
+    """What ranks report of tiers, workers that were asked of themselves, and handles whose fate is known."""
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()

@@ -130,23 +130,7 @@ class BlockHashes:
         """The hash at the end of each whole block that vLLM knows the tokens of. May be vLLM's own list."""
         hashes: Sequence[bytes] = view.block_hashes
         step = block_tokens // self._hash_tokens
-        return hashes if step == 1 else _EveryHash(hashes, step)
-
-
-class _EveryHash(Sequence[bytes]):
-    """The last of every ``step`` hashes, without a copy of them."""
-
-    def __init__(self, hashes: Sequence[bytes], step: int) -> None:
-        self._hashes, self._step = hashes, step
-
-    def __len__(self) -> int:
-        return len(self._hashes) // self._step
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        return self._hashes[(at + 1) * self._step - 1]
+        return hashes if step == 1 else hashes[step - 1 :: step]
 
 
 def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""What vLLM's requests are to us: which were made of one, what their KV depends on, how prompts are
-shortened.
+"""What vLLM's requests are to us: made of one or not, what their KV depends on, how prompts are shortened.
 
 vLLM calls the request for prompt ``i`` of a completion ``cmpl-NAME-i-RANDOM``, with any NAME that a client
 chose, and makes children ``0_ID``, ``1_ID`` and so on of a request that is to be answered several times.
@@ -23,14 +22,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # Ids that a client had a part in begin with letters of vLLM's own.
-_CHILD = re.compile(r"[0-9]+_(.+)", re.DOTALL)
+_CHILD = re.compile(r"\A[0-9]+_(?=.)", re.DOTALL)
 _LATER_PROMPT = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
 
 
 def parent_of(request_id: str) -> str:
     """The request that a child was made of; a request that is none is its own."""
-    child = _CHILD.fullmatch(request_id)
-    return request_id if child is None else child[1]
+    return _CHILD.sub("", request_id)
 
 
 def reaches_router(request: Request) -> bool:

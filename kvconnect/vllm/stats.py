@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 VLLM_PREFIX = f"vllm:{PREFIX}"
-_MIB = 2**20
 
 
 @dataclass
@@ -74,13 +73,16 @@ class TransferStats(KVConnectorStats):
         counters, loads = self.data["counters"], sorted(self.data["load_seconds"])
         line: dict[str, int | float] = {}
         for direction in ("sent", "received"):
-            total_bytes = _sum(counters, "transfer_bytes", direction)
-            seconds = _sum(counters, "transfer_seconds", direction)
-            if count := _sum(counters, "transfers", direction):
+            count, mib, seconds = (
+                sum(n for labels, n in counters.get(name, {}).items() if labels.split(",")[0] == direction)
+                for name in ("transfers", "transfer_bytes", "transfer_seconds")
+            )
+            mib /= 2**20
+            if count:
                 line[f"Transfers {direction}"] = round(count)
-                line[f"MB {direction}"] = round(total_bytes / _MIB, 3)
-            if total_bytes and seconds:
-                line[f"MB/s {direction}"] = round(total_bytes / _MIB / seconds, 1)
+                line[f"MB {direction}"] = round(mib, 3)
+            if mib and seconds:
+                line[f"MB/s {direction}"] = round(mib / seconds, 1)
         if loads:
             line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
             line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
@@ -141,9 +143,3 @@ class TransferPromMetrics(KVConnectorPromMetrics):
     def _find_child(self, name: str, engine_idx: int, labels: str) -> Any:
         ours = labels.split(",") if labels else ()
         return self._families[name].labels(*self.per_engine_labelvalues[engine_idx], *ours)
-
-
-def _sum(counters: dict[str, dict[str, float]], name: str, first_label: str) -> float:
-    return sum(
-        growth for labels, growth in counters.get(name, {}).items() if labels.split(",")[0] == first_label
-    )

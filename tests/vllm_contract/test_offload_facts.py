@@ -120,11 +120,9 @@ def test_a_block_is_known_by_the_hash_at_its_end():
     request = SimpleNamespace(block_hashes=[bytes([number]) for number in range(7)])
     hashes = BlockHashes(16)
     assert hashes(request, 16) is request.block_hashes, "no copy for every question"
-    of_three = hashes(request, 48)
-    assert list(of_three) == of_three[:] == [b"\x02", b"\x05"]
-    assert (of_three[1:], of_three[-1], of_three[5:]) == ([b"\x05"], b"\x05", [])
+    assert hashes(request, 48) == [b"\x02", b"\x05"]
     request.block_hashes += [bytes([number]) for number in (7, 8)]
-    assert len(of_three) == 3, "it grows with the request"
+    assert len(hashes(request, 48)) == 3
 
 
 def test_draft_groups_are_those_that_vllm_marks_or_all_that_keep_tokens():
