@@ -97,8 +97,8 @@ class Load(msgspec.Struct, frozen=True):
 class Await(msgspec.Struct, frozen=True):
     """A request that may fetch under this handle waits for blocks: keep what the peer holds for it.
 
-    Followed by a ``Load`` or a ``LetGo`` of the same handle, which end it; given again where something of it
-    is new. With ``reports`` the handle is reported settled, once, when the peer holds it or never will.
+    A ``Load`` or a ``LetGo`` of the handle ends it; given again where something of it is new. If it
+    ``reports`` the handle is reported settled, once, when the peer holds it or never will.
     """
 
     handle: str
@@ -236,9 +236,9 @@ class Orders(_Parts, frozen=True):
 class Results(_Parts, frozen=True):
     """What ended since the last call. Every request ordered comes back exactly once.
 
-    ``received`` are requests whose blocks no peer or copy will touch any more; those of them that are in
-    ``failed``, with the reason, hold no valid KV. ``offload`` are reports of tiers, at most one of each rank.
-    ``settled`` are awaited handles that the peer holds, or never will; rank 0 reports them for all ranks.
+    No peer or copy touches the blocks of ``received`` requests any more; in ``failed``, with the reason, are
+    those without valid KV. ``offload`` has at most one report of each rank. ``settled`` are awaited handles
+    that the peer holds, or never will; rank 0 reports them for all ranks.
     """
 
     sent: tuple[str, ...] = ()

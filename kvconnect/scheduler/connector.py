@@ -68,9 +68,7 @@ class SchedulerConnector:
         environ: Mapping[str, str],
         clock: Callable[[], float],
     ) -> SchedulerConnector:
-        """With the cluster's secret, and the peers that the configuration allows.
-
-        Keys are read from files, or ``environ``; ``clock`` is the wall clock, in seconds.
+        """With the cluster's secret, from files or ``environ``, and the peers that the configuration allows.
 
         Raises:
             ConfigError: keys or allowed peers are not valid, or engine id and host are too long for a handle.
@@ -138,5 +136,4 @@ class SchedulerConnector:
         self._decode.update_results(results)
 
     def state(self) -> dict[str, int]:
-        """Counts of what is remembered. All zero when idle."""
         return {**self._prefill.state(), **self._decode.state()}

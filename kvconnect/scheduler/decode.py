@@ -61,10 +61,7 @@ class EarlyLoads:
     That is so between nodes that prefill and nodes that decode. Two that do both for each other have one pool
     for both ends; there a wait may last until a lease is over.
 
-    Args:
-        cache: all groups share one pool, its blocks and the null block.
-        longest: what the reserve is for; None where the stack does not say: nothing is reserved.
-        max_loads: how many a worker fetches at one time.
+    All groups share one pool. Without a ``longest`` request nothing is reserved.
     """
 
     def __init__(self, cache: KVCacheConfig, longest: LongestRequest | None, max_loads: int) -> None:
@@ -117,8 +114,7 @@ class DecodeRequests:
     def share(self, request: RequestView) -> _Share | None:
         """The handle that a request names, with all that name it; None if it is not fetched.
 
-        Called when it arrives, so that requests of one handle know of each other before the first is
-        admitted.
+        Called when it arrives: requests of one handle know of each other before the first is admitted.
         """
         params = transfer_params(request)
         if not params or not self._is_consumer:
@@ -146,8 +142,7 @@ class DecodeRequests:
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> int | None:
         """Tokens that can be fetched beyond those computed; the same until the request is admitted.
 
-        None: ask again, another request of this node is fetching the same, or P is still computing it and
-        there is no room for more of that kind.
+        None: ask again, another request fetches the same, or P is computing it and there is no room for that.
         """
         share = self.share(request)
         count = self._wanted_tokens(request) - num_computed_tokens
@@ -163,11 +158,7 @@ class DecodeRequests:
         return count
 
     def admitted(self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int) -> None:
-        """Blocks were given to a request.
-
-        ``num_external_tokens`` may be less than ``matched_tokens`` offered: the first of these tokens; it is
-        0 whenever nothing is to be fetched.
-        """
+        """Blocks were given to a request, of the tokens that it was offered for the first so many."""
         request_id, share = request.request_id, self.share(request)
         if share is None or request_id not in share.undecided:
             return

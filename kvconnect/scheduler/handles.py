@@ -67,11 +67,7 @@ class Handles:
         return self._clock() + lease_s
 
     def make(self, claims: Claims) -> str:
-        """The handle of some claims.
-
-        Raises:
-            ConfigError: engine id and host make it longer than a handle may be.
-        """
+        """The handle of some claims. Raises ``ConfigError``: engine id and host make it too long."""
         version = _SIGNED if self._secret else _UNSIGNED
         payload = _encoder.encode(claims)
         text = base64.urlsafe_b64encode(self._code(version, payload) + payload).decode().rstrip("=")
@@ -122,10 +118,7 @@ class PeerTrust:
         self._named: dict[tuple[str, int], None] = {}
 
     def refusal(self, host: str, port: int, *, vouched: bool) -> str:
-        """Why an address must not be connected to, or nothing.
-
-        ``vouched``: a signed handle named it. Otherwise a client did.
-        """
+        """Why an address must not be connected to, or nothing. ``vouched``: by a signed handle, no client."""
         where = f"kv_transfer_params.remote_host and remote_port are {host}:{port}"
         if self._allowed:
             if self._allowed.allows(host, port):

@@ -71,18 +71,13 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 
 
 def transfer_params(request: RequestView) -> Mapping[str, Any]:
-    """The dictionary of a request; empty where it has none, or something that is no dictionary.
-
-    Some front ends let a client put any value there, and a scheduler must not end of it.
-    """
+    """The dictionary of a request; empty where it has none, or what some front ends let clients put there."""
     params: object = request.kv_transfer_params
     return params if isinstance(params, Mapping) else {}
 
 
 def read_transfer_id(params: Mapping[str, Any], prompt: bytes = b"") -> str:
-    """The handle that P and D call a transfer by: its id, and the prompt that it is of.
-
-    A router may give one id to several prompts. P holds nothing under the name that D has for another one.
+    """What P and D call a transfer: its id, and the prompt, since a router may give one to several.
 
     Raises:
         PeerError: there is no transfer id, or it cannot be used.
@@ -96,11 +91,9 @@ def read_remote_prefill(
     """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
 
     ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
-    handle stands for, which a transfer id without a handle does not name then.
-
-    With a handle all is in it: some routers write another name of P's host beside it, which no worker
-    connects to. With a transfer id alone P is computing meanwhile, and neither its engine id nor its count
-    of tokens need be known.
+    handle stands for, which a transfer id without a handle does not name then. With a handle all is in it,
+    whatever routers write beside it. With a transfer id alone P is computing meanwhile, and neither its
+    engine id nor its count of tokens need be known.
     """
     if not params or not params.get("do_remote_prefill"):
         return None

@@ -50,13 +50,9 @@ class _Prefill:
 class PrefillRequests:
     """What P holds and hands out. A node that only decodes holds nothing.
 
-    A transfer id is good for one request at a time: a second one that names it is computed, and holds
-    nothing. Where a stack makes several requests of one, all have the same prompt, and the router is given
-    the parameters of whichever ends last: the first that ends is held, and the others are answered with its
-    parameters.
-
-    Raises:
-        ConfigError: engine id and host are too long for a handle.
+    A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
+    Where a stack makes several requests of one, all have the same prompt, and the router is given the
+    parameters of the last that ends: the first that ends is held, and the others are answered with its own.
     """
 
     def __init__(
@@ -184,9 +180,9 @@ class PrefillRequests:
             return False, None
         request_id = request.request_id
         prefill = self._requests.pop(request_id, None) or _Prefill()
-        if self.due.pop(request_id, None) is not None:
+        if self.due.pop(request_id, None) is not None and prefill.handle in self._draft.preempted:
             # What the workers do not know of it yet is void.
-            self._draft.preempted[:] = [each for each in self._draft.preempted if each != prefill.handle]
+            self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
         params, reason = None, "the prefill was aborted, or failed"
         if prefill.is_stale:

@@ -34,19 +34,20 @@ BlockIdsByGroup = Sequence[Sequence[int]]
 
 
 class RequestView(Protocol):
-    """What the scheduler half reads of a serving stack's request. It never changes one."""
+    """What the scheduler half reads of a serving stack's request. It never changes one.
+
+    ``request_id`` is unique among the requests that this node holds, ``num_tokens`` counts prompt and answer,
+    and ``kv_transfer_params`` came with the request.
+    """
 
     @property
-    def request_id(self) -> str:
-        """Unique among the requests that this node currently holds."""
+    def request_id(self) -> str: ...
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the request so far: the prompt, and what was generated."""
+    def num_tokens(self) -> int: ...
 
     @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """The dictionary that came with the request, or None."""
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
 
 
 PromptDigest = Callable[[Any, int], bytes | None]
@@ -55,11 +56,7 @@ tokens, and ends at once. Raises nothing, whatever a client sent."""
 
 
 class LongestRequest(NamedTuple):
-    """The most that a serving stack gives one request room for.
-
-    ``num_tokens`` are those of prompt and answer, ``step_tokens`` what a step computes of it: so many are
-    kept beside a window.
-    """
+    """The most that a stack gives one request room for; a step's tokens are kept beside a window."""
 
     num_tokens: int
     step_tokens: int

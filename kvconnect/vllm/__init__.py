@@ -1,8 +1,7 @@
 """The connector class that vLLM loads, by its name or by ``"kv_connector_module_path": "kvconnect.vllm"``.
 
-Everything that knows a vLLM type lies in this folder, and it is the only one that imports vLLM. The
-class is imported when it is asked for: the plugin beside it is loaded in every process of every vLLM
-server, those that use no connector too.
+This folder alone knows vLLM's types. The class is imported when it is asked for: the plugin beside it is
+loaded in every process of every vLLM server, those that use no connector too.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm import settings
-from kvconnect.vllm.factory import make_scheduler_half, make_worker_half, tensor_rank
+from kvconnect.vllm.factory import make_scheduler_half, make_worker_half
 from kvconnect.vllm.geometry import running_states, transferred_groups
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
@@ -57,10 +58,7 @@ register()
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
     """Hands KV caches over between vLLM servers, and keeps them below the device's memory.
 
-    See vLLM's base class for the hooks.
-
-    Raises:
-        ConfigError: the configuration is wrong, or names something that this version refuses.
+    See vLLM's base class for the hooks. Raises ``ConfigError`` where the configuration is wrong, or refused.
     """
 
     _cache_hit_source = PEER_SOURCE
@@ -86,8 +84,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._own: AddressMetadata | None = None
         self._weights: LoadedWeights | None = None
         self._report = ReportMetadata(())
-
-    # What vLLM asks the class
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -162,8 +158,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         """The tiers that a hit came from, as far as vLLM tells them apart."""
-        if not num_external_tokens:
-            return {}
         return hit_sources(self._half.sources(request.request_id, num_external_tokens))
 
     def update_state_after_alloc(
@@ -245,7 +239,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        rank = tensor_rank()
+        rank = int(get_tensor_model_parallel_rank())
         self._weights = loaded_weights(self._vllm)
         self._worker = make_worker_half(
             self._vllm, self._cache, self._config, kv_caches, rank=rank, weights=self._weights.name
@@ -265,10 +259,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self._own if listens or settings.outermost(self) is self else None
 
     def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
-        """Called before a step's kernels are launched: what its orders call computed was launched before.
+        """Called before a step's kernels are launched, which may overwrite blocks that are to be stored.
 
-        Blocks that are to be stored are read now, since this step may overwrite them. ``start_load_kv`` comes
-        after the launch, and what is recorded there waits for this step too.
+        What the orders call computed was launched before. What ``start_load_kv`` records waits for this step.
         """
         if isinstance(kv_connector_metadata, OrdersMetadata):
             self._check_weights(kv_connector_metadata)
@@ -286,16 +279,14 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request runs only once all of it has arrived."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Pages are written from where they lie, after the prefill."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved within a step.
 
-        A draft model's KV is written after the step's results are known, but a request's order to hold
-        comes with a later step: what is recorded on the device then comes after the draft's kernels too.
+        A draft model's KV is written after the step's results are known, but an order to hold comes with a
+        later step: what is recorded on the device then comes after the draft's kernels too.
         """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -325,8 +316,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
         self._worker.drain(_DRAIN_S)
         self._worker.close()
-
-    # Helpers
 
     @property
     def _half(self) -> SchedulerComposite:

@@ -91,7 +91,6 @@ def make_worker_half(
     """The worker half, with the caches registered."""
     world_size = vllm_config.parallel_config.tensor_parallel_size
     counts = head_counts(vllm_config)
-
     described = functools.partial(
         worker_cache,
         kv_caches=kv_caches,
@@ -100,7 +99,6 @@ def make_worker_half(
         head_counts=counts,
         layers=attention_layers(vllm_config),
     )
-
     # Before anything is taken: what is ours is none of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     transfer = None
@@ -161,19 +159,8 @@ def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
     return max(0, share_bytes - int(torch.cuda.memory_reserved(device)))
 
 
-def tensor_rank() -> int:
-    """This worker's, once vLLM has set up its groups."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 def _same_rows(workers: Mapping[int, AddressMetadata]) -> dict[int, int]:
-    """The rows of all ranks. The scheduler numbers rows once for all of them.
-
-    Raises:
-        ConfigError: the ranks' rows differ.
-    """
+    """The rows of all ranks, which the scheduler numbers once. Raises ``ConfigError``: they differ."""
     rows = {rank: meta.row_bytes for rank, meta in sorted(workers.items())}
     first = next(iter(rows.values()), {})
     if not first or any(other != first for other in rows.values()):

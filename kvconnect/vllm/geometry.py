@@ -1,8 +1,7 @@
 """vLLM's caches in our terms: specs for sizes and kinds, tensors for bytes.
 
-Bytes are taken from the tensors that a worker registers (shape, stride, storage) and from that
-worker's own cache configuration. A spec of vLLM's is asked only what kind of layer it is: its fields
-change from release to release, and the scheduler's copy is not the worker's.
+Bytes are taken from the tensors that a worker registers and from its own cache configuration. A spec of
+vLLM's is asked only what kind of layer it is: fields change, and the scheduler's copy is not the worker's.
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ class HeadCounts:
 
 @dataclass(frozen=True)
 class VllmCache:
-    """A worker's caches, ready to be registered.
+    """A worker's caches, ready to be registered, with the scales of those layers that keep quantised values.
 
     ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (recurrent state,
     heads whose number is none of the models'): they travel whole, between equal ranks of equal worlds.
-    ``scales`` are those of the layers that keep quantised values.
     """
 
     config: KVCacheConfig
@@ -105,10 +103,9 @@ def is_state(spec: Any) -> bool:
 def held_back(kv_cache_config: Any, num_lookahead_tokens: int) -> int:
     """Prompt tokens that P must not compute, and D always computes itself.
 
-    Of a window, a local chunk or a recurrent state vLLM keeps what the token after the last computed one
-    sees, and D computes the last token of a prompt in any case: it must not have been computed before. A
-    drafter of several modules reads ``num_lookahead_tokens`` ahead of what is computed: near the end of a
-    prompt it would keep its own guesses.
+    Of a window, a local chunk or a state vLLM keeps what the token after the last computed one sees, and D
+    computes a prompt's last token in any case: it must not have been computed before. A drafter of several
+    modules reads ``num_lookahead_tokens`` ahead: near the end of a prompt it would keep its own guesses.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [group_spec(groups[index]) for index in transferred_groups(kv_cache_config)]
@@ -199,8 +196,10 @@ def worker_cache(
                 quantised = None
             if quantised is not None:
                 scales[name] = quantised.scales
-            if convert_dtype and not is_state(theirs):
-                tensor = _as_values(tensor, quantised)
+            if convert_dtype and not is_state(theirs) and tensor.dtype in BYTES:
+                # Bytes of which it is not known what they stand for are no values.
+                convertible = quantised is not None and quantised.convertible
+                tensor = tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
             if by_block:
                 # One row for each head of a kernel block: rows that are no token's are not cut by token.
                 tensor = tensor.view(*tensor.shape[:2], 1, -1)
@@ -241,14 +240,6 @@ def _kernel_blocks(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
 def _is_divided(theirs: Any, tensor: torch.Tensor, ratio: int) -> bool:
     """A page has a row of each head for each of its tokens."""
     return tensor.shape[2] * ratio == int(theirs.block_size) and not _is_latent(theirs)
-
-
-def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
-    """A cache as values that can be converted; bytes of which that is not known are no values."""
-    if tensor.dtype not in BYTES:
-        return tensor
-    convertible = quantised is not None and quantised.convertible
-    return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
 
 
 def _retention(theirs: Any) -> Retention:

@@ -1,7 +1,6 @@
 """What two vLLM servers must have in common for the KV of one to mean the same on the other.
 
-Their versions need not be equal, nor their paths, block sizes or layouts: those are compared, or bridged,
-where the caches themselves are lined up.
+Versions and paths need not be equal; block sizes and layouts are bridged where the caches are lined up.
 """
 
 from __future__ import annotations

@@ -44,10 +44,9 @@ else:
 
 @dataclass
 class OrdersMetadata(KVConnectorMetadata):
-    """One step's orders, on their way from the scheduler to the workers.
+    """One step's orders. ``asks_address``: no worker has announced itself to the scheduler yet.
 
-    ``asks_address``: no worker has announced itself to the scheduler yet. ``check_weights``: caches were
-    reset, as vLLM does where weights are replaced, and this is the first step that does anything.
+    ``check_weights``: caches were reset, as where weights are replaced, and this step is the first with work.
     """
 
     orders: Orders
@@ -87,10 +86,7 @@ def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
 
 
 def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
-    """vLLM's events of what host memory and lower tiers have got and lost.
-
-    Without tokens: a router has learnt them with the same hashes when the blocks were filled.
-    """
+    """vLLM's events of what tiers got and lost, without tokens: these came when the blocks were filled."""
     if host.cleared:
         # It has no medium: a router that forgets what the device has too learns that anew.
         yield AllBlocksCleared()

@@ -1,8 +1,7 @@
 """What vLLM's cache configuration says to the tiers below the device's memory.
 
 Which cache groups are kept, in blocks of how many tokens and hashes, which of them a draft model reads ahead
-in, and what else the bytes of a block depend on besides its tokens. Imports no vLLM but where an older one
-keeps something elsewhere.
+in, and what else the bytes of a block depend on besides its tokens.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
 
 
 def check_blocks(kv_cache_config: Any, hash_tokens: int) -> None:
-    """Every block that is kept must be a whole number of hash blocks, and every state be handed off.
-
-    Raises:
-        ConfigError: one is not; the text gives both numbers.
-    """
+    """Raise ``ConfigError`` for kept blocks of no whole number of hash blocks, and states not handed off."""
     kept = kept_groups(kv_cache_config)
     if not kept:
         raise ConfigError("offload is configured, but no cache group of this model is kept under hashes")

@@ -1,8 +1,7 @@
 """The entry point through which vLLM learns the name ``KVConnect``, without a module path.
 
-vLLM runs it in every process of every server, also where no connector is configured, and may run it
-more than once. It registers names and imports nothing of ours; vLLM's factory, which it needs, is in
-all of these processes anyway.
+vLLM runs it in every process of every server, also where no connector is configured, and may run it more
+than once. It imports nothing of ours; vLLM's factory is in all of these processes anyway.
 """
 
 from __future__ import annotations

@@ -32,10 +32,9 @@ def parent_of(request_id: str) -> str:
 
 
 def reaches_router(request: Request) -> bool:
-    """Whether the parameters that this request ends with can reach a router.
+    """Whether the parameters that this request ends with can reach a router, or need not, with a transfer id.
 
-    One answer to a batch of prompts carries those of the first prompt; a stream has an end for each. What a
-    router gave a transfer id it can name without them.
+    One answer to a batch of prompts carries those of the first prompt; a stream has an end for each.
     """
     if _LATER_PROMPT.fullmatch(request.request_id) is None:
         return True
@@ -64,9 +63,8 @@ def shorten(request: Request, excess: int) -> None:
 def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
     """The digest of a request's first tokens, and of what vLLM tells equal blocks apart by.
 
-    Made of the same for every version of vLLM, each of which writes its own hashes. None for what vLLM
-    submits, and aborts, in place of a request whose client left or that was refused before it came here: it
-    has the parameters of that one, so that they can be given back, and a prompt of one token.
+    The same for every version of vLLM, which each hash otherwise. None for what vLLM submits, and aborts, in
+    place of a request that ended before it came here: it has its parameters, and a prompt of one token.
     """
     if getattr(request, "abort_immediately", False):
         return None

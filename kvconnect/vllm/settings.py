@@ -34,11 +34,7 @@ def log_like_vllm() -> None:
 
 
 def read_config(vllm_config: VllmConfig) -> TransferConfig:
-    """What is ours of it, as this engine of several has to take it.
-
-    Raises:
-        ConfigError: it is not valid.
-    """
+    """What is ours of it, as this engine of several has to take it. Raises ``ConfigError``."""
     given = vllm_config.kv_transfer_config
     values = {name: getattr(given, name) for name in _OURS}
     extra = dict(values["kv_connector_extra_config"] or {})
@@ -53,11 +49,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
-    """Settings under which KV would be lost or wrong are refused at start, by name.
-
-    Raises:
-        ConfigError: there is one; the text names it, its value and what is accepted.
-    """
+    """Raise ``ConfigError`` for a setting under which KV would be lost or wrong, with what is accepted."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         if (value := getattr(parallel, f"{name}_parallel_size", 1)) > 1:
@@ -89,20 +81,18 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
 
 
 def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
-    """Whether this vLLM cannot compute the rest of a prompt of which it has the beginning.
+    """Whether this vLLM cannot compute the rest of a prompt, but for its last token.
 
-    So it is with latent caches on some platforms, which switch both settings off. One token, the last, is
-    computed as if it were an answer's.
+    So it is with latent caches on some platforms, which switch both settings off.
     """
     chunked = getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True)
     return not chunked and not vllm_config.cache_config.enable_prefix_caching
 
 
 def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
-    """Where nothing is fetched from peers, a request whose blocks could not be restored is computed.
+    """Where nothing is fetched from peers a request that was not restored is computed, and does not fail.
 
-    A cache must not fail a request. Called before vLLM's scheduler reads the policy; in a MultiConnector it
-    reads that of the outer one.
+    Called before vLLM's scheduler reads the policy; in a MultiConnector it reads that of the outer one.
     """
     if config.extra.engine == "none":
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"

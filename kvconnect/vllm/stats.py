@@ -2,7 +2,6 @@
 
 A worker reports what changed in a step (``TransferStats``). vLLM adds up its ranks, sends the sum to the API
 server, adds up again what belongs to one log line, and hands each dictionary to ``TransferPromMetrics``.
-``aggregate`` serves ranks and time: counters add up, gauges are kept by rank.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ VLLM_PREFIX = f"vllm:{PREFIX}"
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """What changed at one or more workers.
+    """What changed at one or more workers, in strings and numbers only, since it crosses processes.
 
-    ``data`` holds ``counters`` (family to labels to growth), ``gauges`` (rank to family to value) and
-    ``load_seconds`` (a list): strings and numbers only, since it crosses processes.
+    ``counters`` map family to labels to growth, ``gauges`` rank to family to value; the loads are a list.
     """
 
     data: dict[str, Any] = field(default_factory=dict)

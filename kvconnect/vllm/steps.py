@@ -210,8 +210,7 @@ def _overwritten(scheduler_output: Any) -> set[int]:
 def _certain(request: Any, num_computed_tokens: int) -> int:
     """The tokens of a request whose KV is what it will always be.
 
-    Of what a draft model guessed, only what came true is part of the request, and the last token of all is
-    computed by the next step.
+    Of a draft model's guesses only what came true counts, and the next step computes the last token of all.
     """
     known = max(request.num_prompt_tokens, request.num_tokens - 1)
     return min(num_computed_tokens, int(known))

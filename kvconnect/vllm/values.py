@@ -1,7 +1,6 @@
 """The values in quantised caches: the fp8 format, its scales, their order.
 
-vLLM hands out such a cache as bytes. What they are the layer knows, and where they lie its backend: both are
-asked by name, and what is not known here stays bytes.
+vLLM hands out bytes. The layer and its backend are asked by name; what is not known here stays bytes.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ _PLAIN_INSTRUCTIONS = "vec"
 
 @dataclass(frozen=True)
 class Quantised:
-    """The values of a cache that keeps fp8 e4m3 with a scale for all K and one for all V.
+    """A cache of fp8 e4m3 with a scale for all K, the first ``key_width`` values of a row, and one for all V.
 
-    The first ``key_width`` values of a row are K's. ``convertible``: a 16-bit cache of the same layer has
-    its values in the same order.
+    ``convertible``: a 16-bit cache of the same layer has its values in the same order.
     """
 
     scales: Scales

@@ -31,13 +31,9 @@ def vllm_version() -> str:
 
 
 def check_vllm(base: Any) -> None:
-    """Look at vLLM's module of connector base classes before anything relies on it.
-
-    Raises:
-        ConfigError: this vLLM cannot be told that a load failed: it would go on with what the blocks
-            held before, and answer with wrong tokens.
-    """
+    """Look at vLLM's module of base classes before anything relies on it. Raises ``ConfigError``."""
     version = vllm_version()
+    # Otherwise it would go on with what the blocks held before, and answer with wrong tokens.
     if not hasattr(base, "KVConnectorTransferResults"):
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} cannot be told that the KV of a request failed to "

@@ -51,20 +51,15 @@ Gather = Callable[[Any], list[Any]]
 class LoadedWeights:
     """One name on all tensor-parallel ranks, equal on two servers wherever the weights are.
 
-    Args:
-        checkpoint: the name of the files that were loaded; None where they cannot be told.
-        models: the models in memory; none where they are out of reach.
-        gather: brings together what the ranks say.
+    ``checkpoint`` is that of the files, None where they cannot be told; ``models`` may be out of reach.
     """
 
     def __init__(self, checkpoint: str | None, models: Sequence[nn.Module], gather: Gather) -> None:
         self._models, self._gather = models, gather
         self._first = tensors_digest(models)
         told = gather((checkpoint, self._first))
-        if checkpoint is not None and all(name == checkpoint for name, _ in told):
-            self.name = checkpoint
-        else:
-            self.name = self._of_tensors([digest for _, digest in told])
+        is_told = checkpoint is not None and all(name == checkpoint for name, _ in told)
+        self.name = str(checkpoint) if is_told else self._of_tensors([digest for _, digest in told])
         self._first_name = self.name
         if self.name.startswith(_UNIDENTIFIED):
             logger.warning(
@@ -206,13 +201,10 @@ def _local_path(source: str, revision: str | None, cache_dir: str | None) -> Pat
 
 
 def files_name(path: Path) -> str | None:
-    """The name of what a checkpoint holds: a folder, or one file. None: there are no weights in it.
+    """The name of what a checkpoint, a folder or one file, holds. None: no weights. Raises ``OSError``.
 
     Tensors count by name, type, shape and a sample of their bytes, wherever in which file they are. Files of
     another kind than safetensors count by name, size and samples.
-
-    Raises:
-        OSError: a file cannot be read.
     """
     files = [path] if path.is_file() else _weight_files(path)
     if not files:
