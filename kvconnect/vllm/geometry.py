@@ -157,8 +157,7 @@ def worker_cache(
 ) -> VllmCache:
     """A worker's caches as registered by vLLM: four dimensions each, blocks, heads, tokens, content.
 
-    ``layers`` are vLLM's own, who know what quantised values stand for. With ``convert_dtype`` caches are
-    described as values that can be converted, where that is known; else bytes stay bytes.
+    With ``convert_dtype`` bytes of which vLLM's ``layers`` know the values are described as these.
 
     Raises:
         LayoutError: a tensor is not of that form, or its blocks do not match the configuration.
@@ -186,9 +185,8 @@ def worker_cache(
             ratios.add(ratio)
             count = head_counts.of(name, theirs)
             owned = None if count is None else shard_heads(count, rank, world_size)
-            if owned is not None and len(owned) != tensor.shape[1]:
-                # Which of its model's heads it has cannot be told.
-                owned = None
+            # Otherwise which of its model's heads it has cannot be told.
+            owned = owned if owned is not None and len(owned) == tensor.shape[1] else None
             by_block = is_by_block(layer) and not is_state(theirs)
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
@@ -208,7 +206,6 @@ def worker_cache(
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
             elif world_size > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
-                # Neither ours by head nor the same bytes on every rank.
                 rank_bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
