@@ -29,16 +29,6 @@ Environment = Annotated[
 ]
 
 
-@app.command("plan")
-def bench_plan_command(
-    json_output: JsonLines = False,
-) -> None:
-    """Time the planning of large transfers, on one core and without a network."""
-    from benchmarks.plan import bench_plan
-
-    bench_plan(json_output)
-
-
 @app.command("zero")
 def bench_zero_command(
     page_bytes: Annotated[int, typer.Option(min=64, help="Bytes of a page.")] = 16 << 10,
@@ -349,24 +339,6 @@ def bench_streaming_command(
         engine, model, lengths, prompts, batched_tokens, path, min_tokens, parse_extra(extra)
     )
     raise typer.Exit(bench_streaming(options, json_output=json_output))
-
-
-@app.command("soak")
-def bench_soak_command(
-    engine: Annotated[str, typer.Option(help="Engine of the pair.")] = "nixl",
-    model: Annotated[str, typer.Option(help="Model of the pair.")] = "gqa",
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 2000,
-    concurrency: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
-    compare: Annotated[bool, typer.Option(help="Compare every token with a single node's.")] = True,
-) -> None:
-    """Send many prompts through a pair, then see that every block is free and nothing is remembered."""
-    from benchmarks.pair_load import bench_soak
-
-    code = bench_soak(
-        engine=engine, model=model, prompts=prompts, concurrency=concurrency, seed=seed, compare=compare
-    )
-    raise typer.Exit(code)
 
 
 @app.command("idle")

@@ -7,20 +7,18 @@ else waits to be written, and end when their bytes are synced.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Report
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
@@ -87,46 +85,12 @@ def bench_disk(
         wanted_bytes = max(3 * total_bytes, 2 * recovery_records * _SMALL_BYTES)
         if free_bytes < wanted_bytes:
             raise ConfigError(f"{folder} has {free_bytes} bytes free; this takes {wanted_bytes}")
-        timings = [_time_records(folder, one, total_bytes, repeat) for one in record_bytes]
-        recovery = _time_recovery(folder, recovery_records) if recovery_records else None
-    if json_output:
-        for found in (*timings, *([recovery] if recovery else ())):
-            print(json.dumps(asdict(found)))
-        return
-    _show(timings, recovery)
-
-
-def _show(timings: Sequence[DiskTiming], recovery: RecoveryTiming | None) -> None:
-    table = Table(title="the disk tier beside plain sequential I/O, MB/s")
-    for heading in (
-        "record",
-        "plain write",
-        "written",
-        "synced",
-        "plain read",
-        "read",
-        "plain cached",
-        "cached",
-    ):
-        table.add_column(heading, justify="right")
-    for one in timings:
-        table.add_row(
-            f"{one.record_bytes >> 10} KiB",
-            f"{one.plain_write_mb_per_s:.0f}",
-            f"{one.written_mb_per_s:.0f}",
-            f"{one.synced_mb_per_s:.0f} ({one.synced_of_plain:.2f})",
-            f"{one.plain_read_mb_per_s:.0f}",
-            f"{one.read_mb_per_s:.0f} ({one.read_of_plain:.2f})",
-            f"{one.plain_cached_mb_per_s:.0f}",
-            f"{one.cached_mb_per_s:.0f}",
-        )
-    console = Console()
-    console.print(table)
-    if recovery:
-        console.print(
-            f"{recovery.records} records of {recovery.record_bytes} bytes "
-            f"are found in {recovery.forgotten_s:.2f} s, {recovery.cached_s:.2f} s if the kernel has them"
-        )
+        report = Report("disk", json_output=json_output)
+        for one in record_bytes:
+            report.add(_time_records(folder, one, total_bytes, repeat))
+        if recovery_records:
+            report.add(_time_recovery(folder, recovery_records), "disk recovery")
+    report.show()
 
 
 def _time_records(folder: Path, record_bytes: int, total_bytes: int, repeat: int) -> DiskTiming:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.report import Report
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import TierIndex
 
@@ -167,23 +164,8 @@ def measure_index(contents: int, repeat: int) -> list[IndexTiming]:
 
 def bench_index(*, sizes: tuple[int, ...], repeat: int, json_output: bool) -> None:
     """Time the index at these sizes; print microseconds of a call, median and worst."""
-    results = [result for size in sizes for result in measure_index(size, repeat)]
-    if json_output:
-        for result in results:
-            print(json.dumps(asdict(result)))
-        return
-    table = Table(title=f"the index of host memory, {repeat} calls of each kind")
-    for column in ("contents", "call"):
-        table.add_column(column)
-    for column in ("keys", "median us", "worst us", "us per key"):
-        table.add_column(column, justify="right")
-    for result in results:
-        table.add_row(
-            f"{result.contents:,}",
-            result.call,
-            str(result.keys),
-            f"{result.median_us:,.1f}",
-            f"{result.worst_us:,.1f}",
-            f"{result.median_us_per_key:.3f}",
-        )
-    Console().print(table)
+    report = Report("index", json_output=json_output)
+    for size in sizes:
+        for timing in measure_index(size, repeat):
+            report.add(timing)
+    report.show()

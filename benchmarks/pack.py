@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Report
 from benchmarks.runner_kit import default_device, device_us, host_us
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -170,32 +168,7 @@ def bench_pack(*, device: str | None = None, json_output: bool = False) -> None:
     chosen = torch.device(device or default_device()).type
     if chosen == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch sees no CUDA device here; accepted: cpu")
-    timings = []
+    report = Report("pack", json_output=json_output)
     for timing in _timings(chosen):
-        timings.append(timing)
-        if json_output:
-            print(json.dumps({"bench": "pack", **asdict(timing)}), flush=True)
-    if not json_output:
-        _print_table(chosen, timings)
-
-
-def _print_table(device: str, timings: list[PackTiming]) -> None:
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU (no GPU here, or not asked for)"
-    table = Table(title=f"pack and unpack, {_LAYERS} layers, {where}; GB/s, and as a part of a plain copy")
-    columns = ("order", "layout", "page KiB", "blocks", "MiB", "digest")
-    for column in (*columns, "copy GB/s", "pack", "unpack", "host us"):
-        table.add_column(column, justify="right")
-    for timing in timings:
-        table.add_row(
-            timing.order,
-            timing.layout,
-            str(timing.page_bytes >> 10),
-            str(timing.blocks),
-            str(timing.total_bytes >> 20),
-            {0: "no", 1: "all"}.get(timing.digest_sample, f"1/{timing.digest_sample}"),
-            f"{timing.total_bytes / timing.copy_us / 1e3:.0f}",
-            f"{timing.pack_gb_per_s:.0f} ({timing.pack_of_copy:.2f})",
-            f"{timing.unpack_gb_per_s:.0f} ({timing.unpack_of_copy:.2f})",
-            f"{timing.pack_host_us:.0f}",
-        )
-    Console(width=140).print(table)
+        report.add(timing)
+    report.show()

@@ -8,17 +8,15 @@ are made beforehand: only the hooks are timed.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Report
 from benchmarks.scheduler_offload import Keeping
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
@@ -193,9 +191,7 @@ class _Prefill:
         return time.perf_counter() - start
 
 
-def _timed(
-    name: str, running: int, changed: int, step: Callable[[], float], steps: int = _STEPS
-) -> StepTiming:
+def _timed(name: str, running: int, changed: int, step: Callable[[], float], steps: int) -> StepTiming:
     gc.collect()
     first = int(_WARM_UP * steps)
     times = [step() * 1e6 for _ in range(first + steps)][first:]
@@ -208,34 +204,20 @@ def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
     crowd = max(1, requests // 16)
     many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
     keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
-    results = [
-        _timed("steady decode", requests, 0, decode.steady),
-        _timed("decode, admits with a load", requests, 1, decode.admission),
-        _timed("decode, load arrives and ends", requests, 1, decode.ending),
-        _timed("prefill, admits and holds", requests, 1, prefill.turnover),
-        _timed("decode, admits with a load", requests, crowd, many_decode.admission),
-        _timed("decode, load arrives and ends", requests, crowd, many_decode.ending),
-        _timed("prefill, admits and holds", requests, crowd, many_prefill.turnover),
-        _timed("offload, all decode", requests, 0, keeping.decode, _KEEPING_STEPS),
-        _timed("offload, admits a hit", requests, 1, keeping.returning, _KEEPING_STEPS),
-        _timed("offload, admits and stores", requests, 1, keeping.fresh, _KEEPING_STEPS),
-        _timed("offload, admits a hit", requests, crowd, many_keeping.returning, _KEEPING_STEPS),
-        _timed("offload, admits and stores", requests, crowd, many_keeping.fresh, _KEEPING_STEPS),
-    ]
-    if json_output:
-        for result in results:
-            print(json.dumps(asdict(result)))
-        return
-    table = Table(title=f"all scheduler hooks of a step, {_STEPS} steps; with offload {_KEEPING_STEPS}")
-    table.add_column("step")
-    for column in ("running", "changed", "best us", "median us"):
-        table.add_column(column, justify="right")
-    for result in results:
-        table.add_row(
-            result.step,
-            str(result.running),
-            str(result.changed),
-            f"{result.best_us:.2f}",
-            f"{result.median_us:.2f}",
-        )
-    Console().print(table)
+    report = Report("scheduler", json_output=json_output)
+    for name, changed, step, steps in (
+        ("steady decode", 0, decode.steady, _STEPS),
+        ("decode, admits with a load", 1, decode.admission, _STEPS),
+        ("decode, load arrives and ends", 1, decode.ending, _STEPS),
+        ("prefill, admits and holds", 1, prefill.turnover, _STEPS),
+        ("decode, admits with a load", crowd, many_decode.admission, _STEPS),
+        ("decode, load arrives and ends", crowd, many_decode.ending, _STEPS),
+        ("prefill, admits and holds", crowd, many_prefill.turnover, _STEPS),
+        ("offload, all decode", 0, keeping.decode, _KEEPING_STEPS),
+        ("offload, admits a hit", 1, keeping.returning, _KEEPING_STEPS),
+        ("offload, admits and stores", 1, keeping.fresh, _KEEPING_STEPS),
+        ("offload, admits a hit", crowd, many_keeping.returning, _KEEPING_STEPS),
+        ("offload, admits and stores", crowd, many_keeping.fresh, _KEEPING_STEPS),
+    ):
+        report.add(_timed(name, requests, changed, step, steps))
+    report.show()

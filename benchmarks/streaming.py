@@ -16,9 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.report import Report
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import growth, read_metrics
 from kvconnect.demo.outcome import tokens_of
@@ -80,19 +78,17 @@ def bench_streaming(options: StreamingOptions, *, json_output: bool = False) -> 
     Raises:
         KVConnectError: a node did not start, or gave no answer.
     """
-    cases = []
+    report, wrong = Report("streaming", json_output=json_output), 0
     with tempfile.TemporaryDirectory(prefix="kvconnect-bench-") as folder, Children(Path(folder)) as children:
         streamed = _start(children, options, "streamed", options.min_tokens)
         whole = _start(children, options, "whole", 0)
         rng = random.Random(0)
         for tokens in options.lengths:
             case = _measure(options, streamed, whole, tokens, rng)
-            cases.append(case)
-            if json_output:
-                print(json.dumps({"engine": options.engine, "model": options.model, **asdict(case)}))
-    if not json_output:
-        _show(options, cases)
-    return 1 if any(case.wrong for case in cases) else 0
+            report.add({"engine": options.engine, "model": options.model, **asdict(case)})
+            wrong += case.wrong
+    report.show()
+    return 1 if wrong else 0
 
 
 def _start(children: Children, options: StreamingOptions, name: str, min_tokens: int) -> _Side:
@@ -182,23 +178,3 @@ def _timed(options: StreamingOptions, url: str, prompt: Sequence[int]) -> tuple[
     if not tokens:
         raise KVConnectError(f"{url} answered without a token: {answer}")
     return seconds, tokens
-
-
-def _show(options: StreamingOptions, cases: Sequence[Case]) -> None:
-    table = Table(title=f"time to the first token over {options.engine}, model {options.model}")
-    columns = {
-        "tokens": "tokens",
-        "alone_s": "prefill alone s",
-        "whole_s": "sent after it s",
-        "streamed_s": "sent meanwhile s",
-        "ratio": "ratio",
-        "least": "quartiles",
-        "most": "",
-        "early": "bytes sent early",
-        "wrong": "wrong",
-    }
-    for title in columns.values():
-        table.add_column(title, justify="right")
-    for case in cases:
-        table.add_row(*(str(getattr(case, name)) for name in columns))
-    Console().print(table)

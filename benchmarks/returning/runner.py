@@ -6,7 +6,6 @@ others have overwritten its pool; after a restart it has nothing but what is on 
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -15,9 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.report import Report
 from benchmarks.returning.model import PromptModel
 from benchmarks.returning.node import LAYOUT, First, Node
 from benchmarks.returning.options import BLOCK_TOKENS, Options
@@ -48,7 +45,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Report:
+class Found:
     """A run. ``page_cache`` is the part of the disk tier's files that was in memory before it was read."""
 
     device: str
@@ -69,16 +66,20 @@ def bench_returning(options: Options, *, json_output: bool = False) -> int:
         disk = options.disk_path
         if disk is None:
             disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvconnect-bench-")))
-        report = _measure(options, disk)
+        found = _measure(options, disk)
+    report = Report("returning", json_output=json_output)
     if json_output:
-        print(json.dumps(asdict(report)), flush=True)
+        report.add(found)
     else:
-        _show(report)
+        run = asdict(found)
+        for way in run.pop("ways"):
+            report.add({**run, **way})
+    report.show()
     expected = (options.used_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return 0 if all(way.cached_tokens == expected for way in report.ways[_COMPUTED_WAYS:]) else 1
+    return 0 if all(way.cached_tokens == expected for way in found.ways[_COMPUTED_WAYS:]) else 1
 
 
-def _measure(options: Options, disk: Path) -> Report:
+def _measure(options: Options, disk: Path) -> Found:
     model = PromptModel(options.size, LAYOUT, options.device)
     rng = random.Random(_SEED)
 
@@ -108,7 +109,7 @@ def _measure(options: Options, disk: Path) -> Report:
         _all(node.first_token, others[:1], node.settle)
         drop_pages(disk)
         seen["disk tier"] = _all(node.first_token, prompts, node.settle)
-    return Report(
+    return Found(
         options.device,
         options.used_model,
         options.used_tokens,
@@ -143,29 +144,3 @@ def _way(name: str, firsts: Sequence[First], recomputed: Sequence[First]) -> Way
         as_recomputed=sum(a.token == b.token for a, b in zip(firsts, recomputed, strict=True)),
         prompts=len(firsts),
     )
-
-
-def _show(report: Report) -> None:
-    table = Table(
-        title=f"time to the first token of {report.prompt_tokens} tokens ({report.kv_bytes / 2**20:.0f} MiB "
-        f"of KV), {report.model} on {report.device}"
-    )
-    table.add_column("way", no_wrap=True)
-    for title in ("median s", "least s", "most s", "times faster", "tokens found", "same token"):
-        table.add_column(title, justify="right")
-    for way in report.ways:
-        table.add_row(
-            way.way,
-            f"{way.seconds:.4f}",
-            f"{way.least_s:.4f}",
-            f"{way.most_s:.4f}",
-            f"{way.times_faster:.1f}",
-            str(way.cached_tokens),
-            f"{way.as_recomputed}/{way.prompts}",
-        )
-    console = Console()
-    console.print(table)
-    if report.page_cache is None:
-        console.print("whether the system had the disk tier's files in memory could not be told")
-    else:
-        console.print(f"of the disk tier's files, {report.page_cache:.1%} were in memory before")

@@ -244,12 +244,14 @@ def _beside(timing: TransferTiming, limit: EngineLimit | None) -> TransferTiming
     )
 
 
-def over_direct(timing: TransferTiming, direct: TransferTiming | None) -> TransferTiming:
-    """With the rate of the same case on the direct path, if there is one."""
-    if direct is None:
-        return timing
-    return replace(
-        timing,
-        direct_gb_per_s=direct.gb_per_s,
-        over_direct=round(timing.gb_per_s / direct.gb_per_s, 2),
-    )
+def over_direct(timing: TransferTiming, measured: Sequence[TransferTiming]) -> TransferTiming:
+    """With the rate of the same case on the direct path, if that was measured."""
+
+    def case(one: TransferTiming) -> tuple[object, ...]:
+        return one.engine, one.layouts, one.page_bytes, one.blocks, one.requests_in_flight
+
+    for one in measured:
+        if one.path == "direct" and case(one) == case(timing):
+            ratio = round(timing.gb_per_s / one.gb_per_s, 2)
+            return replace(timing, direct_gb_per_s=one.gb_per_s, over_direct=ratio)
+    return timing

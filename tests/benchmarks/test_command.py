@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
-
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,14 +13,6 @@ ROOT = Path(__file__).parents[2]
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
-def test_plan_is_wired(monkeypatch) -> None:
-    seen: list[bool] = []
-    monkeypatch.setitem(sys.modules, "benchmarks.plan", types.SimpleNamespace(bench_plan=seen.append))
-    for arguments in ([], ["--json"]):
-        assert CliRunner().invoke(app, ["plan", *arguments]).exit_code == 0
-    assert seen == [False, True]
 
 
 def test_scheduler_measures_a_step_of_steady_decode_first() -> None:

@@ -21,11 +21,13 @@ def test_every_figure_is_there(tmp_path, capsys):
     small, large, recovery = map(json.loads, capsys.readouterr().out.splitlines())
     assert [small["record_bytes"], large["record_bytes"]] == [64 << 10, 1 << 20]
     assert small["total_bytes"] == large["total_bytes"] == 4 << 20
-    assert all(value > 0 for found in (small, large, recovery) for value in found.values())
+    assert all(
+        value > 0 for found in (small, large, recovery) for value in found.values() if value != found["bench"]
+    )
     assert recovery["records"] == 500
     assert not list(tmp_path.iterdir())
     run(tmp_path)
-    assert "500 records" in capsys.readouterr().out
+    assert "disk recovery" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_or_too_small_is_refused(tmp_path):

@@ -70,7 +70,8 @@ def test_the_check_sees_a_wrong_byte():
 def test_a_table_is_printed_for_people(capsys):
     code, out = run(capsys, json_output=False)
     assert code == 0
-    assert "contiguous" in out
+    assert "contiguous_out" in out
+    assert "offload, device cpu, page_bytes 1024" in out
 
 
 def test_decode_steps_beside_copies(capsys):
