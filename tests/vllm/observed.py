@@ -46,14 +46,14 @@ class KVConnect(Observed):
     def _observe_renewals(self) -> None:
         if self._worker is None or self._worker.transfer is None:
             return
-        renew = prefill_side.answer_renewal
+        renew = prefill_side.PrefillSide._renewed
 
-        def observe(book: Any, waiting: Any, handles: Any, engine_id: str, link: str, now: float) -> Any:
+        def observe(side: Any, handles: Any, engine_id: str, link: str, now: float) -> Any:
             with self._lines.open("a") as out:
                 out.write(json.dumps({"kind": "renewal", "at": now, "handles": len(handles)}) + "\n")
-            return renew(book, waiting, handles, engine_id, link, now)
+            return renew(side, handles, engine_id, link, now)
 
-        prefill_side.answer_renewal = observe
+        prefill_side.PrefillSide._renewed = observe
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
