@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
-from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates
+from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates, StateLayers
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard, align_tables
 from kvconnect.plan.chunks import Chunker, RequestCutter
-from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
-from kvconnect.plan.transfer import PlanSize, plan_size
+from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, EngineRates, LinkCost
+from kvconnect.plan.transfer import plan_size
 from kvconnect.plan.wire import align_wire
 
 CUDA_SLOT_BYTES = 128 << 20
@@ -31,15 +31,15 @@ _LAYER_REASON = re.compile(r"layer '([^']*)': (.*)")
 _NEXT_REASON = re.compile(r"; (?=layer '|cache group \d)")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
-    """One request between two ranks, its blocks ``scattered`` or ``adjacent`` on both sides.
+    """One request between two ranks, its ``blocks`` scattered or adjacent on both sides.
 
-    A path that is closed has None for what it would take. ``path`` is empty where both are.
+    A closed path has None for what it would take. ``path`` is empty where both are closed.
     """
 
     blocks: str
-    path: str
+    path: str = ""
     copies: int | None = None
     least_copy_bytes: int | None = None
     most_copy_bytes: int | None = None
@@ -54,9 +54,8 @@ class Case:
 class Pair:
     """Two ranks that exchange something.
 
-    ``heads`` are those that both keep, by kind of layers, as first and last; None where pages are not
-    divided by head. ``order`` is that of the packed path on the wire, empty where it is closed. ``closed``
-    has the reasons why a path is.
+    ``heads`` are the first and last that both keep, by kind of layers; None where pages are not divided by
+    head. ``order`` is that of the packed path, empty where it is closed. ``closed`` has the reasons by path.
     """
 
     source_rank: int
@@ -93,14 +92,13 @@ def make_report(source: CacheFile, target: CacheFile, num_tokens: int, rates: Ra
         ConfigError: it has no room on this machine, not even for its addresses.
     """
     refusals = list(_refusals(source, target))
-    cost = rates.link_cost() if rates else LinkCost()
     pairs = []
     if source.num_heads == target.num_heads:
         sides = _Sides(source, target, num_tokens, rates)
         for target_rank in range(target.tp_size):
             for source_rank in partner_ranks(target_rank, target.tp_size, source.tp_size, target.num_heads):
                 pairs.append(sides.explain(source_rank, target_rank, not refusals))
-    return Report(num_tokens, rates is not None, cost.describe(), refusals, pairs)
+    return Report(num_tokens, rates is not None, _link_cost(rates).describe(), refusals, pairs)
 
 
 def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
@@ -115,7 +113,7 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
         )
     if source.num_heads != target.num_heads:
         yield f"the number of KV heads differs: source {source.num_heads}, target {target.num_heads}"
-    ours, theirs = ({kind.label: kind for kind in side.layers} for side in (source, target))
+    ours, theirs = ({kind.name: kind for kind in side.layers} for side in (source, target))
     for label in dict.fromkeys([*ours, *theirs]):
         if label not in ours or label not in theirs:
             yield f"layers {label!r}: only the {'source' if label in ours else 'target'} has any"
@@ -124,7 +122,9 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
             our_value, their_value = (getattr(side[label], field, None) for side in (ours, theirs))
             if our_value != their_value:
                 yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
-    if (source.has_state or target.has_state) and source.tp_size != target.tp_size:
+    has_state = any(isinstance(kind, StateLayers) for kind in (*source.layers, *target.layers))
+    # No file says how state is divided over ranks.
+    if has_state and source.tp_size != target.tp_size:
         yield (
             "recurrent state travels between equal tensor-parallel sizes only: tp_size is "
             f"{source.tp_size} on the source, {target.tp_size} on the target"
@@ -137,7 +137,7 @@ class _Sides:
     def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int, rates: Rates | None) -> None:
         self._files = (source, target)
         self._tokens = num_tokens
-        self._rates = rates
+        self._cost = _link_cost(rates)
         self._room = [blocks_needed(side, num_tokens) for side in self._files]
         self._tables: dict[tuple[int, int], RegionTable] = {}
         self._blocks = {
@@ -163,18 +163,28 @@ class _Sides:
         order = chunker.wire.order if chunker and not closed["packed"] else ""
         cases = []
         for name, (held, wanted) in self._blocks.items():
-            size, chunk_sizes = None, []
-            if link is not None and not closed["direct"]:
-                with _reasons_in(closed["direct"]):
+            case, cost, size, chunk_bytes = Case(name), self._cost, None, []
+            with _reasons_in(closed["direct"]):
+                if link is not None and not closed["direct"]:
                     size = plan_size(link, held, wanted, self._tokens)
-            if chunker is not None and not closed["packed"]:
-                with _reasons_in(closed["packed"]):
+                    case.copies, case.direct_bytes = size.copies, size.total_bytes
+                    case.least_copy_bytes, case.most_copy_bytes = size.least_bytes, size.most_bytes
+                    case.direct_s = cost.predict_direct(size.copies, size.total_bytes)
+            with _reasons_in(closed["packed"]):
+                if chunker is not None and not closed["packed"]:
                     cutter = RequestCutter(chunker, source, target, self._slot_bytes, self._pack_rate)
-                    chunks = cutter.cut(wanted, self._tokens)
-                    chunk_sizes = [chunker.place(chunk).total_bytes for chunk in chunks]
-            # A cost of its own for each, so that none is influenced by the one before.
-            cost = self._rates.link_cost() if self._rates else LinkCost()
-            cases.append(_case(name, size, chunk_sizes, cost, may))
+                    chunk_bytes = [
+                        chunker.place(chunk).total_bytes for chunk in cutter.cut(wanted, self._tokens)
+                    ]
+            if chunk_bytes:
+                case.packed_bytes, case.chunks = sum(chunk_bytes), len(chunk_bytes)
+                case.packed_s = cost.predict_packed(case.packed_bytes, case.chunks)
+            if may:
+                case.path = "direct" if size is not None else "packed" if chunk_bytes else ""
+            if may and size is not None and chunk_bytes:
+                sizes = size.copies, size.total_bytes, sum(chunk_bytes), len(chunk_bytes)
+                case.path = cost.choose(*sizes).path
+            cases.append(case)
         return Pair(source_rank, target_rank, self._heads(source_rank, target_rank), order, closed, cases)
 
     def _card(self, side: int, rank: int) -> TableCard:
@@ -183,16 +193,15 @@ class _Sides:
         return TableCard.of(self._tables[side, rank])
 
     def _heads(self, source_rank: int, target_rank: int) -> dict[str, tuple[int, int] | None]:
-        """The heads that both ranks keep, by kind of layers."""
-        source, target = self._files
-        heads: dict[str, tuple[int, int] | None] = {}
-        for kind in target.layers:
-            heads[kind.label] = None
+        heads: dict[str, tuple[int, int] | None] = dict.fromkeys(kind.name for kind in self._files[1].layers)
+        for kind in self._files[1].layers:
             if isinstance(kind, HeadLayers):
-                shared = shard_heads(kind.num_kv_heads, source_rank, source.tp_size).intersect(
-                    shard_heads(kind.num_kv_heads, target_rank, target.tp_size)
+                held, wanted = (
+                    shard_heads(kind.num_kv_heads, rank, side.tp_size)
+                    for rank, side in zip((source_rank, target_rank), self._files, strict=True)
                 )
-                heads[kind.label] = (shared.start, shared.stop - 1)
+                shared = held.intersect(wanted)
+                heads[kind.name] = (shared.start, shared.stop - 1)
         return heads
 
     def _closed_by_settings(self) -> dict[str, list[str]]:
@@ -217,45 +226,25 @@ def _reasons_in(closed: list[str]) -> Iterator[None]:
 
 
 def _reasons(error: LayoutError) -> list[str]:
-    """The reasons that such an error lists, layers with the same one together."""
+    """The reasons that an error lists, layers with the same one together."""
     found: dict[str, list[str]] = {}
     for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):
         if of_layer := _LAYER_REASON.fullmatch(reason):
             found.setdefault(of_layer[2], []).append(of_layer[1])
         else:
             found.setdefault(reason, [])
-    return [
-        reason
-        if not layers
-        else f"layer {layers[0]}: {reason}"
-        if len(layers) == 1
-        else f"layers {layers[0]} to {layers[-1]} ({len(layers)}): {reason}"
-        for reason, layers in found.items()
-    ]
+    lines = []
+    for reason, layers in found.items():
+        many = f"layers {layers[0]} to {layers[-1]} ({len(layers)}): " if len(layers) > 1 else ""
+        lines.append((many or "".join(f"layer {layer}: " for layer in layers)) + reason)
+    return lines
 
 
-def _case(name: str, size: PlanSize | None, chunk_sizes: list[int], cost: LinkCost, may: bool) -> Case:
-    direct_s = packed_s = None
-    packed_bytes, chunks = sum(chunk_sizes), len(chunk_sizes)
-    path = ""
-    if size is not None:
-        direct_s, path = cost.predict_direct(size.copies, size.total_bytes), "direct"
-    if chunk_sizes:
-        packed_s, path = cost.predict_packed(packed_bytes, chunks), "packed"
-    if size is not None and chunk_sizes:
-        path = cost.choose(size.copies, size.total_bytes, packed_bytes, chunks).path
-    return Case(
-        blocks=name,
-        path=path if may else "",
-        copies=size.copies if size else None,
-        least_copy_bytes=size.least_bytes if size else None,
-        most_copy_bytes=size.most_bytes if size else None,
-        direct_bytes=size.total_bytes if size else None,
-        direct_s=direct_s,
-        packed_bytes=packed_bytes if chunk_sizes else None,
-        chunks=chunks or None,
-        packed_s=packed_s,
-    )
+def _link_cost(rates: Rates | None) -> LinkCost:
+    if rates is None:
+        return LinkCost()
+    engine = EngineRates(rates.seconds_per_batch, rates.seconds_per_copy, rates.bytes_per_s)
+    return LinkCost(engine, rates.pack_bytes_per_s, rates.unpack_bytes_per_s, rates.round_trip_s)
 
 
 def _slot_bytes(side: CacheFile) -> int:

@@ -33,13 +33,11 @@ from kvconnect.explain.cache_file import (
 )
 from kvconnect.orders import GroupBlocks
 
-_ORDER = {"nhd": "block {} token head content", "hnd": "block {} head token content"}
-_HEADS_FIRST = "head block {} token content"
-
-
-def _axes(kind: HeadLayers) -> str:
-    axes = _ORDER.get(kind.layout, _HEADS_FIRST).format("plane" if kind.kv == "per_block" else "")
-    return " ".join((["plane"] if kind.kv == "apart" else []) + axes.split())
+_AXES = {
+    "nhd": "block {} token head content",
+    "hnd": "block {} head token content",
+    "heads_first": "head block {} token content",
+}
 
 
 def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
@@ -53,12 +51,12 @@ def rank_table(cache: CacheFile, rank: int, num_blocks: int) -> RegionTable:
     heads: dict[str, HeadInterval] = {}
     for index, kind in enumerate(cache.layers):
         # Both sides number theirs alike.
-        names = tuple(f"{kind.label}.{number}" for number in range(kind.num_layers))
-        owned = None
+        names = tuple(f"{kind.name}.{number}" for number in range(kind.num_layers))
+        num_heads = 0
         if isinstance(kind, HeadLayers):
-            owned = shard_heads(kind.num_kv_heads, rank, cache.tp_size)
-            heads |= dict.fromkeys(names, owned)
-        spec = _spec(kind, 0 if owned is None else len(owned))
+            heads |= dict.fromkeys(names, shard_heads(kind.num_kv_heads, rank, cache.tp_size))
+            num_heads = len(heads[names[0]])
+        spec = _spec(kind, num_heads)
         groups.append(KVCacheGroup(names, spec))
         kernels[index] = kind.kernel_block_size if isinstance(kind, TokenLayers) else kind.block_size
         shape, axes, dtype = _tensor_shape(kind, spec, num_blocks)
@@ -82,7 +80,7 @@ def request_blocks(
     """
     rng, made = random.Random(seed), []
     for index, kind in enumerate(cache.layers):
-        group = KVCacheGroup((kind.label,), _spec(kind, 1))
+        group = KVCacheGroup((kind.name,), _spec(kind, 1))
         positions = group.num_positions(num_tokens)
         ids = rng.sample(range(1, num_blocks), positions) if scattered else list(range(1, 1 + positions))
         kept = group.retention.only_kept(ids, 0, num_tokens, kind.block_size, replay=1)
@@ -110,13 +108,14 @@ def _tensor_shape(
     if isinstance(spec, StateSpec):
         return (num_blocks, spec.content_bytes), "block content", torch.uint8
     assert isinstance(kind, TokenLayers)
-    kernel = kind.kernel_block_size
-    axes = _axes(kind) if isinstance(kind, HeadLayers) else "block token content"
+    kernel, axes, planes = kind.kernel_block_size, "block token content", 1
     extent = {"block": num_blocks * div_exact(spec.block_size, kernel), "token": kernel, "plane": 2}
-    extent["content"] = kind.head_size
-    if isinstance(spec, FullAttentionSpec):
+    if isinstance(kind, HeadLayers) and isinstance(spec, FullAttentionSpec):
+        axes = _AXES[kind.layout].format("plane" if kind.kv == "per_block" else "")
+        axes = " ".join(("plane " * (kind.kv == "apart") + axes).split())
         extent["head"] = spec.num_kv_heads
-        extent["content"] *= 1 if "plane" in axes else 2
+        planes = 1 if "plane" in axes else 2
+    extent["content"] = kind.head_size * planes
     return [extent[axis] for axis in axes.split()], axes, spec.dtype
 
 
@@ -124,9 +123,8 @@ def _reserve(length_bytes: int) -> torch.Tensor:
     """Bytes that have addresses and nothing else: not one page of them is ever backed by memory."""
     try:
         # Without the right to write, no kernel counts it as memory that may be needed.
-        reserved = mmap.mmap(
-            -1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        reserved = mmap.mmap(-1, length_bytes, flags=flags, prot=mmap.PROT_READ)
     except (OSError, OverflowError, ValueError) as error:
         raise ConfigError(
             f"the caches of a rank take {length_bytes} bytes of address space, which this machine does not "
