@@ -10,6 +10,7 @@ from kvconnect.errors import ConfigError, EngineError
 from kvconnect.testing.engine_buffers import on_host
 from kvconnect.testing.engine_peer import PeerCommands, PeerProcess
 from kvconnect.testing.engine_suite import Driver, EngineSuite
+from tests.engine.faulty_engine import FaultyEngine
 
 
 class PeerHere(PeerProcess):
@@ -70,13 +71,13 @@ class TestControls:
 
     @pytest.fixture
     def sender(self, clock: Clock):
-        driver = Driver(MemoryEngine(clock=clock), 16 * PAGE, seed=1)
+        driver = Driver(FaultyEngine(clock=clock), 16 * PAGE, seed=1)
         yield driver
         driver.engine.close()
 
     @pytest.fixture
     def target(self, clock: Clock, sender: Driver):
-        driver = Driver(MemoryEngine(clock=clock), 16 * PAGE, seed=2)
+        driver = Driver(FaultyEngine(clock=clock), 16 * PAGE, seed=2)
         driver.buffer[:] = 0
         sender.engine.connect("target", driver.engine.card())
         yield driver

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.engine.memory import MemoryEngine
+from tests.engine.faulty_engine import FaultyEngine
 from tests.simulator.world import World
 
 
@@ -53,7 +54,7 @@ class EngineWatch(Protocol):
         ...
 
 
-class SimEngine(MemoryEngine):
+class SimEngine(FaultyEngine):
     """A memory engine of one simulated process.
 
     ``may_move`` are the batches that may still read and write memory, by id, each with the time until which:
@@ -193,7 +194,7 @@ class SimEngine(MemoryEngine):
         """When something may end that was submitted."""
         if not self._flights:
             return None
-        times = [flight.start_at for flight in self._flights.values()]
+        times = [self.start_at(flight) for flight in self._flights.values()]
         times += [flight.deadline for flight in self._flights.values()]
         later = [time for time in times if time > self._world.now]
         return min(later, default=None)

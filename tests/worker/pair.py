@@ -18,7 +18,6 @@ from kvconnect.cache.shard import shard_heads
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
-from kvconnect.engine.memory import MemoryEngine
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
 from kvconnect.pack.arena import Arena
@@ -35,6 +34,7 @@ from kvconnect.worker.local import Local
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool, SlotState
 from kvconnect.worker.transfer_thread import TransferThread
+from tests.engine.faulty_engine import FaultyEngine
 from tests.peer.memory_network import MemoryNetwork
 
 LAYERS = 3
@@ -124,7 +124,7 @@ class FakeWorker:
         self.rank = rank
         self.cache = cache or PlainCache(num_blocks, rank, world_size)
         self.table: RegionTable = self.cache.table
-        self.engine = MemoryEngine(clock=network.clock)
+        self.engine = FaultyEngine(clock=network.clock)
         count = 0 if config.path == "direct" else config.num_slots
         self.slot_bytes = slot_bytes if count else 0
         self.arenas = [Arena("cpu", slot_bytes, count) for _ in range(2 if count else 0)]
