@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,19 @@ from kvconnect.cache.specs import (
     StateSpec,
     UniformTypeSpec,
 )
+
+
+def overlaid_groups(table: RegionTable) -> set[tuple[int, int]]:
+    """The pairs of groups whose pages of one logical block share bytes."""
+    pairs = set()
+    for first, second in itertools.combinations(table.regions, 2):
+        ends = []
+        for region in (first, second):
+            ratio = table.geometry_of(region.group).blocks_per_kv_block
+            ends.append(region.address + region.block_stride * (ratio - 1) + region.page_bytes)
+        if first.group != second.group and first.address < ends[1] and second.address < ends[0]:
+            pairs.add((min(first.group, second.group), max(first.group, second.group)))
+    return pairs
 
 
 @dataclass

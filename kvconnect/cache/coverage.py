@@ -54,31 +54,22 @@ def _check_cluster(cluster: Sequence[Region]) -> None:
         )
 
 
-def check_overlays(
-    regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]
-) -> frozenset[tuple[int, int]]:
-    """The pairs of groups whose pages share bytes; proves that they do so block by block.
+def check_overlays(regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]) -> None:
+    """Pages of two groups share bytes only under one logical block id.
 
     Raises:
-        LayoutError: a page of one group shares bytes with a page of another group that has a
-            different logical block id; the text names both layers.
+        LayoutError: two do under different ids; the text names both layers.
     """
-    pairs: set[tuple[int, int]] = set()
     ordered = sorted(regions, key=lambda region: region.address)
     for position, first in enumerate(ordered):
         for second in ordered[position + 1 :]:
             if second.address >= first.end:
                 break
-            if first.group == second.group:
-                continue
-            if not _pages_meet(first, second, blocks_per_kv_block):
-                continue
-            pairs.add((min(first.group, second.group), max(first.group, second.group)))
-    return frozenset(pairs)
+            if first.group != second.group:
+                _check_overlay(first, second, blocks_per_kv_block)
 
 
-def _pages_meet(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> bool:
-    """Whether logical pages of two groups share bytes. Raises if they do so under different ids."""
+def _check_overlay(first: Region, second: Region, blocks_per_kv_block: Mapping[int, int]) -> None:
     a, b = (_logical_pages(region, blocks_per_kv_block[region.group]) for region in (first, second))
     if a[1] != b[1]:
         # With two strides, some block of one meets a differently numbered block of the other.
@@ -88,15 +79,12 @@ def _pages_meet(first: Region, second: Region, blocks_per_kv_block: Mapping[int,
         )
     stride, distance = a[1], b[0] - a[0]
     shift, offset = divmod(distance, stride)
-    meets = offset < a[2] or offset + b[2] > stride
-    if not meets:
-        return False
-    if shift or offset + b[2] > stride:
+    meets_next = offset + b[2] > stride
+    if meets_next or (shift and offset < a[2]):
         raise LayoutError(
             f"layers {first.layer!r} and {second.layer!r} of cache groups {first.group} and {second.group} "
             f"share memory under different block ids (their first pages are {distance} bytes apart)"
         )
-    return True
 
 
 def _logical_pages(region: Region, ratio: int) -> tuple[int, int, int]:

@@ -148,7 +148,6 @@ class RegionTable:
     regions: tuple[Region, ...]
     groups: tuple[GroupGeometry, ...]
     storages: tuple[Storage, ...]
-    overlaid_groups: frozenset[tuple[int, int]]
 
     @classmethod
     def build(
@@ -205,12 +204,12 @@ class RegionTable:
         )
         ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in geometries}
         check_pages_apart(regions)
-        overlaid = check_overlays(regions, ratios)
+        check_overlays(regions, ratios)
         storages = tuple(
             Storage(start := min(low for low, _ in stretch), max(high for _, high in stretch) - start, device)
             for (_, device), stretch in extents.items()
         )
-        return cls(tuple(regions), geometries, storages, overlaid)
+        return cls(tuple(regions), geometries, storages)
 
     @property
     def layers(self) -> tuple[str, ...]:

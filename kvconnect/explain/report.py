@@ -183,7 +183,7 @@ class _Sides:
                 case.path = "direct" if size is not None else "packed" if chunk_bytes else ""
             if may and size is not None and chunk_bytes:
                 sizes = size.copies, size.total_bytes, sum(chunk_bytes), len(chunk_bytes)
-                case.path = cost.choose(*sizes).path
+                case.path = cost.choose(*sizes)
             cases.append(case)
         return Pair(source_rank, target_rank, self._heads(source_rank, target_rank), order, closed, cases)
 

@@ -121,11 +121,8 @@ class GroupAlignment:
         return sum(int(rows.length.sum()) for rows in self.rows)
 
 
-@dataclass(frozen=True)
-class TableAlignment:
-    """Everything that the plan of a transfer between two workers needs, by target group."""
-
-    groups: dict[int, GroupAlignment]
+TableAlignment = dict[int, GroupAlignment]
+"""Everything that the plan of a transfer between two workers needs, by target group."""
 
 
 def align_tables(source: TableCard, target: TableCard) -> TableAlignment:
@@ -169,14 +166,12 @@ def align_tables(source: TableCard, target: TableCard) -> TableAlignment:
     )
     if refusals:
         raise LayoutError("the two caches cannot be matched: " + "; ".join(dict.fromkeys(refusals)))
-    return TableAlignment(
-        {
-            group: GroupAlignment(
-                source_groups[next(iter(partner[group]))], target_groups[group], _page_rows(pairs)
-            )
-            for group, pairs in matches.items()
-        }
-    )
+    return {
+        group: GroupAlignment(
+            source_groups[next(iter(partner[group]))], target_groups[group], _page_rows(pairs)
+        )
+        for group, pairs in matches.items()
+    }
 
 
 def _region_refusal(source: Region, target: Region) -> str | None:

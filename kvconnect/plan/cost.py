@@ -43,15 +43,6 @@ class EngineRates:
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The path to take, and the seconds that either would take."""
-
-    path: Path
-    direct_s: float
-    packed_s: float
-
-
 DEFAULT_RATES = EngineRates(seconds_per_batch=100e-6, seconds_per_copy=3e-6, bytes_per_s=10e9)
 DEFAULT_PACK_BYTES_PER_S = 100e9
 DEFAULT_ROUND_TRIP_S = 400e-6
@@ -150,16 +141,16 @@ class LinkCost:
         chunks = max(chunks, 1)
         return chunks * self._chunk_s + total_bytes * self._slowest_s + total_bytes / chunks * self._others_s
 
-    def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Choice:
+    def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Path:
         """The cheaper path for a transfer.
 
         ``copies`` and ``direct_bytes`` are what the direct path would move, ``chunks`` and ``packed_bytes``
         the packed one.
         """
-        direct_s = self.predict_direct(copies, direct_bytes)
-        packed_s = self.predict_packed(packed_bytes, chunks)
-        pack = packed_s < direct_s if self._is_calibrated else copies >= PACKED_FROM_COPIES
-        return Choice("packed" if pack else "direct", direct_s, packed_s)
+        pack = copies >= PACKED_FROM_COPIES
+        if self._is_calibrated:
+            pack = self.predict_packed(packed_bytes, chunks) < self.predict_direct(copies, direct_bytes)
+        return "packed" if pack else "direct"
 
     def as_metrics(self) -> dict[str, float]:
         """The rates of the link."""

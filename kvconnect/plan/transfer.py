@@ -83,9 +83,9 @@ def pair_groups(
     """
     held = {blocks.group: blocks for blocks in source}
     for wanted in target:
-        group = link.groups.get(wanted.group)
+        group = link.get(wanted.group)
         if group is None:
-            raise LayoutError(f"cache group {wanted.group} is wanted, the link knows {sorted(link.groups)}")
+            raise LayoutError(f"cache group {wanted.group} is wanted, the link knows {sorted(link)}")
         if group.source.group not in held:
             raise LayoutError(
                 f"cache group {wanted.group} is wanted, but the source holds none of its blocks"

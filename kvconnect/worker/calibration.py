@@ -93,6 +93,6 @@ def pack_bytes_per_s(arena: Arena) -> float:
 
 def typical_page_bytes(link: TableAlignment) -> int:
     """The page length that most of the bytes of this link travel in."""
-    lengths = [rows.length for group in link.groups.values() for rows in group.rows]
+    lengths = [rows.length for group in link.values() for rows in group.rows]
     ordered = np.sort(np.concatenate([*lengths, np.ones(1, dtype=np.int64)]))
     return int(ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)])

@@ -25,7 +25,6 @@ from kvconnect.peer.messages import (
     Written,
     other_weights,
 )
-from kvconnect.plan.align import TableAlignment
 from kvconnect.plan.transfer import make_plan
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
@@ -238,7 +237,7 @@ class FetchService:
         """
         fetch = pending.fetch
         # A fetch of nothing needs no path.
-        link = way.direct if fetch.groups else TableAlignment({}) if not fetch.chunks else None
+        link = way.direct if fetch.groups else {} if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
         if packer is not None:
             check_chunks(fetch, packer.chunker, way.slot_bytes)

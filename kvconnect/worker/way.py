@@ -50,8 +50,7 @@ class Way:
         cost = self.cost or LinkCost()
         direct = plan_size(self.direct, held, fetch.groups, fetch.num_tokens)
         packed_bytes = sum(self.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
-        choice = cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks))
-        return choice.path == "packed"
+        return cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks)) == "packed"
 
     def calibrated(self, local: Local, error: str, metrics: Metrics) -> None:
         """The probe is over, with an error or without: what it showed is what the link costs."""

@@ -20,7 +20,7 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import LayoutError
-from tests.caches import attention_layer, fill_random, mla_and_eagle, single_group
+from tests.caches import attention_layer, fill_random, mla_and_eagle, overlaid_groups, single_group
 
 
 def test_mla_and_eagle_register_by_byte_length():
@@ -134,7 +134,7 @@ def overlay(second_offset=0, second_stride=None):
 
 
 def test_overlaid_groups_are_recognised():
-    assert overlay().overlaid_groups == {(0, 1)}
+    assert overlaid_groups(overlay()) == {(0, 1)}
 
 
 def test_groups_that_share_bytes_under_different_ids_are_refused():
@@ -161,7 +161,7 @@ def test_state_pages_may_be_padded_and_overlay_attention():
             "full": CacheTensor(attention, "block token head content"),
         },
     )
-    assert table.overlaid_groups == {(0, 1)}
+    assert overlaid_groups(table) == {(0, 1)}
     assert table.regions[0].page_bytes == 400
     assert table.regions[0].block_stride == 512
 

@@ -11,6 +11,7 @@ from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing
 from kvconnect.node.request import Chunk, Step
 from kvconnect.node.runner import Runner
+from tests.caches import overlaid_groups
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 
 
@@ -117,7 +118,7 @@ def test_the_cache_can_be_described_as_regions(name):
     cache = make_client(model=name).engine.runner.cache
     table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors)
     overlaid = {"sliding": 3, "hybrid": 6}
-    assert len(table.overlaid_groups) == overlaid.get(name, 0)
+    assert len(overlaid_groups(table)) == overlaid.get(name, 0)
 
 
 def test_mixed_registers_two_kernel_blocks_per_block():

@@ -15,6 +15,7 @@ from kvconnect.offload.copies.copier import make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout, RowParts
 from kvconnect.offload.index.budgets import ArenaPlan, RowClass
 from kvconnect.orders import RowCopies
+from tests.caches import overlaid_groups
 from tests.offload.rows_by_hand import Image, copy_back, copy_out, rows_of
 from tests.offload.slow_device import PlainLauncher, SlowDevice
 from tests.pack.sides import DEVICE, KERNELS, Side, models, shapes
@@ -309,7 +310,7 @@ def test_groups_that_lie_over_each_other_have_rows_of_their_own():
         KVCacheGroup(("state",), StateSpec(64, ((100,),), (torch.float16,))),
     )
     table = RegionTable.build(KVCacheConfig(NUM_BLOCKS, groups), {0: 4, 1: 64}, tensors)
-    assert table.overlaid_groups
+    assert overlaid_groups(table)
     for kind in COPIERS:
         bench = Bench(table, tensors, kind)
         assert bench.layout.row_bytes == {0: 512, 1: 256}
