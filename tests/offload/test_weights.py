@@ -49,7 +49,7 @@ def on_disk(tmp_path):
 
 
 def recovered(rig):
-    (tier,) = rig.worker._loop.lower.tiers
+    (tier,) = rig.worker._loop.work.tiers
     assert tier.recovered.wait(10)
 
 
@@ -73,7 +73,7 @@ def test_what_is_kept_before_and_after_weights_are_replaced_does_not_meet(rigs, 
     keep(rig, 1, *HASHES)
     rig.order(clear=True)
     rig.worker.replace_weights("tensors 2")
-    rig.until(lambda: len(rig.worker._loop.lower.tiers) == 1)
+    rig.until(lambda: len(rig.worker._loop.work.tiers) == 1)
     assert missing(rig, 2, "disk", *HASHES) == HASHES
     keep(rig, 3, HASHES[0])
     namespace = rig.worker.namespace

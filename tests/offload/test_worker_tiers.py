@@ -143,7 +143,7 @@ def test_a_tier_that_is_asked_says_what_it_has(make):
 def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mood):
     disk = Double(mood=mood)
     rig = make(disk)
-    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.05
+    rig.worker._loop.work.timeouts_s.update(write=0.05, read=0.05, seek=0.05)
     disk.kept = {(0, hash_): b"\xee" * rig.worker.row_bytes[0] for hash_ in hashes(7, 8)}
     rig.order(
         stores=(store(1, [(1, 0)], 1),),
@@ -183,7 +183,7 @@ def test_a_tier_that_does_not_answer_is_given_up_and_its_rows_stay_held(make, mo
 
 def test_a_device_that_never_ends_a_copy_keeps_its_rows(make):
     rig = make(Double())
-    rig.worker._loop.copies._timeout_s = 0.05
+    rig.worker._loop.work.timeouts_s.update(store=0.05, restore=0.05)
 
     class Stuck:
         done, error, waited_s = False, None, 0.0
@@ -208,7 +208,7 @@ def test_a_device_that_never_ends_a_copy_keeps_its_rows(make):
 
 def test_a_restore_is_told_once_nobody_writes_the_blocks(make):
     rig = make(Double())
-    rig.worker._loop.copies._timeout_s = 0.02
+    rig.worker._loop.work.timeouts_s.update(store=0.02, restore=0.02)
 
     class Slow:
         done, error, waited_s = False, None, 0.0
@@ -239,7 +239,7 @@ def test_a_refusal_is_a_failure_that_touches_nothing(make):
 def test_a_tier_that_is_broken_harms_nobody_else(make, broken):
     disk, other = Double("disk"), Double("store", indexed=False)
     rig = make(disk, other)
-    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.2
+    rig.worker._loop.work.timeouts_s.update(write=0.2, read=0.2, seek=0.2)
     disk.mood = broken
     for job in range(3):
         rig.order(
@@ -399,7 +399,7 @@ def test_random_orders_over_unreliable_tiers(seed, moods):
     disk = Double("disk", moods[0])
     memory = MemoryTier(64 << 10, indexed=False, name="store")
     rig = Rig(disk, memory)
-    rig.worker._loop.lower._read_timeout_s = rig.worker._loop.lower._write_timeout_s = 0.02
+    rig.worker._loop.work.timeouts_s.update(write=0.02, read=0.02, seek=0.02)
     model = Model(seed)
     chance = model.random
     try:

@@ -177,7 +177,7 @@ class OffloadWorker:
             return
         (copier, loop), now = self._registered(), time.monotonic()
         if orders.clear:
-            loop.order((loop.forget, None))
+            loop.order((loop.work.clear, None))
         if not orders.stores:
             return
         jobs = []
@@ -190,7 +190,7 @@ class OffloadWorker:
             # One order that cannot be carried out must not fail the others.
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
 
-        loop.order(*((partial(loop.copies.begun, ticket, jobs, now), None) for ticket, jobs in begun))
+        loop.order(*((partial(loop.work.begun, ticket, jobs, now), None) for ticket, jobs in begun))
 
     def start(self, orders: OffloadOrders) -> None:
         """Take the rest of a step's orders. Never waits."""
@@ -204,16 +204,16 @@ class OffloadWorker:
         for fetch in orders.fetches:
             rows = RowCopies(fetch.group, (), fetch.rows)
             job = opened(fetch.job, fetch.hashes, Report.FETCHED, copies=rows)
-            work.append((partial(loop.lower.fetch, job, fetch.tier), job))
+            work.append((partial(loop.work.fetch, job, fetch.tier), job))
         for seek in orders.seeks:
             job = opened(seek.job, seek.hashes, Report.FOUND, copies=RowCopies(seek.group, (), ()))
-            work.append((partial(loop.lower.seek, job, seek.tier), job))
+            work.append((partial(loop.work.seek, job, seek.tier), job))
         for restore in orders.restores:
             job = opened(restore.request_id, (), Report.RECEIVED)
             if restore.refusal:
                 self._jobs.fail(job, restore.refusal)
             else:
-                work.append((partial(loop.copies.restore, job, restore.copies, after, now), job))
+                work.append((partial(loop.work.restore, job, restore.copies, after, now), job))
         loop.order(*work)
 
     def count_failures(self, reasons: Sequence[str]) -> None:
@@ -248,8 +248,8 @@ class OffloadWorker:
         return {
             **self._jobs.counts(),
             "held_rows": len(self._jobs.held),
-            "copies": 0 if loop is None else len(loop.copies),
-            "errands": 0 if loop is None else len(loop.lower),
+            "copies": 0 if loop is None else len(loop.work.tickets),
+            "errands": 0 if loop is None else len(loop.work.calls) - len(loop.work.tickets),
         }
 
     def usage(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class OffloadWorker:
         return {
             "row_bytes": self.row_bytes,
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
-            "tiers": {tier.name: tier.state() for tier in self._loop.lower.tiers},
+            "tiers": {tier.name: tier.state() for tier in self._loop.work.tiers},
         }
 
     def close(self) -> None:

@@ -15,9 +15,8 @@ from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier
 from kvconnect.offload.tier import LowerTier
-from kvconnect.offload.worker.device_copies import DeviceCopies
 from kvconnect.offload.worker.jobs import Job, Jobs
-from kvconnect.offload.worker.lower import LowerTiers
+from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.pack.torch_mover import use_one_thread
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,7 @@ class TierLoop:
         metrics: OffloadMetrics,
         device: torch.device,
     ) -> None:
-        self.lower = LowerTiers(tiers, arena, jobs, metrics)
-        self.copies = DeviceCopies(copier, arena.plan, jobs, self.lower, metrics)
+        self.work = RowWork(copier, arena, tiers, jobs, metrics)
         self._jobs, self._metrics, self._device = jobs, metrics, device
         self._closed_last = (copier, arena)
         self._commands: deque[Command] = deque()
@@ -76,10 +74,10 @@ class TierLoop:
         """Have everything forgotten, the lower tiers closed, and those used in their place that are made."""
 
         def replace(now: float) -> None:
-            self.lower.close(now, with_changes=False)
-            self.forget(now)
+            self.work.close_tiers(now, with_changes=False)
+            self.work.clear(now)
             try:
-                self.lower.tiers = make()
+                self.work.tiers = make()
             except ConfigError as error:
                 self._metrics.failures.labels("offload_tiers_lost").inc()
                 logger.error("lower tiers cannot be used any more: %s", error)
@@ -96,14 +94,8 @@ class TierLoop:
             # Closing what a running thread uses would crash it; the process is ending anyway.
             logger.error("the thread of the tiers did not stop within %s s", _CLOSE_TIMEOUT_S)
 
-    def forget(self, now: float) -> None:
-        """Forget everything that was kept, or ordered to be kept, before; a command."""
-        self.copies.clear()
-        self.lower.clear(now)
-        self._jobs.forget_changes()
-
     def _listen(self) -> None:
-        for tier in self.lower.tiers:
+        for tier in self.work.tiers:
             tier.on_news(self._wake.set)
 
     # The thread itself
@@ -119,19 +111,16 @@ class TierLoop:
                 self._count_bug()
                 if job is not None:
                     self._jobs.fail(job, f"it could not be carried out: {error}")
-        # Copies first: what they end is written to the tiers in the same step.
-        progress |= self.copies.advance(now)
-        progress |= self.lower.advance(now)
+        progress |= self.work.advance(now)
         if progress:
             self._export()
             self._naps = 0
             return 0.0
-        if len(self.copies):
+        if self.work.tickets:
             self._naps += 1
             return _SHORT_NAP_S if self._naps < _SHORT_NAPS else _LONG_NAP_S
         self._naps = 0
-        deadline_s = self.lower.next_deadline_s
-        return _LONGEST_SLEEP_S if deadline_s is None else min(max(deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
+        return min(max(self.work.next_deadline_s - now, 1e-3), _LONGEST_SLEEP_S)
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -145,10 +134,10 @@ class TierLoop:
         # The last of the thread: copies end, tiers are closed, and what is open then fails.
         give_up_s = time.monotonic() + _LAST_COPIES_S
         self._step()
-        while len(self.copies) and time.monotonic() < give_up_s:
+        while self.work.tickets and time.monotonic() < give_up_s:
             time.sleep(_SHORT_NAP_S)
             self._step()
-        self.lower.close(time.monotonic())
+        self.work.close_tiers(time.monotonic())
         self._jobs.fail_all("the worker was closed")
         self._export()
         for memory in self._closed_last:

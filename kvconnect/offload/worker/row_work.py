@@ -1,0 +1,313 @@
+"""Work on rows that is under way on one rank: copies of the device, and calls of the tiers below host memory.
+
+Each ends in its own time. What does not end in time is reported failed, and its rows stay held until it does:
+a device or a tier that reads or writes late can then harm no other job.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvconnect.metrics import OffloadMetrics
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import Copier, CopyTicket
+from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
+from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, Job, Jobs, Report
+from kvconnect.orders import RowCopies, TierChange
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek": 20.0}
+"""By verb: copies from the device and to it; a tier writes rows, reads them, and says whether it has them."""
+
+CPU = "cpu"
+"""What metrics call host memory."""
+
+_DEVICE = "offload"
+"""The owner of copies, as failures are counted."""
+
+_Key = tuple[str, str, int]
+"""A call: whose it is (a tier's name, or ``_DEVICE``), the verb, and the number of its first job."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """What the device or one tier was asked to do for these jobs; for a restore these copies."""
+
+    jobs: Sequence[Job]
+    began_s: float
+    deadline_s: float
+    restored: Sequence[RowCopies] = ()
+    given_up: bool = False
+
+
+class RowWork:
+    """All calls under way. One thread owns it; snapshots were begun by another.
+
+    ``tiers`` are in the order in which they are written.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        arena: RowArena,
+        tiers: Sequence[LowerTier],
+        jobs: Jobs,
+        metrics: OffloadMetrics,
+    ) -> None:
+        self.tiers = tiers
+        self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
+        self.timeouts_s = dict(TIMEOUTS_S)
+        self.calls: dict[_Key, _Call] = {}
+        """Calls that have not ended, those given up included."""
+        self.tickets: dict[_Key, CopyTicket] = {}
+        """Of those that are the device's."""
+        self.next_deadline_s = math.inf
+        self._logged: set[tuple[str, str]] = set()
+
+    # Orders
+
+    def begun(self, ticket: CopyTicket, jobs: Sequence[Job], began_s: float, _: float) -> None:
+        """The blocks of these jobs are being copied to their rows."""
+        self.tickets[self._open(_DEVICE, "store", jobs, began_s)] = ticket
+
+    def restore(self, job: Job, copies: Sequence[RowCopies], after: object, began_s: float, _: float) -> None:
+        """Copy rows to the blocks of a request."""
+        ticket = self._copier.restore(copies, after)
+        self.tickets[self._open(_DEVICE, "restore", [job], began_s, copies)] = ticket
+
+    def fetch(self, job: Job, name: str, now: float) -> None:
+        """Read contents into rows; the job ends once the tier does not write them any more."""
+        tier = self._tier(job, name)
+        if tier is not None and not job.named:
+            self._jobs.end(job, Report.FETCHED, job.refused)
+        elif tier is not None:
+            self._begin(tier, "read", job, self._memory(job), now)
+
+    def seek(self, job: Job, name: str, now: float) -> None:
+        """Ask a tier what it has; the job ends with its answer."""
+        tier = self._tier(job, name)
+        if tier is not None:
+            self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
+
+    def clear(self, now: float) -> None:
+        """Forget everything that was kept, or ordered to be kept, before."""
+        for key in self.tickets:
+            for job in self.calls[key].jobs:
+                job.is_void = True
+        for tier in self.tiers:
+            self._safely(tier, "clear", tier.clear)
+            # What was added before is gone, as the scheduler half knows.
+            self._take(tier, self._poll(tier), now, with_changes=False)
+        self._jobs.forget_changes()
+
+    def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
+        """Close all tiers, and have none. Whatever they did not do fails."""
+        for tier in self.tiers:
+            is_quiescent = self._safely(tier, "close", tier.close) is True
+            self._take(tier, self._poll(tier), now, with_changes=with_changes)
+            for key in [key for key in self.calls if key[0] == tier.name]:
+                self._give_up(key, "closed")
+                call = self.calls.pop(key)
+                if is_quiescent:
+                    self._release(call)
+        self.tiers = ()
+
+    # Ends
+
+    def advance(self, now: float) -> bool:
+        """Take what has ended, and give up what is late. Whether there was anything."""
+        # Copies first: what they end is written to the tiers in the same step.
+        done = [key for key, ticket in self.tickets.items() if ticket.done]
+        for key in done:
+            self._copied(key, now)
+        progress = bool(done)
+        for tier in self.tiers:
+            if news := self._poll(tier):
+                progress = True
+                self._take(tier, news, now)
+        if now >= self.next_deadline_s:
+            progress = True
+            for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
+                self._log(key[0], key[1], "no end in time of an order to %s", key[1])
+                self._give_up(key, "late" if key[0] == _DEVICE else "timeout")
+            self.next_deadline_s = min((call.deadline_s for call in self.calls.values()), default=math.inf)
+        return progress
+
+    def _copied(self, key: _Key, now: float) -> None:
+        call, ticket, verb = self.calls.pop(key), self.tickets.pop(key), key[1]
+        if verb == "store":
+            self._metrics.wait_seconds.labels("staging").inc(ticket.waited_s)
+        if call.given_up:
+            self._release(call)
+            return
+        for job in call.jobs:
+            if ticket.error is not None:
+                self._fail_copy(job, f"offload_{verb}", ticket.error)
+                continue
+            try:
+                if verb == "store":
+                    copied = [(job.copies.group, len(job.copies.rows))]
+                    self._moved("stored", CPU, copied, now - call.began_s)
+                    self._stored(job, now)
+                else:
+                    copied = [(copies.group, len(copies.rows)) for copies in call.restored]
+                    self._moved("restored", CPU, copied, now - call.began_s)
+                    self._jobs.end(job, Report.RECEIVED)
+            except Exception as error:
+                # What the job has reported before this stands.
+                self._fail_copy(job, "internal", f"an error of our own: {error}")
+
+    def _stored(self, job: Job, now: float) -> None:
+        """Write the rows of a store to all tiers; the job ends once none of them reads the rows any more."""
+        self._jobs.end(job, Report.STORED, job.refused)
+        if job.is_void:
+            self._jobs.fail(job, "cleared")
+        elif not self.tiers or not job.named:
+            self._jobs.end(job, Report.KEPT)
+        elif job.owed:
+            job.num_writing = len(self.tiers)
+            rows = self._memory(job)
+            for tier in self.tiers:
+                self._begin(tier, "write", job, rows, now)
+
+    def _take(self, tier: LowerTier, news: TierNews, now: float, *, with_changes: bool = True) -> None:
+        for reason, times in news.failures.items():
+            self._metrics.failures.labels(reason).inc(times)
+        for verb, answers in (("write", news.written), ("read", news.read), ("seek", news.found)):
+            for number, contents in answers.items():
+                self._answered((tier.name, verb, number), contents, now)
+        if with_changes and (news.added or news.removed):
+            self._jobs.change(_changes(tier.name, news))
+
+    def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
+        name, verb, number = key
+        call = self.calls.pop(key, None)
+        if call is None:
+            self._log(name, "answer", "an answer to job %d that was not asked", number)
+            return
+        if call.given_up:
+            self._release(call)
+            return
+        (job,) = call.jobs
+        group, named_by_tier = job.copies.group, set(contents)
+        named = [hash_ for hash_ in job.named if (group, hash_) in named_by_tier]
+        if verb == "seek":
+            self._jobs.end(job, Report.FOUND, named)
+            return
+        good, bad = ("kept", "unkept") if verb == "write" else ("fetched", "missed")
+        self._moved(good, name, [(group, len(job.named) - len(named))], now - call.began_s)
+        self._moved(bad, name, [(group, len(named))])
+        if verb == "write":
+            self._written(job)
+        else:
+            self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
+
+    def _written(self, job: Job) -> None:
+        """One of the tiers that a job's rows are written to has ended."""
+        job.num_writing -= 1
+        if not job.num_writing:
+            self._jobs.end(job, Report.KEPT)
+
+    # Calls
+
+    def _open(
+        self, owner: str, verb: str, jobs: Sequence[Job], now: float, restored: Sequence[RowCopies] = ()
+    ) -> _Key:
+        key, deadline_s = (owner, verb, jobs[0].number), now + self.timeouts_s[verb]
+        self.calls[key] = _Call(jobs, now, deadline_s, restored)
+        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
+        return key
+
+    def _begin(self, tier: LowerTier, verb: str, job: Job, given: Sequence[object], now: float) -> None:
+        key = self._open(tier.name, verb, [job], now)
+        try:
+            getattr(tier, verb)(job.number, given)
+        except Exception:
+            # It may have begun: the rows are held until it answers or is closed.
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._give_up(key, "refused")
+
+    def _give_up(self, key: _Key, why: str) -> None:
+        """End a call as failed. Its rows are held before that is reported."""
+        call, (owner, verb, _) = self.calls[key], key
+        call.deadline_s = math.inf
+        if call.given_up:
+            return
+        # Blocks of a late restore may still be written, so it has not ended for the scheduler half.
+        call.given_up = verb != "restore"
+        self._metrics.failures.labels(f"{owner}_{verb}_{why}").inc(len(call.jobs))
+        for job in call.jobs if call.given_up else ():
+            self._jobs.hold(job)
+            if verb == "write":
+                self._written(job)
+            else:
+                self._jobs.fail(job, why)
+
+    def _release(self, call: _Call) -> None:
+        for job in call.jobs:
+            self._jobs.release(job)
+
+    def _fail_copy(self, job: Job, reason: str, error: str) -> None:
+        self._metrics.failures.labels(reason).inc()
+        self._log(_DEVICE, reason, "a copy of blocks failed, which is a miss: %s", error)
+        self._jobs.fail(job, error)
+
+    def _moved(
+        self, move: str, name: str, counts: Sequence[tuple[int, int]], took_s: float | None = None
+    ) -> None:
+        plan = self._arena.plan
+        length_bytes = sum(count * plan.row_class(group).row_bytes for group, count in counts)
+        self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
+
+    def _poll(self, tier: LowerTier) -> TierNews:
+        return self._safely(tier, "poll", tier.poll) or TierNews()
+
+    def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
+        """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""
+        try:
+            return call()
+        except Exception:
+            self._log(tier.name, verb, "an error of its own in %s", verb, exc_info=True)
+            self._metrics.failures.labels(f"{tier.name}_internal").inc()
+            return None
+
+    def _tier(self, job: Job, name: str) -> LowerTier | None:
+        """The tier that a job is for; the job fails where there is none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        self._log(name, "unknown", "orders for it, but there is no such tier")
+        self._metrics.failures.labels("offload_unknown_tier").inc()
+        self._jobs.fail(job, "there is no such tier")
+        return None
+
+    def _log(self, name: str, kind: str, text: str, *about: object, exc_info: bool = False) -> None:
+        """Log once of each owner and kind what went wrong there; the count has the others."""
+        if (name, kind) not in self._logged:
+            self._logged.add((name, kind))
+            logger.error("%s: " + text, name, *about, exc_info=exc_info)
+
+    def _memory(self, job: Job) -> list[TierRow]:
+        group = job.copies.group
+        return [
+            TierRow(group, hash_, self._arena.row(group, row))
+            for hash_, row in zip(job.named, job.copies.rows, strict=True)
+        ]
+
+
+def _changes(name: str, news: TierNews) -> Iterator[TierChange]:
+    """What a tier has lost and got, by group, in pieces that each fit in a report."""
+    for contents, is_added in ((news.removed, False), (news.added, True)):
+        by_group: dict[int, list[bytes]] = {}
+        for group, hash_ in contents:
+            by_group.setdefault(group, []).append(hash_)
+        for group, hashes in by_group.items():
+            for first in range(0, len(hashes), CHANGES_AT_ONCE):
+                part = tuple(hashes[first : first + CHANGES_AT_ONCE])
+                yield TierChange(name, group, part) if is_added else TierChange(name, group, (), part)
