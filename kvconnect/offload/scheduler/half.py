@@ -18,7 +18,6 @@ from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
-from kvconnect.offload.scheduler.restores import Restores
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import lower_tier_names
 from kvconnect.orders import OffloadOrders, OffloadReport, Results, TierChange
@@ -74,7 +73,6 @@ class OffloadScheduler:
             decoded=config.decoded,
             keep=bool(lower_tier_names(config)),
         )
-        self._restores = Restores(self.host)
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._changes: list[TierChange] | None = None
@@ -101,7 +99,7 @@ class OffloadScheduler:
     def matched_tokens(self, request: RequestView, num_computed_tokens: int) -> tuple[int | None, bool]:
         # What was promised stays in host memory until the request is admitted, or ends.
         record, now = self._record(request), self._clock()
-        if not record.reads or request.request_id in self._restores.pins or now < self._resumes_at:
+        if not record.reads or request.request_id in self._lookup.restoring or now < self._resumes_at:
             return 0, False
         count = self._lookup.find(record, num_computed_tokens, now)
         record.is_offered |= bool(count)
@@ -120,7 +118,7 @@ class OffloadScheduler:
     def offers(self, request_id: str) -> bool:
         """Whether a request was promised something that it has not taken yet."""
         record = self._requests.get(request_id)
-        return record is not None and record.offer is not None and record.offer.length > 0
+        return record is not None and record.lookup is not None and record.lookup.length > 0
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
@@ -132,7 +130,7 @@ class OffloadScheduler:
         record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
         self._stores.due[request.request_id] = 0
         if num_external_tokens > 0:
-            self._restores.begin(record, block_ids, num_external_tokens)
+            self._lookup.restore(record, block_ids, num_external_tokens)
         self._lookup.release(record)
 
     def checkpoints(self, request: RequestView) -> tuple[int, ...]:
@@ -176,7 +174,7 @@ class OffloadScheduler:
             return
         del self._stores.due[request.request_id]
         self._lookup.release(record)
-        if request.request_id not in self._restores.pins:
+        if request.request_id not in self._lookup.restoring:
             self._stores.collect_last(record, block_ids)
 
     def overwritten(self, block_ids: Collection[int]) -> None:
@@ -199,16 +197,16 @@ class OffloadScheduler:
         # No request waits any more for what is overdue; its rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
             self._lookup.overdue(job)
-        fetches, seeks = self._lookup.take()
+        restores, fetches, seeks = self._lookup.take()
         clear, self._clear = self._clear, False
-        return OffloadOrders(self._stores.take(), self._restores.take(), fetches, seeks, clear)
+        return OffloadOrders(self._stores.take(), restores, fetches, seeks, clear)
 
     def update_results(self, results: Results) -> None:
         for report in results.offload:
             self._settle(report)
         for request_id in results.received:
             failed = request_id in results.failed
-            if self._restores.end(request_id, failed=failed):
+            if self._lookup.restored(request_id, failed=failed):
                 self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
                 if failed:
                     self._restore_failed(request_id)
@@ -265,14 +263,14 @@ class OffloadScheduler:
     @property
     def pending(self) -> bool:
         """Whether workers are to report something yet that a request may wait for."""
-        return bool(self._restores.pins or self.host.jobs.num_awaited or len(self._stores) or self._clear)
+        return bool(self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear)
 
     def state(self) -> dict[str, int]:
         """Counts of what is under way. All zero when idle."""
         return {
             "offload_requests": len(self._requests),
             "offload_jobs": len(self.host.jobs),
-            "offload_restoring": len(self._restores.pins),
+            "offload_restoring": len(self._lookup.restoring),
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
         }

@@ -6,15 +6,16 @@ with a lower tier is a shorter hit. Questions that are asked again cost nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvconnect.config import OffloadConfig
+from kvconnect.errors import LocalError
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
-from kvconnect.offload.scheduler.requests import Offer, OffloadRequest, Search
+from kvconnect.offload.scheduler.requests import Lookup, OffloadRequest, Pins
 from kvconnect.offload.tier import SOUGHT, Content, lower_tier_names
-from kvconnect.orders import Fetch, Seek
+from kvconnect.orders import Fetch, Restore, RowCopies, Seek
 
 _NEGATIVE_TTL_S = 0.05
 """How long a lookup without a hit is not repeated, while other requests store what might help."""
@@ -32,10 +33,13 @@ class PrefixLookup:
     def __init__(self, host: Host, config: OffloadConfig) -> None:
         self._host, self._tiers = host, lower_tier_names(config)
         self._min_tokens, self._wait_s = max(1, config.min_tokens), config.wait_s
-        self._waiters: dict[Content, list[Search]] = {}
-        self._seekers: dict[int, Search] = {}
+        self._waiters: dict[Content, list[Lookup]] = {}
+        self._seekers: dict[int, Lookup] = {}
         self._stuck: set[Content] = set()
         self._resting: dict[str, float] = {}
+        self.restoring: dict[str, Pins] = {}
+        """What stays in host memory, by request whose restore is under way."""
+        self._restores: list[Restore] = []
         self._fetches: list[Fetch] = []
         self._seeks: list[Seek] = []
         self._version = 0  # Grows with what is in host memory.
@@ -47,61 +51,115 @@ class PrefixLookup:
 
     def find(self, request: OffloadRequest, start_tokens: int, now: float) -> int | None:
         """Tokens beyond ``start_tokens`` that can be restored; None: ask again."""
-        num_tokens = request.view.num_tokens
-        offer = request.offer
+        num_tokens, lookup = request.view.num_tokens, request.lookup
+        if lookup is None:
+            lookup = request.lookup = Lookup(now + self._wait_s)
         if (
-            offer is not None
-            and offer.start_tokens == start_tokens
-            and offer.num_tokens == num_tokens
-            and (offer.length or offer.version == self._version or now < offer.looked_at + _NEGATIVE_TTL_S)
+            lookup.is_answered
+            and (lookup.start_tokens, lookup.num_tokens) == (start_tokens, num_tokens)
+            and (lookup.length or lookup.version == self._version or now < lookup.looked_at + _NEGATIVE_TTL_S)
         ):
-            return offer.length
-        search = request.search
-        if search is None:
-            search = request.search = Search(now + self._wait_s)
-        if search.is_waiting:
-            if now < search.deadline:
+            return lookup.length
+        if lookup.is_waiting:
+            if now < lookup.deadline:
                 return None
             self._host.count("offload_wait_timeout")
-            for tier in {*search.waits_for.values(), *search.asked.values()}:
+            for tier in {*lookup.waits_for.values(), *lookup.asked.values()}:
                 self._resting[tier] = now + _REST_WAITS * self._wait_s
-            self._stuck.update(search.waits_for)
-            self._abandon(search)
-        self.withdraw(request)
-        boundary = self._search(request, search, start_tokens, now)
+            self._stuck.update(lookup.waits_for)
+            self._abandon(lookup)
+        boundary = self._search(request, lookup, start_tokens, now)
         if boundary is None:
             return None
-        if boundary - start_tokens < self._min_tokens:
-            boundary = start_tokens
-        request.offer = offer = Offer(start_tokens, num_tokens, boundary, now, self._version)
-        if offer.length:
-            for index, names in self._needed(request, start_tokens, boundary):
+        length = boundary - start_tokens
+        lookup.length = length = length if length >= self._min_tokens else 0
+        lookup.start_tokens, lookup.num_tokens, lookup.is_answered = start_tokens, num_tokens, True
+        lookup.looked_at, lookup.version = now, self._version
+        former, lookup.pins = lookup.pins, {}
+        if length:
+            lookup.pins = dict(self._needed(request, start_tokens, boundary))
+            for index, names in lookup.pins.items():
                 self._host.index.pin(index, names)
-                offer.pins[index] = names
-            request.sources = self._sources(offer, search)
-        self._host.unpin(search.pins)
-        return offer.length
+            request.sources = self._sources(lookup)
+        self._host.unpin(former)
+        return length
 
     def withdraw(self, request: OffloadRequest) -> None:
-        """What was promised to a request is not wanted any more."""
-        if request.offer is not None:
-            self._host.unpin(request.offer.pins)
-            request.offer = None
+        """What was promised to a request may be there no more."""
+        if request.lookup is not None and request.lookup.is_answered:
+            self._host.unpin(request.lookup.pins)
+            request.lookup.is_answered, request.lookup.length = False, 0
 
     def release(self, request: OffloadRequest) -> None:
         """A request is not looking for a hit any more."""
-        self.withdraw(request)
-        if request.search is not None:
-            self._abandon(request.search)
-            self._host.unpin(request.search.pins)
-            request.search = None
+        if request.lookup is not None:
+            self._abandon(request.lookup)
+            self._host.unpin(request.lookup.pins)
+            request.lookup = None
 
-    def take(self) -> tuple[tuple[Fetch, ...], tuple[Seek, ...]]:
+    # Restores
+
+    def restore(self, request: OffloadRequest, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Restore the first ``num_tokens`` of what was promised. What cannot be is reported failed."""
+        request_id, lookup = request.view.request_id, request.lookup
+        pins = self.restoring[request_id] = {}
+        try:
+            if lookup is None or num_tokens > lookup.length:
+                raise LocalError(f"{num_tokens} tokens are not what was promised")
+            start, end = lookup.start_tokens, lookup.start_tokens + num_tokens
+            wanted = [
+                self._copies(request, group, block_ids[group.group], start, end)
+                for group in self._host.requirements.groups
+            ]
+        except LocalError as error:
+            self._host.count("offload_refused")
+            self._restores.append(Restore(request_id, (), f"it cannot be restored: {error}"))
+            return
+        if num_tokens == lookup.length:
+            # They stay pinned as they are.
+            pins.update(lookup.pins)
+            lookup.pins = {}
+        else:
+            for names, copies in wanted:
+                self._host.index.pin(copies.group, names)
+                pins[copies.group] = names
+        self._restores.append(Restore(request_id, tuple(copies for _, copies in wanted if copies.rows)))
+
+    def restored(self, request_id: str, *, failed: bool) -> bool:
+        """A request was reported, whose load may be a restore. Whether it was."""
+        pins = self.restoring.pop(request_id, None)
+        if pins is None:
+            return False
+        for group, names in pins.items() if failed else ():
+            self._host.index.drop(group, names)
+        self._host.unpin(pins)
+        return True
+
+    def take(self) -> tuple[tuple[Restore, ...], tuple[Fetch, ...], tuple[Seek, ...]]:
         """The orders since the last call."""
-        orders = tuple(self._fetches), tuple(self._seeks)
-        self._fetches.clear()
-        self._seeks.clear()
+        orders = tuple(self._restores), tuple(self._fetches), tuple(self._seeks)
+        for taken in (self._restores, self._fetches, self._seeks):
+            taken.clear()
         return orders
+
+    def _copies(
+        self, request: OffloadRequest, group: HitGroup, ids: Sequence[int], start: int, end: int
+    ) -> tuple[list[bytes], RowCopies]:
+        """The names and copies that bring a group from ``start`` to ``end`` tokens. Raises ``LocalError``."""
+        if group.is_state and end % group.block_tokens:
+            raise LocalError(f"no state is kept after {end} tokens")
+        parts = group.needed(end, start)
+        count = sum(map(len, parts))
+        names = self._host.names(request.view, group, parts)
+        ids = ids[-1:] if group.is_state else [at for part in parts for at in ids[part.start : part.stop]]
+        if not len(ids) == len(names) == count:
+            raise LocalError(f"cache group {group.group} has {len(ids)} blocks for {count}")
+        if (group.is_whole or group.is_state) and 0 in ids:
+            raise LocalError(f"cache group {group.group} has no block for some of {end} tokens")
+        # A window may be kept for fewer tokens than it is wide.
+        names = [name for name, block_id in zip(names, ids, strict=True) if block_id]
+        ids = tuple(block_id for block_id in ids if block_id)
+        return names, RowCopies(group.group, ids, tuple(self._host.index.rows_of(group.group, names)))
 
     # What becomes of the jobs
 
@@ -109,24 +167,24 @@ class PrefixLookup:
         """Contents are in host memory now, brought from ``tier`` if by one."""
         self._version += 1
         self._resting.pop(tier, None)
-        for name in names if self._waiters or self._stuck else ():
-            content = (group, name)
-            self._stuck.discard(content)
-            for search in self._waiters.pop(content, ()):
-                search.waits_for.pop(content, None)
-                self._host.index.pin(group, [name])
-                search.pins.setdefault(group, []).append(name)
-                if tier:
-                    search.brought.setdefault(tier, set()).add(content)
+        for lookup, (index, name) in self._ended(group, names):
+            self._host.index.pin(index, [name])
+            lookup.pins.setdefault(index, []).append(name)
+            if tier:
+                lookup.brought.setdefault(tier, set()).add((index, name))
 
     def lost(self, group: int, names: Iterable[bytes]) -> None:
         """Contents that were under way to host memory do not arrive."""
+        for lookup, content in self._ended(group, names):
+            lookup.lost.add(content)
+
+    def _ended(self, group: int, names: Iterable[bytes]) -> Iterator[tuple[Lookup, Content]]:
         for name in names if self._waiters or self._stuck else ():
             content = (group, name)
             self._stuck.discard(content)
-            for search in self._waiters.pop(content, ()):
-                search.waits_for.pop(content, None)
-                search.lost.add(content)
+            for lookup in self._waiters.pop(content, ()):
+                lookup.waits_for.pop(content, None)
+                yield lookup, content
 
     def overdue(self, job: Job) -> None:
         """No request waits for a job any more."""
@@ -157,60 +215,60 @@ class PrefixLookup:
         self._host.jobs.close(job)
         if not job.unreported:
             self._resting.pop(job.tier, None)
-        search = self._seekers.pop(job.number, None)
-        if search is None:
+        lookup = self._seekers.pop(job.number, None)
+        if lookup is None:
             return
-        search.asked.pop(job.number, None)
+        lookup.asked.pop(job.number, None)
         if not job.unreported and not job.stale:
             num_ranks = self._host.jobs.num_ranks
             found = {(job.group, name) for name, ranks in job.named.items() if ranks == num_ranks}
-            search.found.setdefault(job.tier, set()).update(found)
+            lookup.found.setdefault(job.tier, set()).update(found)
 
-    def _abandon(self, search: Search) -> None:
+    def _abandon(self, lookup: Lookup) -> None:
         """Wait for nothing any more, and look for nothing more than what is there."""
-        for content in search.waits_for:
+        for content in lookup.waits_for:
             left = self._waiters[content]
-            left.remove(search)
+            left.remove(lookup)
             if not left:
                 del self._waiters[content]
-        for job in search.asked:
+        for job in lookup.asked:
             del self._seekers[job]
-        search.waits_for.clear()
-        search.asked.clear()
-        search.is_settled = True
+        lookup.waits_for.clear()
+        lookup.asked.clear()
+        lookup.is_settled = True
 
     # The search
 
-    def _search(self, request: OffloadRequest, search: Search, start_tokens: int, now: float) -> int | None:
+    def _search(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, now: float) -> int | None:
         """How long a hit is here; None if more is being brought, where that makes a longer one."""
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         here, _ = self._longest(request, start_tokens, None)
-        if here >= limit or search.is_settled or now >= search.deadline:
-            search.is_settled = True
+        if here >= limit or lookup.is_settled or now >= lookup.deadline:
+            lookup.is_settled = True
             return here
         self._resting = {tier: until for tier, until in self._resting.items() if until > now}
-        if not search.was_asked:
-            search.was_asked = True
-            if self._seek(request, search, start_tokens):
+        if not lookup.was_asked:
+            lookup.was_asked = True
+            if self._seek(request, lookup, start_tokens):
                 return None
-        best, junction = self._longest(request, start_tokens, search)
+        best, junction = self._longest(request, start_tokens, lookup)
         if junction > max(best, start_tokens):
             # Others share this much: keep what the next of them needs to begin there.
             request.junction = junction
         at_least = here if here - start_tokens >= self._min_tokens else start_tokens
         if best - at_least >= self._min_tokens:
-            self._bring(request, search, start_tokens, best)
-            if search.is_waiting:
+            self._bring(request, lookup, start_tokens, best)
+            if lookup.is_waiting:
                 return None
             # There was no row at all. What is here now may be less than it was.
             here, _ = self._longest(request, start_tokens, None)
-        search.is_settled = True
+        lookup.is_settled = True
         return here
 
-    def _longest(self, request: OffloadRequest, start_tokens: int, search: Search | None) -> tuple[int, int]:
+    def _longest(self, request: OffloadRequest, start_tokens: int, lookup: Lookup | None) -> tuple[int, int]:
         """The longest hit, and how long it could be if all windows and states were there.
 
-        With ``search`` what is under way, and what lower tiers have, counts as there.
+        With ``lookup`` what is under way, and what lower tiers have, counts as there.
         """
 
         def names(group: HitGroup, first: int, end: int) -> Sequence[bytes]:
@@ -219,41 +277,41 @@ class PrefixLookup:
         return self._host.requirements.hit(
             start_tokens,
             request.view.num_tokens - 1,
-            lambda group, first, end: self._run(group.group, names(group, first, end), search),
-            lambda group, first, end: self._known(group.group, names(group, first, end), search),
+            lambda group, first, end: self._run(group.group, names(group, first, end), lookup),
+            lambda group, first, end: self._known(group.group, names(group, first, end), lookup),
         )
 
-    def _run(self, group: int, names: Sequence[bytes], search: Search | None) -> int:
+    def _run(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> int:
         """How many of the names, from the first on, are known."""
         run, stride = self._host.index.lookup(group, names), _STRIDE
-        while search is not None and run < len(names):
-            known = self._known(group, names[run : run + stride], search)
+        while lookup is not None and run < len(names):
+            known = self._known(group, names[run : run + stride], lookup)
             if not all(known):
                 return run + known.index(False)
             run, stride = run + len(known), stride * _STRIDE
         return run
 
-    def _known(self, group: int, names: Sequence[bytes], search: Search | None) -> list[bool]:
+    def _known(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> list[bool]:
         states = self._host.index.states(group, names)
         known = [state is ContentState.READY for state in states]
-        if search is None or all(known):
+        if lookup is None or all(known):
             return known
         absent = [at for at, state in enumerate(states) if state is ContentState.ABSENT]
-        tiers = self._tiers_of(group, [names[at] for at in absent], search)
+        tiers = self._tiers_of(group, [names[at] for at in absent], lookup)
         for at, tier in zip(absent, tiers, strict=True):
-            known[at] = bool(tier) and (group, names[at]) not in search.lost
+            known[at] = bool(tier) and (group, names[at]) not in lookup.lost
         for at, state in enumerate(states):
             if state is ContentState.PENDING:
                 content = (group, names[at])
-                known[at] = content not in self._stuck and content not in search.lost
+                known[at] = content not in self._stuck and content not in lookup.lost
         return known
 
-    def _tiers_of(self, group: int, names: Sequence[bytes], search: Search) -> list[str]:
+    def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> list[str]:
         """The nearest tier that has each; empty where none has."""
         found = [""] * len(names)
         for tier in self._tiers if names else ():
             if tier in SOUGHT:
-                answered = search.found.get(tier, ())
+                answered = lookup.found.get(tier, ())
                 has: Sequence[bool] = [(group, name) in answered for name in names] if answered else ()
             else:
                 has = self._host.lower.has(tier, group, names) if tier not in self._resting else ()
@@ -271,58 +329,58 @@ class PrefixLookup:
             for group in self._host.requirements.groups
         ]
 
-    def _bring(self, request: OffloadRequest, search: Search, start_tokens: int, boundary: int) -> None:
+    def _bring(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, boundary: int) -> None:
         """Order what a hit needs and is not here, and wait for what is under way."""
-        self._host.unpin(search.pins)
+        self._host.unpin(lookup.pins)
         missing: dict[tuple[int, str], list[bytes]] = {}
         for index, names in self._needed(request, start_tokens, boundary):
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
             for name, state in zip(names, self._host.index.states(index, names), strict=True):
                 by_state[state].append(name)
             # Before any row is taken: what is here must not make room for what is not.
-            search.pins[index] = by_state[ContentState.READY]
-            self._host.index.pin(index, search.pins[index])
-            self._await(search, index, by_state[ContentState.PENDING])
+            lookup.pins[index] = by_state[ContentState.READY]
+            self._host.index.pin(index, lookup.pins[index])
+            self._await(lookup, index, by_state[ContentState.PENDING])
             absent = by_state[ContentState.ABSENT]
-            for name, tier in zip(absent, self._tiers_of(index, absent, search), strict=True):
+            for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
                 missing.setdefault((index, tier), []).append(name)
         for (index, tier), names in missing.items():
             taken, rows = self._host.index.reserve(index, names)
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
-                search.lost.update((index, name) for name in set(names) - set(taken))
+                lookup.lost.update((index, name) for name in set(names) - set(taken))
             if taken:
                 job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
                 self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
-                self._await(search, index, taken, tier)
+                self._await(lookup, index, taken, tier)
 
-    def _await(self, search: Search, group: int, names: Iterable[bytes], tier: str = "") -> None:
+    def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
         for name in names:
-            search.waits_for[group, name] = tier
-            self._waiters.setdefault((group, name), []).append(search)
+            lookup.waits_for[group, name] = tier
+            self._waiters.setdefault((group, name), []).append(lookup)
 
-    def _seek(self, request: OffloadRequest, search: Search, start_tokens: int) -> bool:
+    def _seek(self, request: OffloadRequest, lookup: Lookup, start_tokens: int) -> bool:
         """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         for tier in [tier for tier in self._tiers if tier in SOUGHT and tier not in self._resting]:
             for group in self._host.requirements.groups:
                 every = range(start_tokens // group.block_tokens, limit // group.block_tokens)
                 names = self._host.names(request.view, group, (every,))
-                known = self._known(group.group, names, search)
+                known = self._known(group.group, names, lookup)
                 unknown = tuple(name for name, is_known in zip(names, known, strict=True) if not is_known)
                 if unknown:
                     job = self._host.jobs.open(JobKind.SEEK, group.group, unknown, tier=tier)
                     self._seeks.append(Seek(job.number, tier, group.group, unknown))
-                    self._seekers[job.number] = search
-                    search.asked[job.number] = tier
-        return bool(search.asked)
+                    self._seekers[job.number] = lookup
+                    lookup.asked[job.number] = tier
+        return bool(lookup.asked)
 
-    def _sources(self, offer: Offer, search: Search) -> dict[str, int]:
-        """How many of the offered tokens came from which tier, as the first group has them."""
+    def _sources(self, lookup: Lookup) -> dict[str, int]:
+        """How many of the promised tokens came from which tier, as the first group has them."""
         group = (self._host.requirements.whole or self._host.requirements.partial)[0]
         found: dict[str, int] = {}
-        for tier, contents in search.brought.items():
-            count = sum((group.group, name) in contents for name in offer.pins[group.group])
+        for tier, contents in lookup.brought.items():
+            count = sum((group.group, name) in contents for name in lookup.pins[group.group])
             if count:
-                found[tier] = min(count * group.block_tokens, offer.length)
+                found[tier] = min(count * group.block_tokens, lookup.length)
         return found

@@ -18,32 +18,15 @@ Pins = dict[int, list[bytes]]
 
 
 @dataclass(eq=False)
-class Offer:
-    """A hit that was promised, and pinned, from ``start_tokens``, which the stack has, to ``boundary``.
+class Lookup:
+    """What a request waits for before it is promised anything, and then what it is promised.
 
-    With both the same there is none, which was true at ``looked_at``.
-    """
+    ``waits_for`` are contents under way to host memory, each with the tier that brings it, or none where
+    another request stores it. ``asked`` are jobs that ask tiers, ``found`` the answers by tier. ``lost``
+    could not be brought, and is not tried again. ``brought`` are the contents that came from each tier.
 
-    start_tokens: int
-    num_tokens: int
-    boundary: int
-    looked_at: float
-    version: int
-    pins: Pins = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        """Tokens beyond those that the stack has."""
-        return max(0, self.boundary - self.start_tokens)
-
-
-@dataclass(eq=False)
-class Search:
-    """What a request waits for before it is promised anything: contents that are under way to host memory.
-
-    ``waits_for`` has the tier that brings a content, empty for what another request stores. ``asked`` are
-    jobs that ask tiers, with the tier; ``found`` their answers, by tier. ``lost`` could not be brought, and
-    is not tried again. ``brought`` are the contents that came from each tier.
+    Once it ``is_answered``, ``length`` tokens beyond ``start_tokens`` are promised; 0 was true at
+    ``looked_at``. ``pins`` are what is promised, or here while it waits.
     """
 
     deadline: float
@@ -53,8 +36,14 @@ class Search:
     found: dict[str, set[Content]] = field(default_factory=dict)
     lost: set[Content] = field(default_factory=set)
     brought: dict[str, set[Content]] = field(default_factory=dict)
-    pins: Pins = field(default_factory=dict)
     is_settled: bool = False
+    pins: Pins = field(default_factory=dict)
+    is_answered: bool = False
+    start_tokens: int = 0
+    num_tokens: int = 0
+    length: int = 0
+    looked_at: float = 0.0
+    version: int = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -89,8 +78,7 @@ class OffloadRequest:
     block_ids: dict[int, list[int]] = field(default_factory=dict)
     next_position: dict[int, int] = field(default_factory=dict)
     trail: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
-    offer: Offer | None = None
-    search: Search | None = None
+    lookup: Lookup | None = None
     is_admitted: bool = False
     is_offered: bool = False
     sources: dict[str, int] = field(default_factory=dict)
