@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_pages_apart(regions: Sequence[Region]) -> None:
-    """No two pages of one group share a byte.
-
-    Raises:
-        LayoutError: two do; the text names both layers.
-    """
+    """Raises ``LayoutError`` that names both layers: two pages of one group share a byte."""
     for group in sorted({region.group for region in regions}):
         cluster: list[Region] = []
         cluster_end = 0
@@ -55,11 +51,7 @@ def _check_cluster(cluster: Sequence[Region]) -> None:
 
 
 def check_overlays(regions: Sequence[Region], blocks_per_kv_block: Mapping[int, int]) -> None:
-    """Pages of two groups share bytes only under one logical block id.
-
-    Raises:
-        LayoutError: two do under different ids; the text names both layers.
-    """
+    """Raises ``LayoutError`` that names both layers: pages share bytes under different logical block ids."""
     ordered = sorted(regions, key=lambda region: region.address)
     for position, first in enumerate(ordered):
         for second in ordered[position + 1 :]:

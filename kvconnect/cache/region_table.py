@@ -2,9 +2,7 @@
 
 Everything below a model's attention is bytes at ``address + block * block_stride``. A region is one
 contiguous stretch of such pages: a whole cache tensor, or one plane or head of it where the layout
-puts those outside the block. The table is built once from the cache configuration and the tensors,
-whose dimensions are named by their owner and never guessed. What it holds is proven when it is
-built; what it cannot express it refuses by name.
+puts those outside the block. What the table holds is proven when it is built.
 
 Blocks here are *kernel* blocks. A logical block is ``blocks_per_kv_block`` of them, side by side.
 """
@@ -274,7 +272,7 @@ class _TensorView:
     def regions(
         self, group: int, num_blocks: int, spec: LayerSpec, heads: HeadInterval | None, scales: Scales
     ) -> list[Region]:
-        """The regions of the tensor: one, or one per plane or head that lies outside the page."""
+        """One region, or one per plane or head that lies outside the page."""
         if self.size["block"] != num_blocks:
             raise LayoutError(
                 f"layer {self.layer!r}: the block axis has {self.size['block']} blocks, the cache "

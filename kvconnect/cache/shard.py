@@ -1,7 +1,6 @@
 """What a rank owns, as half-open intervals of heads, and who serves whom.
 
-Replication is an interval owned by several ranks; one of them is chosen. There are no ratios, no signs and
-no special cases for either side being the larger one.
+Replication is an interval owned by several ranks; one of them is chosen.
 """
 
 from __future__ import annotations

@@ -61,11 +61,10 @@ class _PagedSpec:
 
 @dataclass(frozen=True)
 class FullAttentionSpec(_PagedSpec):
-    """Keys and values of every token of the sequence.
+    """Keys and values of every token. ``num_kv_heads`` are those of this rank.
 
-    ``block_size`` counts tokens; ``num_kv_heads`` are the heads of this rank. ``head_size_v``
-    defaults to ``head_size``. A backend may order a whole block's values in a way of its own, and then has
-    another ``stored_block_size``.
+    ``head_size_v`` defaults to ``head_size``. A backend may order a block's values in a way of its own, and
+    then has another ``stored_block_size``.
     """
 
     block_size: int
@@ -125,7 +124,6 @@ class MLASpec(_PagedSpec):
     """One latent row per stored token, shared by all heads.
 
     Compressed and indexer caches keep fewer rows (``stored_block_size``) than a block has tokens.
-    ``retention`` says which tokens the layer sees.
     """
 
     block_size: int

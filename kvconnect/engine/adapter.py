@@ -1,7 +1,6 @@
 """What all adapters of transfer libraries do alike: check batches, know what is in flight, answer it once.
 
-Owns the split between a caller's bug (``LocalError``, raised by ``submit``) and a batch that fails
-(a completion). It must not know any library, and it moves nothing.
+A caller's bug is a ``LocalError`` of ``submit``, what fails later a completion.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Flight:
 
 
 class Adapter:
-    """The state that every engine has, and those of its verbs that are the same for all.
-
-    A subclass says what ending a batch early means (``_end_early``), and what a peer takes with it
-    (``_forget``) and the engine (``_shut_down``).
-    """
+    """The state that every engine has, and those of its verbs that are the same for all."""
 
     _flights: dict[int, Any]
     _peers: dict[str, Any]
@@ -101,7 +96,7 @@ class Adapter:
         raise NotImplementedError
 
     def _forget(self, peer: Any) -> None:
-        """The state of a peer is not needed any more."""
+        """Release what is kept for a peer."""
 
     def _shut_down(self) -> None:
         """Release the memory; what is still in flight is answered."""
@@ -145,10 +140,7 @@ class _Addressed(msgspec.Struct, frozen=True):
 
 
 def card_host(card: bytes) -> str:
-    """The host that a card would make this node connect to; empty where it names none or cannot be read.
-
-    Mooncake's card names a session, that of any engine may have ``host``; NIXL's cannot be read without it.
-    """
+    """The host that a card would make this node connect to; empty where it names none, as NIXL's."""
     try:
         addressed = msgspec.msgpack.decode(card, type=_Addressed)
     except msgspec.MsgspecError:
@@ -159,11 +151,7 @@ def card_host(card: bytes) -> str:
 def check_batch(
     batch: Batch, capabilities: Capabilities, peers: Container[str], in_flight: Collection[Batch]
 ) -> None:
-    """Refuse what no caller that reads ``capabilities`` would submit.
-
-    Raises:
-        LocalError: the batch breaks a bound, or names an unknown peer or an id in use.
-    """
+    """Raises ``LocalError``: the batch breaks a bound, or names an unknown peer or an id in use."""
     name = f"batch {batch.batch_id} to {batch.peer!r}"
     if batch.peer not in peers:
         raise LocalError(f"{name}: no such peer is connected")

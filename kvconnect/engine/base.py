@@ -1,7 +1,4 @@
-"""The seam between kvconnect and the libraries that move bytes.
-
-An engine is owned by one thread, which makes every call below. It knows addresses and peers and
-nothing of requests, blocks or leases. Handles, enums and exceptions of a library never cross this seam.
+"""The seam between kvconnect and the libraries that move bytes: no handle or exception of theirs crosses it.
 
 The rule that everything above relies on: a batch that was submitted comes back from ``poll``
 exactly once, and the completion says whether the memory it named is *quiet*, which is to say that no
@@ -26,10 +23,7 @@ Addresses = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of memory to register: ``[address, address + length_bytes)`` on one device.
-
-    ``device`` is ``"cpu"`` or ``"cuda:N"``.
-    """
+    """A stretch of memory to register. ``device`` is ``"cpu"`` or ``"cuda:N"``."""
 
     address: int
     length_bytes: int
@@ -50,14 +44,9 @@ class Span:
 class Capabilities:
     """What an engine can do, and the bounds that a caller keeps when it cuts a plan into batches.
 
-    Attributes:
-        name: what the engine is called in configuration, logs and metrics.
-        max_copies: most copies that one batch may hold.
-        max_bytes: most bytes that one batch may hold.
-        max_batches_per_peer: most batches that may be in flight to one peer.
-        target_must_poll: the target of a transfer must call ``poll`` often for it to advance
-            (UCX over TCP or shared memory without a progress thread).
-        can_renew: ``renew_registration`` keeps every byte out that a peer sends under an earlier card.
+    ``max_copies`` and ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
+    ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
+    progress thread. ``can_renew``: ``renew_registration`` keeps out what is sent under an earlier card.
     """
 
     name: str
@@ -74,7 +63,7 @@ class Batch:
 
     ``source``, ``target`` and ``length`` are int64 columns: copy ``i`` moves ``length[i]`` bytes from our
     address ``source[i]`` to the peer's address ``target[i]``. ``batch_id`` is chosen by the caller and never
-    used twice. ``timeout_s`` counts from ``submit``. ``total_bytes`` are the bytes that it moves.
+    used twice. ``timeout_s`` counts from ``submit``.
     """
 
     batch_id: int
@@ -110,7 +99,6 @@ class Engine(Protocol):
     """The verbs of a transfer engine. One owner thread calls all of them; none blocks for long."""
 
     capabilities: Capabilities
-    """The bounds of this engine. Constant."""
 
     def register(self, spans: Sequence[Span]) -> None:
         """Make memory reachable for transfers, all or nothing, in one batch call to the library.
@@ -121,11 +109,7 @@ class Engine(Protocol):
         ...
 
     def unregister(self, spans: Sequence[Span]) -> None:
-        """Take back spans exactly as they were registered.
-
-        Raises:
-            EngineError: a span is not registered; then none is taken back.
-        """
+        """Take back spans exactly as they were registered, or raise ``EngineError`` and take back none."""
         ...
 
     def renew_registration(self) -> bool:
@@ -145,8 +129,7 @@ class Engine(Protocol):
     def connect(self, peer: str, card: bytes) -> None:
         """Introduce a peer under a name, in place of one of that name. Does not wait for the network.
 
-        Raises:
-            EngineError: the card is not one of this engine's kind.
+        Raises ``EngineError``: the card is not one of this engine's kind.
         """
         ...
 
@@ -191,11 +174,7 @@ class SpanSet:
         return iter(self._spans.values())
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Add spans, all or none.
-
-        Raises:
-            EngineError: a span is empty or overlaps another one.
-        """
+        """Add all, or none and raise ``EngineError``: a span is empty or overlaps another one."""
         for span in spans:
             if span.length_bytes <= 0 or span.address <= 0:
                 raise EngineError(
@@ -212,11 +191,7 @@ class SpanSet:
         self._rebuild(ordered)
 
     def remove(self, spans: Sequence[Span]) -> None:
-        """Remove spans, all or none.
-
-        Raises:
-            EngineError: a span is not in the set exactly as given.
-        """
+        """Remove all, or none and raise ``EngineError``: a span is not in the set exactly as given."""
         for span in spans:
             if self._spans.get(span.address) != span:
                 raise EngineError(

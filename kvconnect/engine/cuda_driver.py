@@ -21,10 +21,7 @@ def load_driver() -> Any:
 def allocation_around(address: int, device: int) -> tuple[int, int]:
     """Where the allocation begins that an address of a GPU's memory lies in, and its length in bytes.
 
-    Caching allocators cut tensors out of larger allocations.
-
-    Raises:
-        EngineError: it is no memory that this process has on that GPU.
+    Caching allocators cut tensors out of larger ones. Raises ``EngineError``: it is no memory of ours.
     """
     library = load_driver()
     number, context = ctypes.c_int(), ctypes.c_void_p()

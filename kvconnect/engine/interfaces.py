@@ -28,11 +28,8 @@ def ucx_options(
 ) -> dict[str, str]:
     """NIXL's parameters for UCX, with the devices that are meant; without any it listens on all interfaces.
 
-    Where nothing is said and there is an RDMA card, UCX chooses: which card ``host`` belongs to cannot be
-    known, and without one the interface of ``host`` is taken.
-
-    Raises:
-        ConfigError: several devices are named, of which this parameter would take the first.
+    Which RDMA card ``host`` belongs to cannot be known, so with one UCX chooses; else ``host``'s interface is
+    taken. Raises ``ConfigError``: several devices are named, of which this parameter would take the first.
     """
     if "," in device_name:
         raise ConfigError(

@@ -33,16 +33,7 @@ _engines_lock = threading.Lock()
 
 
 class MemoryEngine(Adapter):
-    """An engine over ordinary memory. See ``kvconnect.engine.base.Engine`` for the verbs.
-
-    Args:
-        host, protocol: as every engine takes them; there is nothing to reach.
-        clock: seconds, for delays, timeouts and durations.
-        max_copies, max_bytes, max_batches_per_peer: the bounds to announce.
-
-    Raises:
-        ConfigError: a protocol is named, and there is none.
-    """
+    """An engine over ordinary memory. Raises ``ConfigError`` if a protocol is named: it has none."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The Mooncake adapter: a listening engine that peers reach, and lanes that send.
-
-Owns registration, the card, the bounds and the deadlines. How a batch runs and comes to rest is in
-``mooncake_lanes``.
+"""The Mooncake adapter: a listening engine that peers reach, and lanes (``mooncake_lanes``) that send.
 
 Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it is:
 
@@ -75,8 +72,7 @@ class MooncakeEngine(Adapter):
             What it has not given up cannot be proven quiet.
         max_copies, max_bytes: the bounds to announce; 0 bytes for what suits the protocol.
 
-    Raises:
-        EngineError: Mooncake is missing, cannot start, or would use another protocol.
+    Raises ``EngineError``: Mooncake is missing, cannot start, or would use another protocol.
     """
 
     _peers: dict[str, _Peer]
@@ -198,7 +194,6 @@ class MooncakeEngine(Adapter):
     # ---- batches
 
     def submit(self, batch: Batch) -> None:
-        """Hand a batch to its peer's thread. Raises ``LocalError``."""
         self._admit(batch)
         peer, now = self._peers[batch.peer], time.monotonic()
         job = Job(

@@ -93,14 +93,10 @@ class Lane:
 class LanePool:
     """The current lane of each key, made when it is first needed.
 
-    Args:
-        make_engine: makes a sending engine.
-        prepare_thread: called in every thread before it uses a lane.
+    ``prepare_thread`` is called in every thread before it uses a lane.
     """
 
-    def __init__(
-        self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, make_engine: Callable[[], Any], prepare_thread: Callable[[], None]) -> None:
         self._make_engine = make_engine
         self.prepare_thread = prepare_thread
         self._lanes: dict[str, Lane] = {}
@@ -132,7 +128,7 @@ class LanePool:
             self._destroy_if_unused(found)
 
     def each_engine(self, call: Callable[[Any], None]) -> None:
-        """Do something with every engine that is in use for new work."""
+        """For every engine that takes new work."""
         with self._lock:
             for lane in self._lanes.values():
                 call(lane.engine)

@@ -64,9 +64,8 @@ class NixlEngine(Adapter):
             batch to its peer ends.
         max_copies, max_bytes: the bounds to announce.
 
-    Raises:
-        ConfigError: the backend takes no device name, or not this one.
-        EngineError: NIXL or the backend is missing, or refuses to start.
+    Raises ``ConfigError`` for a device name that the backend does not take, ``EngineError`` if NIXL or the
+    backend is missing, or refuses to start.
     """
 
     _peers: dict[str, Peer]
@@ -168,7 +167,6 @@ class NixlEngine(Adapter):
     # ---- batches
 
     def submit(self, batch: Batch) -> None:
-        """Post a batch. Takes as long as the library's post. Raises ``LocalError``."""
         self._admit(batch)
         flight = Flight(batch=batch, submitted_at=time.monotonic())
         self._flights[batch.batch_id] = flight

@@ -1,8 +1,4 @@
-"""How NIXL is imported, what it wants descriptors to look like, what is known of
-its peers and batches, and which of its transfers are kept.
-
-NIXL itself is imported only by ``load_library``.
-"""
+"""How NIXL is imported, its descriptors, what is known of peers and batches, and which transfers are kept."""
 
 from __future__ import annotations
 
@@ -159,9 +155,6 @@ class TransferCache:
 
     To make a transfer costs NIXL several times what it takes to post it, and slots are used in turn. One that
     is under way belongs to its batch, and is put back only if it succeeded.
-
-    Args:
-        release: gives a transfer back to the library.
     """
 
     def __init__(self, release: Callable[[Any], None]) -> None:

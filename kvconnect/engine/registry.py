@@ -25,13 +25,7 @@ _PREFERENCE = ("nixl", "mooncake")
 def create_engine(
     name: str, *, host: str, protocol: str = "auto", options: Mapping[str, Any] | None = None
 ) -> Engine:
-    """Make an engine.
-
-    Args:
-        name: that of a registered engine, or ``"auto"`` for NIXL or Mooncake, whichever works here.
-        host: the address at which peers reach this node.
-        protocol: the engine's name of a transport; ``"auto"`` for its own choice.
-        options: further arguments of the engine's class.
+    """Make an engine by its registered name, or ``"auto"`` for NIXL or Mooncake, whichever works here.
 
     Raises:
         ConfigError: no engine has this name, or it does not take an option.

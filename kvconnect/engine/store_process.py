@@ -49,9 +49,8 @@ class SharedMemory:
 class StoreProcess:
     """One child process with a store. ``num_lanes`` threads give it orders; values go through ``memory``.
 
-    The thread that makes it must outlive it: the system kills the child when that thread ends.
-
-    Raises ``EngineError``: it cannot be started, or the store cannot be used; the text says why.
+    The thread that makes it must outlive it: the system kills the child when that thread ends. Raises
+    ``EngineError``: it cannot be started, or the store cannot be used.
     """
 
     def __init__(

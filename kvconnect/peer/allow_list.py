@@ -37,15 +37,7 @@ class _Entry:
 
 
 class AllowList:
-    """Addresses that were listed. False where none were.
-
-    Args:
-        entries: see ``ExtraConfig.allow_peers``.
-        field: what to call the list in an error.
-
-    Raises:
-        ConfigError: an entry is none; the text names it and what is accepted.
-    """
+    """Addresses as in ``ExtraConfig.allow_peers``. False where none are listed. Raises ``ConfigError``."""
 
     def __init__(self, entries: Iterable[str], field: str = "kv_connector_extra_config.allow_peers") -> None:
         self._entries = [_parse(entry, field) for entry in entries]

@@ -1,8 +1,4 @@
-"""How frames travel between workers.
-
-A channel belongs to one thread, except for ``wake``. It carries frames, tells when a connection that
-we opened is lost, and knows nothing of what the frames mean.
-"""
+"""How frames travel between workers. A channel belongs to one thread, except for ``wake``."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkLost:
-    """A connection that we opened broke.
-
-    ``reason`` is why it never was one, most likely; empty where that is not known.
-    """
+    """A connection that we opened broke. ``reason`` is why it never was one, most likely, where known."""
 
     link: str
     loss: PeerLoss
@@ -40,9 +33,7 @@ class Channel(Protocol):
     """A worker's side channel. Links are names: ours that we open, and the channel's for those that come."""
 
     @property
-    def port(self) -> int:
-        """The port that peers connect to."""
-        ...
+    def port(self) -> int: ...
 
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a connection under a name of ours. Does not wait; frames sent meanwhile are kept."""
@@ -69,5 +60,5 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Close everything. Idempotent."""
+        """Idempotent."""
         ...

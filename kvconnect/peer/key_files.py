@@ -32,12 +32,9 @@ def checked_secret(text: str, field: str) -> str:
 
 
 def read_secret(path: Path, field: str) -> str:
-    """The text of a file that only its owner can read.
+    """The text of a file that only its owner can read. Raises ``ConfigError`` that names ``field``.
 
     A group may read what belongs to root: so a service manager hands a secret to a service.
-
-    Raises:
-        ConfigError: it cannot be read, or others could read or change it; the text names ``field``.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,8 +1,4 @@
-"""Who a node is to its peers, and who they are to it: CURVE key pairs, and the secret of handles.
-
-A small cluster shares one secret, from which every node derives the same keys. Otherwise each node has
-a key pair of its own and a folder with the public keys of its peers; see ``NodeKeys``.
-"""
+"""Who a node is to its peers, and who they are to it: CURVE key pairs, and the secret of handles."""
 
 from __future__ import annotations
 
@@ -59,12 +55,9 @@ class PeerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedKeys:
-    """Keys that every node derives from one secret.
+    """Keys that every node of a small cluster derives from one secret; ``source`` is its place, for people.
 
     ``server`` is who a node is to those who connect to it, ``client`` to those that it connects to.
-
-    Args:
-        source: where the secret came from, for people.
     """
 
     def __init__(self, secret: str, source: str) -> None:
@@ -92,10 +85,7 @@ class NodeKeys:
     The folder has ``node.key`` (secret, in hex), ``cluster.key`` (the secret that handles are signed
     with, the same on all nodes) and ``peers/NAME.json`` (``PeerFile``). A peer without addresses is found
     at the host that it is named after. Peers that are added, replaced or removed while the node runs
-    count from the next handshake on.
-
-    Raises:
-        ConfigError: a file is missing, wrong, or readable by others.
+    count from the next handshake on. Raises ``ConfigError``: a file is missing, wrong, or readable by others.
     """
 
     def __init__(self, folder: Path, field: str) -> None:
@@ -155,10 +145,7 @@ Keyring = SharedKeys | NodeKeys
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:
     """The keys that are configured, or those of this user where only this machine can be meant.
 
-    None where the configuration says ``insecure``.
-
-    Raises:
-        ConfigError: there are none, or they are of no use; the text says what to do.
+    None where the configuration says ``insecure``. Raises ``ConfigError``: there are none, or they are wrong.
     """
     where = "kv_connector_extra_config"
     if extra.insecure:

@@ -281,11 +281,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
-    """Read a frame that the other side sent to this one.
-
-    Raises:
-        PeerError: it is too long, or no message that the other side sends.
-    """
+    """Read a frame. Raises ``PeerError``: it is too long, or no message that the other side sends."""
     if len(frame) > max_bytes:
         raise PeerError(f"a message of {len(frame)} bytes, max_message_bytes is {max_bytes}")
     try:

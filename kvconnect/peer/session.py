@@ -103,15 +103,7 @@ Event = Ready | Ended | Received | Misused
 
 
 class Session:
-    """One side of one connection.
-
-    Args:
-        side: which half to speak.
-        ours: our introduction.
-        limits: P's ``lease_s``; the largest frame that is read; and D's waits: for ``Welcome``, for any frame
-            while it is owed an answer or has asked for a sign of life, and before it asks for one.
-        directory: where our ranks listen, sent to D in ``Welcome``.
-    """
+    """One side of one connection. ``directory`` is where our ranks listen, sent to D in ``Welcome``."""
 
     def __init__(
         self, side: Side, ours: Introduction, limits: ExtraConfig, directory: tuple[RankAddress, ...] = ()
@@ -135,11 +127,7 @@ class Session:
         return f"Session({self.side.value}, {self.state.value}, with {who})"
 
     def greet(self, now: float) -> None:
-        """D's first word.
-
-        Raises:
-            LocalError: it was said before, or this is P's side.
-        """
+        """D's first message. Raises ``LocalError``: it was sent before, or this is P's side."""
         if self.side is not Side.DECODE or self.state is not State.NEW:
             raise LocalError(f"{self!r} cannot greet")
         self.state = State.GREETED
@@ -155,11 +143,7 @@ class Session:
             self._push(Hello(PROTOCOL_VERSION, ours))
 
     def send(self, message: Message) -> None:
-        """Queue a message of the layer above.
-
-        Raises:
-            LocalError: the conversation is not ready.
-        """
+        """Queue a message of the layer above. Raises ``LocalError``: the conversation is not ready."""
         if self.state is not State.READY:
             raise LocalError(f"{self!r} cannot send {type(message).__name__}")
         self._push(message)

@@ -41,11 +41,8 @@ _EVENTS = (
 class ZapAuthenticator:
     """Guards a listening socket, whose ``port`` is set once it is bound.
 
-    Args:
-        listener: the socket, not bound yet.
-        keyring: who is admitted; None admits everybody, without encryption.
-        max_connections: further ones are closed at once.
-        count: called with the reason whenever a client is refused.
+    Without a ``keyring`` it admits everybody, without encryption. Connections beyond ``max_connections`` are
+    closed at once. ``count`` is called with the reason whenever a client is refused.
     """
 
     def __init__(

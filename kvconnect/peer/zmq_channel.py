@@ -71,13 +71,11 @@ class ZmqChannel:
         extra: where to listen, and the limits. A connection is lost after ``peer_timeout_s`` of silence on
             the TCP level, and closed where it is not ready a second after ``handshake_timeout_s``: the
             session's message says better what did not come.
-        port: the port to listen on; 0 takes a free one.
         keyring: our keys and our peers'; None for neither authentication nor encryption.
         allowed: what we connect to; empty for everything.
         count: called with the reason whenever a peer is turned away.
 
-    Raises:
-        ConfigError: the address cannot be listened on.
+    Raises ``ConfigError``: the address cannot be listened on.
     """
 
     def __init__(

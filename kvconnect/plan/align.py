@@ -126,11 +126,7 @@ TableAlignment = dict[int, GroupAlignment]
 
 
 def align_tables(source: TableCard, target: TableCard) -> TableAlignment:
-    """Line up the regions of two workers.
-
-    Raises:
-        LayoutError: some layer cannot be copied directly; the text lists every reason.
-    """
+    """Line up the regions of two workers. Raises ``LayoutError`` that lists why layers cannot be copied."""
     source_by_layer: dict[str, list[Region]] = defaultdict(list)
     for region in source.regions:
         source_by_layer[region.layer].append(region)

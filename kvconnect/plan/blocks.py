@@ -40,10 +40,7 @@ def pair_blocks(
     """Pair the blocks of two sides that hold the first ``num_tokens`` tokens of one sequence.
 
     Positions that the target does not want (null) are left out. Positions that the source no longer
-    keeps may be left out only where no later token can see them.
-
-    Raises:
-        LayoutError: the target wants a block that the source does not hold.
+    keeps may be left out only where no later token can see them, else it is a ``LayoutError``.
     """
     if target_geometry.is_state:
         return _pair_state(source, target)

@@ -90,11 +90,7 @@ class Chunker:
         return len(self._groups)
 
     def place(self, chunk: Chunk) -> Placement:
-        """Where the rows of a chunk lie in its slot.
-
-        Raises:
-            LayoutError: the chunk is none of this wire's.
-        """
+        """Where the rows of a chunk lie in its slot. Raises ``LayoutError``: it is none of this wire's."""
         return self._placed(chunk)
 
     def _check_and_place(self, chunk: Chunk) -> Placement:
@@ -241,8 +237,7 @@ def wanted_spans(
 ) -> tuple[TokenSpan, ...]:
     """The span of every group that the target wants: from its first real block to ``num_tokens``.
 
-    Raises:
-        LayoutError: it wants a group that it does not have.
+    Raises ``LayoutError``: it wants a group that it does not have.
     """
     by_group = {group.group: group for group in geometry}
     spans = []
@@ -271,11 +266,7 @@ def _first_real(block_ids: Iterable[int]) -> int | None:
 
 
 def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: int) -> None:
-    """Every position that a later token can see is held: none of ``ids``, from ``first`` on, is missing.
-
-    Raises:
-        LayoutError: one is missing.
-    """
+    """Raises ``LayoutError``: of ``ids``, from ``first`` on, one is missing that a later token can see."""
     if np.count_nonzero(ids) == len(ids):
         return
     missing = first + np.flatnonzero(ids == NULL_BLOCK)
@@ -289,12 +280,7 @@ def check_held(ids: BlockIds, first: int, geometry: GroupGeometry, num_tokens: i
 
 
 class RequestCutter:
-    """Cuts what a target wants of a source into chunks that fit a slot.
-
-    Args:
-        chunker: of the wire between the two.
-        pack_bytes_per_s: about how fast pages are packed and unpacked.
-    """
+    """Cuts what a target wants of a source into chunks that fit a slot."""
 
     def __init__(
         self,

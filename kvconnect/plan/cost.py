@@ -1,7 +1,4 @@
-"""What a transfer takes on either path, by the rates that a calibration measured, and which path is cheaper.
-
-Pure: the caller measures; nothing here knows a clock, an engine or a tensor.
-"""
+"""What a transfer takes on either path by the rates of a calibration, and which path is cheaper."""
 
 from __future__ import annotations
 
@@ -100,13 +97,10 @@ def _direct_terms(rates: EngineRates, copies: int, total_bytes: int) -> tuple[fl
 
 
 class LinkCost:
-    """The cost of both paths to one peer. Never changes.
+    """The cost of both paths to one peer; what is not known is None. Never changes.
 
-    Args:
-        rates: of the engine on this link; None where it was not probed.
-        pack_bytes_per_s, unpack_bytes_per_s: how fast the sender packs, and the receiver unpacks.
-        round_trip_s: of a message on the side channel and its answer. All are None where they are not known.
-        overlaps: chunks are packed while others are on their way; not so where one processor does both.
+    ``round_trip_s`` is that of a message on the side channel and its answer. ``overlaps``: chunks are packed
+    while others are on their way; not so where one processor does both.
     """
 
     def __init__(
@@ -142,18 +136,13 @@ class LinkCost:
         return chunks * self._chunk_s + total_bytes * self._slowest_s + total_bytes / chunks * self._others_s
 
     def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Path:
-        """The cheaper path for a transfer.
-
-        ``copies`` and ``direct_bytes`` are what the direct path would move, ``chunks`` and ``packed_bytes``
-        the packed one.
-        """
+        """The path that is cheaper for what either would move."""
         pack = copies >= PACKED_FROM_COPIES
         if self._is_calibrated:
             pack = self.predict_packed(packed_bytes, chunks) < self.predict_direct(copies, direct_bytes)
         return "packed" if pack else "direct"
 
     def as_metrics(self) -> dict[str, float]:
-        """The rates of the link."""
         return {
             "direct_batch_s": self._rates.seconds_per_batch,
             "direct_copy_s": self._rates.seconds_per_copy,

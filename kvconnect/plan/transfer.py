@@ -1,8 +1,4 @@
-"""The plan of one transfer: three columns of numbers that need no more decisions to be executed.
-
-A plan is a frozen value that can be printed, counted, compared and carried out by brute force. It is
-made with numpy from a link and block ids, without a loop over pages.
-"""
+"""The plan of one transfer: three columns of numbers that need no more decisions to be executed."""
 
 from __future__ import annotations
 
@@ -78,8 +74,7 @@ def pair_groups(
 ) -> Iterator[tuple[GroupAlignment, BlockPairs]]:
     """The groups that the target wants, each with the blocks of both sides that hold the same tokens.
 
-    Raises:
-        LayoutError: the target wants a group or a block that the source does not have.
+    Raises ``LayoutError``: the target wants a group or a block that the source does not have.
     """
     held = {blocks.group: blocks for blocks in source}
     for wanted in target:
