@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvconnect.engine.base import Batch, Completion, Engine, Span
-from kvconnect.testing.engine_buffers import Allocate, on_host, part
-from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, wait_until
+from kvconnect.engine.base import Batch, Completion, Engine
+from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, span_of, wait_until
 
 MIB = 1 << 20
 HANG_S = 20.0
@@ -21,40 +20,17 @@ BUFFER_BYTES = 4 * MIB
 
 
 class Driver:
-    """An engine of this process with one registered buffer, and the account of its batches.
+    """An engine of this process with one registered buffer, and the account of its batches."""
 
-    ``allocate`` says where its buffers lie.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        length_bytes: int = BUFFER_BYTES,
-        seed: int = 1,
-        allocate: Allocate = on_host,
-    ) -> None:
+    def __init__(self, engine: Engine, length_bytes: int = BUFFER_BYTES, seed: int = 1) -> None:
         self.engine = engine
-        self.allocate = allocate
-        self._memory = allocate(random_bytes(length_bytes, seed))
-        self.span = part(self._memory, 0, length_bytes)
+        self.buffer = random_bytes(length_bytes, seed)
+        self.span = span_of(self.buffer)
+        self.address = self.span.address
         self.engine.register([self.span])
         self.answers: dict[int, Completion] = {}
         self.pending: set[int] = set()
         self._next_id = 1
-
-    @property
-    def address(self) -> int:
-        """Where the buffer begins."""
-        return self._memory.address
-
-    @property
-    def buffer(self) -> np.ndarray:
-        """The buffer's bytes. Of host memory these are the bytes themselves, else a copy."""
-        return self._memory.read()
-
-    def part(self, offset: int, length_bytes: int) -> Span:
-        """A stretch of the buffer, which may also lie beside it."""
-        return part(self._memory, offset, length_bytes)
 
     def submit(
         self,
@@ -96,12 +72,7 @@ class Driver:
         return self.answers[batch_id]
 
     def copy(
-        self,
-        peer: str,
-        remote: int,
-        length: int = 4096,
-        offset: int = 0,
-        timeout_s: float = 10.0,
+        self, peer: str, remote: int, length: int = 4096, offset: int = 0, timeout_s: float = 10.0
     ) -> Completion:
         """One copy between the buffer at ``offset`` and ``remote``, waited for."""
         batch_id = self.submit(peer, [self.address + offset], [remote], [length], timeout_s)
@@ -114,24 +85,15 @@ class EngineCases:
     Attributes:
         make_engine: makes the engine under test; called here and in the peer's process.
         settle_s: how long after a batch's timeout the engine may take to answer it.
-        allocate: where the buffers of this process lie.
-        allocate_peer: where those of the peer's process lie.
     """
 
     make_engine: MakeEngine
     settle_s: float = 6.0
-    allocate: Allocate = staticmethod(on_host)
-    allocate_peer: Allocate = staticmethod(on_host)
-
-    @classmethod
-    def new_driver(cls) -> Driver:
-        """A fresh engine of this process with a registered buffer."""
-        return Driver(cls.make_engine(), allocate=cls.allocate)
 
     @classmethod
     def new_peer(cls) -> PeerProcess:
         """A fresh peer."""
-        return PeerProcess(cls.make_engine, cls.allocate_peer)
+        return PeerProcess(cls.make_engine)
 
     def silent_card(self, port: int) -> bytes | None:
         """A card that leads to ``127.0.0.1:port``, where no process answers; None if there is no such."""
@@ -150,7 +112,7 @@ class EngineCases:
     @pytest.fixture
     def driver(self) -> Iterator[Driver]:
         """A fresh engine of this process."""
-        driver = self.new_driver()
+        driver = Driver(self.make_engine())
         yield driver
         driver.engine.close()
 

@@ -10,9 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
-from kvconnect.testing.engine_peer import PeerProcess
+from kvconnect.testing.engine_peer import PeerProcess, span_of
 
 
 class FaultCases(EngineCases):
@@ -42,7 +41,7 @@ class FaultCases(EngineCases):
         assert not again.ok
         assert not driver.pending
 
-    def test_a_cancelled_batch_ends_quiet_and_hurts_no_other_to_its_peer(
+    def test_a_cancelled_batch_ends_quiescent_and_hurts_no_other_to_its_peer(
         self, driver: Driver, shared_peer: PeerProcess
     ) -> None:
         remote = self._meet(driver, shared_peer)
@@ -129,28 +128,22 @@ class FaultCases(EngineCases):
             time.sleep(0.05)
         return rounds
 
-    def test_quiet_means_that_no_later_source_byte_arrives(
+    def test_quiescent_means_that_no_later_source_byte_arrives(
         self, driver: Driver, shared_peer: PeerProcess
     ) -> None:
-        """One refused copy and a large good one: the good one must be at rest when it is quiet."""
+        """One refused copy and a large good one: the good one must be at rest when it is quiescent."""
         size = min(48 * MIB, driver.engine.capabilities.max_bytes - 4096)
-        large = driver.allocate(np.full(size, 7, dtype=np.uint8))
-        driver.engine.register([part(large, 0, size)])
+        large = np.full(size, 7, dtype=np.uint8)
+        driver.engine.register([span_of(large)])
         remote = self._meet(driver, shared_peer, length_bytes=size)
         # Far beyond anything that is mapped, so that no engine's check can find it registered.
         nowhere = 1 << 45
-        answer = driver.wait(
-            driver.submit(
-                "peer",
-                [driver.address, large.address],
-                [nowhere, remote],
-                [4096, size],
-            )
-        )
+        near = [driver.address, span_of(large).address]
+        answer = driver.wait(driver.submit("peer", near, [nowhere, remote], [4096, size]))
         assert not answer.ok
         if not answer.quiet:
-            pytest.skip("the engine does not claim that it is quiet")
-        large.write(np.full(size, 9, dtype=np.uint8))
+            pytest.skip("the engine does not claim that it is quiescent")
+        large[:] = 9
         time.sleep(0.7)
         assert not (shared_peer.content(self._buffer) == 9).any(), "a later source byte arrived"
         assert driver.copy("peer", remote).ok

@@ -14,32 +14,100 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
 from kvconnect.engine.base import Engine, Span
-from kvconnect.testing.engine_buffers import Allocate, Buffer, on_host, part
 
 MakeEngine = Callable[[], Engine]
 Range = tuple[str, int, int]  # buffer name, offset, length in bytes
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
 
 _POLL_EVERY_S = 0.0002
 _ANSWER_S = 30.0
 
 
-class PeerProcess:
-    """An engine that runs in a spawned process. Every call waits for the child's answer.
+class PeerCommands:
+    """What a peer does with its engine and buffers. Raises what the engine raises."""
 
-    Args:
-        make_engine: a function of a module that the child can import.
-        allocate: another one, which says where the child's buffers lie.
+    def __init__(self, make_engine: MakeEngine) -> None:
+        self._make_engine = make_engine
+        self.engine = make_engine()
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def allocate(self, name: str, length_bytes: int, seed: int | None = None) -> int:
+        """Make a buffer, of zeros or of random bytes; returns its address."""
+        zeros = np.zeros(length_bytes, dtype=np.uint8)
+        self._buffers[name] = zeros if seed is None else random_bytes(length_bytes, seed)
+        return span_of(self._buffers[name]).address
+
+    def register(self, ranges: Sequence[Range]) -> None:
+        """Register parts of buffers."""
+        self.engine.register([span_of(self._buffers[name], *part) for name, *part in ranges])
+
+    def unregister(self, ranges: Sequence[Range]) -> None:
+        """Unregister parts of buffers."""
+        self.engine.unregister([span_of(self._buffers[name], *part) for name, *part in ranges])
+
+    def card(self) -> bytes:
+        """The card of the engine."""
+        return self.engine.card()
+
+    def content(self, name: str) -> np.ndarray:
+        """A copy of a whole buffer."""
+        return self._buffers[name].copy()
+
+    def count(self, name: str, value: int) -> int:
+        """How many bytes of a buffer have this value."""
+        return int(np.count_nonzero(self._buffers[name] == value))
+
+    def digest(self, name: str) -> str:
+        """A hash of a whole buffer."""
+        return digest_of(self._buffers[name])
+
+    def restart_engine(self) -> None:
+        """Close the engine and make a new one over the same buffers; nothing is registered."""
+        self.engine.close()
+        self.engine = self._make_engine()
+
+    def renew_registration(self) -> bool:
+        """Have the engine keep out peers that know only the cards that it gave out before."""
+        return self.engine.renew_registration()
+
+
+def _in_child(
+    command: Callable[Concatenate[PeerCommands, _Given], _Answer],
+) -> Callable[Concatenate[PeerProcess, _Given], _Answer]:
+    name = command.__name__
+
+    def ask(peer: PeerProcess, /, *arguments: _Given.args, **named: _Given.kwargs) -> _Answer:
+        return cast("_Answer", peer._ask(name, *arguments, **named))
+
+    return ask
+
+
+class PeerProcess:
+    """``PeerCommands`` in a spawned process. Every call waits for the child's answer.
+
+    ``make_engine`` is a function of a module that the child can import.
     """
 
-    def __init__(self, make_engine: MakeEngine, allocate: Allocate = on_host) -> None:
+    allocate = _in_child(PeerCommands.allocate)
+    register = _in_child(PeerCommands.register)
+    unregister = _in_child(PeerCommands.unregister)
+    card = _in_child(PeerCommands.card)
+    content = _in_child(PeerCommands.content)
+    count = _in_child(PeerCommands.count)
+    digest = _in_child(PeerCommands.digest)
+    restart_engine = _in_child(PeerCommands.restart_engine)
+    renew_registration = _in_child(PeerCommands.renew_registration)
+
+    def __init__(self, make_engine: MakeEngine) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child_end, make_engine, allocate), daemon=True)
+        self._process = context.Process(target=_serve, args=(child_end, make_engine), daemon=True)
         self._process.start()
         child_end.close()
         self.card()
@@ -49,42 +117,6 @@ class PeerProcess:
         """The child's process id."""
         assert self._process.pid is not None
         return self._process.pid
-
-    def allocate(self, name: str, length_bytes: int, seed: int | None = None) -> int:
-        """Make a buffer, of zeros or of random bytes; returns its address."""
-        return int(self._ask("allocate", name, length_bytes, seed))
-
-    def register(self, ranges: Sequence[Range]) -> None:
-        """Register parts of buffers. Raises what the child's engine raised."""
-        self._ask("register", list(ranges))
-
-    def unregister(self, ranges: Sequence[Range]) -> None:
-        """Unregister parts of buffers. Raises what the child's engine raised."""
-        self._ask("unregister", list(ranges))
-
-    def card(self) -> bytes:
-        """The card of the child's engine."""
-        return bytes(self._ask("card"))
-
-    def content(self, name: str) -> np.ndarray:
-        """A copy of a whole buffer."""
-        return np.frombuffer(self._ask("content", name), dtype=np.uint8)
-
-    def count(self, name: str, value: int) -> int:
-        """How many bytes of a buffer have this value."""
-        return int(self._ask("count", name, value))
-
-    def digest(self, name: str) -> str:
-        """A hash of a whole buffer."""
-        return str(self._ask("digest", name))
-
-    def restart_engine(self) -> None:
-        """Close the child's engine and make a new one over the same buffers; nothing is registered."""
-        self._ask("restart")
-
-    def renew_registration(self) -> bool:
-        """Have the child's engine keep out peers that know only the cards that it gave out before."""
-        return bool(self._ask("renew"))
 
     def stop(self) -> None:
         """Freeze the process; undone by ``resume``."""
@@ -105,15 +137,15 @@ class PeerProcess:
         with suppress(OSError):
             self.resume()
         with suppress(OSError, EOFError):
-            self._pipe.send(("quit", ()))
+            self._pipe.send(("quit", (), {}))
         self._process.join(timeout=3.0)
         if self._process.is_alive():
             self._process.kill()
             self._process.join(timeout=3.0)
         self._pipe.close()
 
-    def _ask(self, command: str, *arguments: Any) -> Any:
-        self._pipe.send((command, arguments))
+    def _ask(self, command: str, *arguments: Any, **named: Any) -> Any:
+        self._pipe.send((command, arguments, named))
         if not self._pipe.poll(_ANSWER_S):
             raise TimeoutError(f"the peer process did not answer {command!r} in {_ANSWER_S:g} s")
         ok, value = self._pipe.recv()
@@ -122,68 +154,29 @@ class PeerProcess:
         return value
 
 
-class PeerCommands:
-    """What a peer does with its engine and buffers, by the names of ``PeerProcess``'s commands."""
-
-    def __init__(self, make_engine: MakeEngine, allocate: Allocate) -> None:
-        self._make_engine = make_engine
-        self._allocate = allocate
-        self.engine = make_engine()
-        self._buffers: dict[str, Buffer] = {}
-
-    def allocate(self, name: str, length_bytes: int, seed: int | None) -> int:
-        zeros = np.zeros(length_bytes, dtype=np.uint8)
-        content = zeros if seed is None else random_bytes(length_bytes, seed)
-        self._buffers[name] = self._allocate(content)
-        return self._buffers[name].address
-
-    def register(self, ranges: Sequence[Range]) -> None:
-        self.engine.register(self._spans(ranges))
-
-    def unregister(self, ranges: Sequence[Range]) -> None:
-        self.engine.unregister(self._spans(ranges))
-
-    def card(self) -> bytes:
-        return self.engine.card()
-
-    def content(self, name: str) -> bytes:
-        return self._buffers[name].read().tobytes()
-
-    def count(self, name: str, value: int) -> int:
-        return int(np.count_nonzero(self._buffers[name].read() == value))
-
-    def digest(self, name: str) -> str:
-        return digest_of(self._buffers[name].read())
-
-    def restart(self) -> None:
-        self.engine.close()
-        self.engine = self._make_engine()
-
-    def renew(self) -> bool:
-        return self.engine.renew_registration()
-
-    def _spans(self, ranges: Sequence[Range]) -> list[Span]:
-        return [part(self._buffers[name], offset, length) for name, offset, length in ranges]
-
-
-def _serve(pipe: Connection, make_engine: MakeEngine, allocate: Allocate) -> None:
-    child = PeerCommands(make_engine, allocate)
+def _serve(pipe: Connection, make_engine: MakeEngine) -> None:
+    child = PeerCommands(make_engine)
     while True:
         child.engine.poll()
         if not pipe.poll(_POLL_EVERY_S):
             continue
         try:
-            command, arguments = pipe.recv()
+            command, arguments, named = pipe.recv()
         except EOFError:
             break
         if command == "quit":
             break
         try:
-            answer = (True, getattr(child, command)(*arguments))
+            answer = (True, getattr(child, command)(*arguments, **named))
         except Exception as error:
             answer = (False, error)
         pipe.send(answer)
     child.engine.close()
+
+
+def span_of(buffer: np.ndarray, offset: int = 0, length_bytes: int | None = None) -> Span:
+    """A part of a buffer, or memory beside it; left out, all of it."""
+    return Span(buffer.ctypes.data + offset, buffer.nbytes if length_bytes is None else length_bytes, "cpu")
 
 
 def random_bytes(length_bytes: int, seed: int) -> np.ndarray:

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from kvconnect.errors import EngineError, LocalError
-from kvconnect.testing.engine_buffers import part
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
 from kvconnect.testing.engine_faults import FaultCases
-from kvconnect.testing.engine_peer import PeerProcess, digest_of, random_bytes, wait_until
+from kvconnect.testing.engine_peer import PeerProcess, digest_of, random_bytes, span_of, wait_until
 
 __all__ = ["Driver", "EngineSuite", "scattered_copies"]
 
@@ -54,12 +53,8 @@ class EngineSuite(FaultCases):
         for start in range(0, count, size):
             part = slice(start, start + size)
             assert wait_until(lambda: driver.in_flight() < bounds.max_batches_per_peer, HANG_S, 0.0005)
-            driver.submit(
-                "peer",
-                driver.address + source[part],
-                remote + target[part],
-                np.full(len(source[part]), page),
-            )
+            near, far = driver.address + source[part], remote + target[part]
+            driver.submit("peer", near, far, np.full(len(near), page))
         assert wait_until(lambda: not driver.in_flight(), HANG_S)
         assert all(answer.ok for answer in driver.answers.values())
         assert shared_peer.digest(self._buffer) == digest_of(expected)
@@ -78,8 +73,8 @@ class EngineSuite(FaultCases):
 
     def test_unregistered_local_memory_fails(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
-        stranger = driver.allocate(random_bytes(4096, 5))
-        answer = driver.wait(driver.submit("peer", [stranger.address], [remote], [4096]))
+        stranger = random_bytes(4096, 5)
+        answer = driver.wait(driver.submit("peer", [span_of(stranger).address], [remote], [4096]))
         assert not answer.ok
         assert answer.quiet
         beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
@@ -103,21 +98,25 @@ class EngineSuite(FaultCases):
         self, driver: Driver, shared_peer: PeerProcess
     ) -> None:
         remote = self._meet(driver, shared_peer)
-        fresh = driver.allocate(random_bytes(8192, 6))
-        good = part(fresh, 0, 8192)
-        for bad in (driver.part(4096, 4096), driver.part(0, 0), part(fresh, 8191, 2)):
+        fresh = random_bytes(8192, 6)
+        good = span_of(fresh)
+        for bad in (
+            span_of(driver.buffer, 4096, 4096),
+            span_of(driver.buffer, 0, 0),
+            span_of(fresh, 8191, 2),
+        ):
             with pytest.raises(EngineError):
                 driver.engine.register([good, bad])
-            sent = driver.submit("peer", [fresh.address], [remote], [8192])
+            sent = driver.submit("peer", [good.address], [remote], [8192])
             assert not driver.wait(sent).ok, "a span stayed registered after its batch was refused"
         driver.engine.register([good])
-        sent = driver.submit("peer", [fresh.address], [remote], [8192])
+        sent = driver.submit("peer", [good.address], [remote], [8192])
         assert driver.wait(sent).ok
 
     def test_unregistered_again_and_registered_again(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)
         assert driver.copy("peer", remote).ok
-        stranger = driver.part(1, 10)
+        stranger = span_of(driver.buffer, 1, 10)
         with pytest.raises(EngineError):
             driver.engine.unregister([driver.span, stranger])
         assert driver.copy("peer", remote).ok, "a refused unregister took something back"
@@ -222,7 +221,7 @@ class EngineSuite(FaultCases):
         assert driver.copy("peer", remote).ok
 
     def test_close_is_bounded_and_idempotent(self, own_peer: PeerProcess) -> None:
-        driver = self.new_driver()
+        driver = Driver(self.make_engine())
         remote = self._meet(driver, own_peer)
         assert driver.copy("peer", remote).ok
         own_peer.stop()

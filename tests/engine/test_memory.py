@@ -7,7 +7,6 @@ import pytest
 
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.testing.engine_buffers import on_host
 from kvconnect.testing.engine_peer import PeerCommands, PeerProcess
 from kvconnect.testing.engine_suite import Driver, EngineSuite
 from tests.engine.faulty_engine import FaultyEngine
@@ -17,10 +16,10 @@ class PeerHere(PeerProcess):
     """A peer of this process. It cannot be killed or stopped, so cases that do so are skipped."""
 
     def __init__(self) -> None:
-        self._commands = PeerCommands(MemoryEngine, on_host)
+        self._commands = PeerCommands(MemoryEngine)
 
-    def _ask(self, command, *arguments):
-        return getattr(self._commands, command)(*arguments)
+    def _ask(self, command, *arguments, **named):
+        return getattr(self._commands, command)(*arguments, **named)
 
     @property
     def pid(self) -> int:
