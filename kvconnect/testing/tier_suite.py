@@ -39,9 +39,9 @@ class TierDriver:
         news = self.tier.poll()
         assert not set(news.added) & set(news.removed)
         for kind, jobs in self._ended.items():
-            told: Mapping[int, tuple[Content, ...]] = getattr(news, kind)
-            assert not jobs.keys() & told.keys(), f"{kind} was told twice"
-            jobs.update(told)
+            ended: Mapping[int, tuple[Content, ...]] = getattr(news, kind)
+            assert not jobs.keys() & ended.keys(), f"{kind} was reported twice"
+            jobs.update(ended)
         self.index |= set(news.added)
         self.index -= set(news.removed)
         for reason, times in news.failures.items():
@@ -148,7 +148,7 @@ class LowerTierSuite:
         wrong = {short[0]: 999, long[0]: 1001} | lengths_of(other)
         assert driver.read(wrong) == other
 
-    def test_groups_and_hashes_are_told_apart(self, driver: TierDriver) -> None:
+    def test_groups_and_hashes_are_distinct(self, driver: TierDriver) -> None:
         hashes = [b"\0", b"\0\0", b"\0" * 32, b"a", b"a\0", b"a" * 64]
         rows = {
             (group, one): bytes([group, index]) * 50
@@ -244,7 +244,7 @@ class LowerTierSuite:
 
     # ---- what it has
 
-    def test_it_tells_what_it_has(self, driver: TierDriver) -> None:
+    def test_it_reports_what_it_has(self, driver: TierDriver) -> None:
         rows, others = some_rows(20, 11), some_rows(20, 12)
         driver.write(rows)
         assert driver.seek([*others, *rows]) == set(rows)
@@ -253,7 +253,7 @@ class LowerTierSuite:
         else:
             assert not driver.index
 
-    def test_who_believes_wrongly_is_told(self, driver: TierDriver) -> None:
+    def test_who_believes_wrongly_is_notified(self, driver: TierDriver) -> None:
         driver.index = {(0, b"never written")}
         assert driver.read({(0, b"never written"): 100}) == {}
         if driver.tier.indexed:
