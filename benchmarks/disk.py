@@ -8,6 +8,7 @@ else waits to be written, and end when their bytes are synced.
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Report
+from benchmarks.returning.pages import drop_pages
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
@@ -144,7 +146,7 @@ def _plain_write(folder: Path, memory: np.ndarray) -> float:
 def _plain_read(folder: Path, memory: np.ndarray, is_forgotten: bool) -> float:
     into = np.zeros_like(memory).data
     if is_forgotten:
-        _forget([folder / "plain"])
+        drop_pages(folder)
     start = time.perf_counter()
     file = os.open(folder / "plain", os.O_RDONLY)
     offset = 0
@@ -206,7 +208,7 @@ def _tier_read(folder: Path, memory: np.ndarray, record_bytes: int, is_forgotten
     tier = _open(folder, 2 * len(memory) + (64 << 20) + 16384 * len(rows))
     tier.poll()
     if is_forgotten:
-        _forget(list(tier.path.glob("*.kv")))
+        drop_pages(tier.path)
     start = time.perf_counter()
     _run(tier, "read", rows)
     taken_s = time.perf_counter() - start
@@ -223,11 +225,10 @@ def _time_recovery(folder: Path, records: int) -> RecoveryTiming:
     tier = _open(folder, limit_bytes)
     _run(tier, "written", rows)
     tier.close()
-    row_files = list(tier.path.glob("*.kv"))
     times = []
     for is_forgotten in (True, False):
         if is_forgotten:
-            _forget(row_files)
+            drop_pages(tier.path)
         start = time.perf_counter()
         tier = _open(folder, limit_bytes)
         times.append(time.perf_counter() - start)
@@ -238,17 +239,6 @@ def _time_recovery(folder: Path, records: int) -> RecoveryTiming:
     return RecoveryTiming(records, _SMALL_BYTES, round(times[0], 3), round(times[1], 3))
 
 
-def _forget(files: Sequence[Path]) -> None:
-    for path in files:
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-
-
 def _remove_all(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink()
+    shutil.rmtree(folder)
+    folder.mkdir()

@@ -11,11 +11,13 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import extra_option, option
 from benchmarks.report import Report
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import growth, read_metrics
@@ -59,21 +61,25 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class StreamingOptions:
-    """What is measured. ``lengths`` are of prompts, in tokens; ``batched_tokens`` are computed in a step."""
+class Options(BaseOptions):
+    """What is measured."""
 
-    engine: str = "mooncake"
-    model: str = "wide"
-    lengths: tuple[int, ...] = (16384, 256)
-    prompts: int = 9
-    batched_tokens: int = 1024
-    path: str = "packed"
-    min_tokens: int = 4096
-    extra: dict[str, Any] = field(default_factory=dict)
+    engine: str = option("mooncake", "Engine of the nodes.")
+    model: str = option("wide", "Model of the nodes; `wide` keeps most.")
+    lengths: tuple[int, ...] = option(
+        (16384, 256), "Tokens of a prompt (repeatable).", flag="tokens", least=1
+    )
+    prompts: int = option(9, "Prompts of each length, for either pair.", least=1)
+    batched_tokens: int = option(1024, "Tokens that a step computes.", least=1)
+    path: str = option("packed", "auto or packed.")
+    min_tokens: int = option(4096, "stream_min_tokens of one of the pairs.", least=0)
+    extra: Mapping[str, Any] | None = extra_option()
 
 
-def bench_streaming(options: StreamingOptions, *, json_output: bool = False) -> int:
-    """Measure and print one line for each length. Returns the exit code: 1 if any answers differ.
+def bench_streaming(options: Options, *, json_output: bool = False) -> int:
+    """Time the first token of a pair that sends KV while it is computed, beside one that does not.
+
+    Returns the exit code: 1 if any answers differ.
 
     Raises:
         KVConnectError: a node did not start, or gave no answer.
@@ -91,7 +97,7 @@ def bench_streaming(options: StreamingOptions, *, json_output: bool = False) -> 
     return 1 if wrong else 0
 
 
-def _start(children: Children, options: StreamingOptions, name: str, min_tokens: int) -> _Side:
+def _start(children: Children, options: Options, name: str, min_tokens: int) -> _Side:
     longest = max(options.lengths)
     common = (
         *("--model", options.model, "--port", "0", "--num-threads", "1"),
@@ -104,7 +110,7 @@ def _start(children: Children, options: StreamingOptions, name: str, min_tokens:
         config = {
             "kv_role": role,
             "engine_id": f"{side}-{name}",
-            "kv_connector_extra_config": {**extra, **options.extra},
+            "kv_connector_extra_config": {**extra, **(options.extra or {})},
         }
         more = ("--reserved-blocks", str(RESERVED_BLOCKS)) if side == "decode" else ()
         nodes.append(
@@ -120,9 +126,7 @@ def _start(children: Children, options: StreamingOptions, name: str, min_tokens:
     return _Side(prefill, router.url)
 
 
-def _measure(
-    options: StreamingOptions, streamed: _Side, whole: _Side, tokens: int, rng: random.Random
-) -> Case:
+def _measure(options: Options, streamed: _Side, whole: _Side, tokens: int, rng: random.Random) -> Case:
     def prompt() -> list[int]:
         return rng.choices(range(_VOCABULARY), k=tokens)
 
@@ -165,7 +169,7 @@ def _measure(
     )
 
 
-def _timed(options: StreamingOptions, url: str, prompt: Sequence[int]) -> tuple[float, Any]:
+def _timed(options: Options, url: str, prompt: Sequence[int]) -> tuple[float, Any]:
     """How long the first token takes, and which one it is.
 
     Raises:

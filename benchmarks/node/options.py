@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.node.model import MODEL_SIZES, ModelSize
+from benchmarks.options import (
+    DEVICES,
+    PATHS,
+    environment_option,
+    extra_option,
+    option,
+    timeout_option,
+)
+from benchmarks.options import Options as BaseOptions
 from benchmarks.transfer.cases import CacheShape, Layouts
-from benchmarks.transfer.options import DEVICES, PATHS
 from kvconnect.config import ExtraConfig, parse_kv_transfer_config
 from kvconnect.engine_names import check_engine
-from kvconnect.errors import ConfigError
-
-SIDES = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -35,103 +40,99 @@ SUITED = {
     "cpu": Suited("tiny", 4, 64, 64, 0.25, 0.01),
 }
 
-_SAME = Layouts.parse("nhd:nhd")
-
 
 @dataclass(frozen=True)
-class Options:
-    """A run. An empty ``model`` and numbers of 0 stand for what suits the device.
+class ModelOptions(BaseOptions):
+    """A run with one of the models of serving size."""
 
-    ``side`` is the one that computes: ``decode`` receives while it decodes, ``prefill`` sends while it
-    computes prompts. ``context`` are the tokens of each request that decodes, or of each prompt.
-    A round is ``seconds`` without and ``seconds`` with requests of ``request_mb`` MiB that arrive at
-    ``gb_per_s``. ``environment`` is set in the children only, a value of None takes the variable
-    away. ``timeout_s`` bounds every step of a child.
-
-    Raises:
-        ConfigError: an option is not usable; the text names it, its value and what is accepted.
-    """
-
-    side: str = "decode"
-    engine: str = "auto"
-    path: str = "packed"
-    device: str = "cpu"
-    model: str = ""
-    batch: int = 0
-    context: int = 0
-    request_mb: float = 0.0
-    gb_per_s: float = 0.0
-    in_flight: int = 8
-    layouts: Layouts = _SAME
-    rounds: int = 3
-    seconds: float = 2.0
-    timeout_s: float = 120.0
-    extra: Mapping[str, Any] | None = None
-    environment: Mapping[str, str | None] | None = None
-
-    def __post_init__(self) -> None:
-        check_engine(self.engine)
-        for name, value, accepted in (
-            ("side", self.side, SIDES),
-            ("path", self.path, PATHS),
-            ("device", self.device, DEVICES),
-            ("model", self.model or "8b", tuple(MODEL_SIZES)),
-        ):
-            if value not in accepted:
-                raise ConfigError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
-        for name, number in (
-            ("batch", self.batch),
-            ("context", self.context),
-            ("request_mb", self.request_mb),
-            ("receive_gb_per_s", self.gb_per_s),
-        ):
-            if number < 0:
-                raise ConfigError(
-                    f"{name} is {number}, it must be at least 0, which is what suits the device"
-                )
-        for name, number, least in (("in_flight", self.in_flight, 1), ("rounds", self.rounds, 1)):
-            if number < least:
-                raise ConfigError(f"{name} is {number}, it must be at least {least}")
-        for name, seconds in (("seconds", self.seconds), ("timeout_s", self.timeout_s)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds}, it must be more than 0 seconds")
-        self.worker_config()
+    device: str = option("cpu", "cpu or cuda.", accepted=DEVICES)
+    model: str = option(
+        "", "8b or tiny, with random weights; default: 8b, on a CPU tiny.", accepted=tuple(MODEL_SIZES)
+    )
 
     @property
-    def _suited(self) -> Suited:
+    def suited(self) -> Suited:
+        """What suits the device."""
         return SUITED[self.device]
 
     @property
     def used_model(self) -> str:
         """The name of the model."""
-        return self.model or self._suited.model
+        return self.model or self.suited.model
 
     @property
     def size(self) -> ModelSize:
         """The model's widths."""
         return MODEL_SIZES[self.used_model]
 
+
+@dataclass(frozen=True)
+class Options(ModelOptions):
+    """A run. An empty ``model`` and numbers of 0 stand for what suits the device.
+
+    Raises:
+        ConfigError: an option is not usable; the text names it, its value and what is accepted.
+    """
+
+    side: str = option(
+        "decode",
+        "Who computes: decode, which receives, or prefill, which computes prompts and sends.",
+        accepted=("decode", "prefill"),
+    )
+    engine: str = option("auto", "Engine of both workers.")
+    path: str = option("packed", "direct, packed or auto.", accepted=PATHS)
+    device: str = option(
+        "cpu", "cpu, or cuda: one GPU for each side if there are two, else one for both.", accepted=DEVICES
+    )
+    batch: int = option(0, "Requests that decode; default: 32, on a CPU 4.", least=0)
+    context: int = option(
+        0, "Tokens of each, or of a prompt; default: 4096, prompts 2048, on a CPU 64.", least=0
+    )
+    request_mb: float = option(0.0, "MiB of KV of a received request; default: 256, on a CPU 0.25.", least=0)
+    gb_per_s: float = option(
+        0.0,
+        "GB/s at which requests are ordered; default: 25, on a CPU 0.01.",
+        flag="receive-gb-per-s",
+        least=0,
+    )
+    in_flight: int = option(8, "Most requests under way at a time.", least=1)
+    layouts: Layouts = option(  # noqa: RUF009
+        Layouts.parse("nhd16:nhd16"),
+        "PREFILL:DECODE, nhd or hnd with tokens per block.",
+        parse=Layouts.parse,
+    )
+    rounds: int = option(3, "How often without and with alternate.", least=1)
+    seconds: float = option(2.0, "Seconds of each.", above=0)
+    timeout_s: float = timeout_option()
+    extra: Mapping[str, Any] | None = extra_option()
+    environment: tuple[str, ...] = environment_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_engine(self.engine)
+        self.worker_config()
+
     @property
     def used_batch(self) -> int:
         """Requests that compute; prompts take turns in the blocks of two."""
-        return (self.batch or self._suited.batch) if self.side == "decode" else 2
+        return (self.batch or self.suited.batch) if self.side == "decode" else 2
 
     @property
     def used_context(self) -> int:
         """Tokens of each."""
-        suited = self._suited
+        suited = self.suited
         return self.context or (suited.context if self.side == "decode" else suited.prompt)
 
     @property
     def bytes_per_s(self) -> float:
         """The rate at which requests are ordered."""
-        return (self.gb_per_s or self._suited.gb_per_s) * 1e9
+        return (self.gb_per_s or self.suited.gb_per_s) * 1e9
 
     @property
     def request_tokens(self) -> int:
         """Tokens of a received request: whole blocks of both sides, and at least one."""
         group = self.layouts.group_tokens
-        asked = (self.request_mb or self._suited.request_mb) * 2**20 / self.size.token_bytes
+        asked = (self.request_mb or self.suited.request_mb) * 2**20 / self.size.token_bytes
         return max(1, round(asked / group)) * group
 
     @property
@@ -162,15 +163,11 @@ class Options:
             made.append(self.size.shape(needed, layout))
         return made[0], made[1]
 
-    def worker_extra(self) -> dict[str, Any]:
-        """Settings of both workers."""
-        return dict(self.extra or {})
-
     def worker_config(self) -> ExtraConfig:
         """What these settings are.
 
         Raises:
             ConfigError: one of them is not accepted.
         """
-        extra = {"engine": self.engine, "path": self.path, **self.worker_extra()}
+        extra = {"engine": self.engine, "path": self.path, **(self.extra or {})}
         return parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": extra}).extra

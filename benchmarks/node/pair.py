@@ -12,22 +12,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from benchmarks.node.loops import percentile_ms
 from benchmarks.node.options import Options
 from benchmarks.node.side import Flow, NodeSettings, Window, WindowResult
+from benchmarks.options import parse_environment
 from benchmarks.transfer.cases import Round
+from benchmarks.transfer.pair import SEEDS, Devices, compare_pages, open_workers
 from benchmarks.transfer.process import ChildPair, StepFailed
-from benchmarks.transfer.settings import WorkerAddress, WorkerSettings
 
 NODE_SIDE = "benchmarks.node.side:NodeSide"
-_SEEDS = (0xF11, 0xDEC)
 _RAMP_S = 0.5
 # How much longer the side that receives goes on than the one that computes, so that it covers it.
 _TAIL_S = 0.25
-
-Devices = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -85,24 +81,8 @@ class NodePair:
         whole_s = _RAMP_S + options.seconds + _TAIL_S
         # As many as the rate asks for, and those that make up for a pause.
         self._held = math.ceil(whole_s * options.bytes_per_s / options.request_bytes) + options.in_flight
-        prefill, decode = (
-            WorkerSettings(
-                role,
-                options.engine,
-                options.path,
-                device,
-                shape,
-                seed,
-                options.timeout_s,
-                options.worker_extra(),
-            )
-            for role, device, shape, seed in zip(
-                ("kv_producer", "kv_consumer"), devices, options.shapes(), (_SEEDS[0], None), strict=True
-            )
-        )
-        self._source: WorkerAddress
-        self._source, _ = pair.both("open", (prefill,), (decode,))
-        blocks = zip(options.request_blocks(), _SEEDS, strict=True)
+        self._source = open_workers(pair, options.engine, options.path, devices, options.shapes(), options)
+        blocks = zip(options.request_blocks(), SEEDS, strict=True)
         pair.both("draw", *((options.in_flight, count, seed) for count, seed in blocks))
         self._node = pair.decode if options.side == "decode" else pair.prefill
         self._node.ask(
@@ -158,15 +138,11 @@ class NodePair:
         Raises:
             StepFailed: a page differs, or nothing was received.
         """
-        in_flight, tokens = self._options.in_flight, self._options.layouts.group_tokens
-        targets = sorted(self._landed)
-        if not targets:
+        if not self._landed:
             raise StepFailed("no request was received: set seconds higher, or request_mb lower")
-        sources = [self._landed[slot] % in_flight for slot in targets]
-        held, landed = self._pair.both("digests", (sources, tokens), (targets, tokens))
-        if wrong := int(np.count_nonzero(held != landed)):
-            raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
-        return len(targets)
+        options = self._options
+        compare_pages(self._pair, self._landed, options.in_flight, options.layouts.group_tokens)
+        return len(self._landed)
 
     def _round(self, requests: int) -> Round:
         options = self._options
@@ -179,7 +155,7 @@ def measure_node(options: Options, devices: Devices) -> NodeTiming:
     Raises:
         StepFailed: a child failed, or bytes are wrong.
     """
-    with ChildPair(NODE_SIDE, dict(options.environment or {}), options.timeout_s) as pair:
+    with ChildPair(NODE_SIDE, parse_environment(options.environment), options.timeout_s) as pair:
         node = NodePair(pair, options, devices)
         node.meet()
         without: list[WindowResult] = []

@@ -14,7 +14,9 @@ _NEARLY = 0.95
 
 
 def bench_node(options: Options, *, json_output: bool = False) -> int:
-    """Returns 0, or 1 if it could not be measured, which is shown.
+    """Time a node's decode steps while it receives KV without pause, beside those while it does not.
+
+    Returns 0, or 1 if it could not be measured, which is shown.
 
     Raises:
         ConfigError: the device is not there.

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.node.loops import DecodeLoop, StepTime, fill_blocks, percentile_ms, share_cache
-from benchmarks.node.model import MODEL_SIZES, BenchModel
-from benchmarks.node.options import SUITED
+from benchmarks.node.model import BenchModel
+from benchmarks.offload.options import Options
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.errors import ConfigError, EngineError
+from kvconnect.errors import EngineError
 from kvconnect.offload.copies.copier import Copier, CopyTicket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
@@ -28,67 +28,6 @@ _LAYOUT = Layout("nhd", 16)
 _RAMP_S = 0.3
 _MOST_IN_FLIGHT = 8
 _TURN_S = 0.002
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """A run. Numbers of 0 and an empty model stand for what suits the device.
-
-    Blocks leave, or come back, at ``gb_per_s`` in each direction. A round is ``seconds`` without and
-    ``seconds`` with them.
-
-    Raises:
-        ConfigError: an option is not usable.
-    """
-
-    device: str
-    model: str = ""
-    batch: int = 0
-    context: int = 0
-    gb_per_s: float = 0.0
-    rounds: int = 3
-    seconds: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.device not in SUITED:
-            raise ConfigError(f"device is {self.device!r}; accepted: {', '.join(SUITED)}")
-        if self.used_model not in MODEL_SIZES:
-            raise ConfigError(f"model is {self.model!r}; accepted: {', '.join(MODEL_SIZES)}")
-        for name, number, least in (
-            ("batch", self.batch, 0),
-            ("context", self.context, 0),
-            ("gb_per_s", self.gb_per_s, 0),
-            ("rounds", self.rounds, 1),
-        ):
-            if number < least:
-                raise ConfigError(f"{name} is {number}, it must be at least {least}")
-        if not self.seconds > 0:
-            raise ConfigError(f"seconds is {self.seconds}, it must be more than 0")
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device == "cpu"
-
-    @property
-    def used_model(self) -> str:
-        return self.model or SUITED[self.device].model
-
-    @property
-    def used_batch(self) -> int:
-        return self.batch or SUITED[self.device].batch
-
-    @property
-    def used_context(self) -> int:
-        return self.context or SUITED[self.device].context
-
-    @property
-    def request_bytes(self) -> int:
-        """What comes back by one order, as for a request that returns."""
-        return (64 << 10) if self.on_cpu else (256 << 20)
-
-    @property
-    def bytes_per_s(self) -> float:
-        return (self.gb_per_s or (0.01 if self.on_cpu else 10.0)) * 1e9
 
 
 @dataclass(frozen=True)
@@ -168,8 +107,8 @@ class _Flow:
 class _Rig:
     """A model that decodes, rows, and blocks that are copied: out those that it reads, back others."""
 
-    def __init__(self, options: DecodeOptions) -> None:
-        size = MODEL_SIZES[options.used_model]
+    def __init__(self, options: Options) -> None:
+        size = options.size
         each = -(-options.used_context // _LAYOUT.block_tokens)
         decoded = options.used_batch * each
         row_bytes = size.token_bytes * _LAYOUT.block_tokens
@@ -196,7 +135,7 @@ class _Rig:
         self.copier.close()
         self.arena.close()
 
-    def window(self, options: DecodeOptions, flows: Sequence[bool]) -> _Window:
+    def window(self, options: Options, flows: Sequence[bool]) -> _Window:
         """Decode for a while, with copies out (True) and back (False) meanwhile."""
         began = time.perf_counter()
         made = [_Flow(self, out, options.bytes_per_s, began) for out in flows]
@@ -257,7 +196,7 @@ class _Window:
     back: float
 
 
-def measure_decode(options: DecodeOptions) -> Iterator[DecodeTiming]:
+def measure_decode(options: Options) -> Iterator[DecodeTiming]:
     """Each flow in turn; without and with it alternate."""
     rig = _Rig(options)
     for flow in FLOWS:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.returning.model import PromptModel
 from benchmarks.returning.options import BLOCK_TOKENS, Options
@@ -57,9 +56,7 @@ class Node:
         self.settle()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.stop()
 
     def first_token(self, prompt: Sequence[int]) -> First:

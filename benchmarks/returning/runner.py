@@ -57,7 +57,9 @@ class Found:
 
 
 def bench_returning(options: Options, *, json_output: bool = False) -> int:
-    """Measure and print. Returns the exit code: 1 if something was not found where it was kept.
+    """Time the first token of a prompt that comes back: computed anew, from the GPU, host memory, or disk.
+
+    Returns the exit code: 1 if something was not found where it was kept.
 
     Raises:
         KVConnectError: a node could not be built, or did not answer in time.

@@ -2,65 +2,68 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import (
+    DEVICES,
+    PATHS,
+    environment_option,
+    extra_option,
+    option,
+    timeout_option,
+)
+from benchmarks.options import Options as BaseOptions
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape, Layouts, PairCase
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError
 
-PATHS = ("direct", "packed", "auto")
-DEVICES = ("cpu", "cuda")
-
 
 @dataclass(frozen=True)
-class Options:
-    """A run. No ``blocks`` and a ``batch_bytes`` of 0 stand for what suits the device.
-
-    ``environment`` is set in the children only, a value of None takes the variable away.
-    ``timeout_s`` bounds every step of a child, ``budget_s`` the repeats of one case. ``batch_bytes`` is the
-    size of the contiguous copies that show what the engine can do. ``in_turn``: the paths of a case are open
-    at one time, and their rounds take turns.
+class Options(BaseOptions):
+    """A run: several values of an option are measured one after the other.
 
     Raises:
         ConfigError: an option is not usable; the text names it, its value and what is accepted.
     """
 
-    engines: tuple[str, ...] = ("auto",)
-    paths: tuple[str, ...] = ("direct", "packed")
-    device: str = "cpu"
-    page_bytes: tuple[int, ...] = (4096, 16384)
-    blocks: tuple[int, ...] = ()
-    regions: int = 64
-    requests: int = 16
-    in_flight: tuple[int, ...] = (1, 8)
-    layouts: tuple[Layouts, ...] = (Layouts.parse("nhd:nhd"),)
-    repeat: int = 5
-    budget_s: float = 10.0
-    timeout_s: float = 120.0
-    batch_bytes: int = 0
-    in_turn: bool = False
-    extra: Mapping[str, Any] | None = None
-    environment: Mapping[str, str | None] | None = None
+    engines: tuple[str, ...] = option(("auto",), "Engine to measure (repeatable).", flag="engine")
+    paths: tuple[str, ...] = option(
+        ("direct", "packed"), "direct, packed or auto (repeatable).", flag="path", accepted=PATHS
+    )
+    device: str = option(
+        "cpu", "cpu, or cuda: one GPU for each side if there are two, else one for both.", accepted=DEVICES
+    )
+    page_bytes: tuple[int, ...] = option((4096, 16384), "Bytes of a page of the prefill side (repeatable).")
+    blocks: tuple[int, ...] = option(
+        (), "Blocks of a request (repeatable); default: 256 and 1024, on a CPU 16 and 64.", least=1
+    )
+    regions: int = option(64, "Layers, each in its own allocation.", least=1)
+    requests: int = option(16, "Requests per measurement.", least=1)
+    in_flight: tuple[int, ...] = option(
+        (1, 8), "Requests at a time (repeatable); the time of 1 is a latency.", least=1
+    )
+    layouts: tuple[Layouts, ...] = option(
+        (Layouts.parse("nhd16:nhd16"),),
+        "PREFILL:DECODE, nhd or hnd with tokens per block (repeatable).",
+        parse=Layouts.parse,
+    )
+    repeat: int = option(5, "Measurements per case.", least=1)
+    budget_s: float = option(10.0, "Seconds after which a case is not repeated.", above=0)
+    timeout_s: float = timeout_option()
+    batch_bytes: int = option(0, "Bytes of the engine's own contiguous copies; 0 suits the device.", least=0)
+    in_turn: bool = option(False, "Let the rounds of all paths take turns: for a machine in use.")
+    extra: Mapping[str, Any] | None = extra_option()
+    environment: tuple[str, ...] = environment_option()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for engine in self.engines:
             check_engine(engine)
-        for name, values, accepted in (
-            ("path", self.paths, PATHS),
-            ("device", (self.device,), DEVICES),
-        ):
-            for value in values:
-                if value not in accepted:
-                    raise ConfigError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
-        for name, number in (("budget_s", self.budget_s), ("timeout_s", self.timeout_s)):
-            if not number > 0:
-                raise ConfigError(f"{name} is {number}, it must be more than 0 seconds")
         if self.batch_bytes and self.batch_bytes < max(self.page_bytes):
             raise ConfigError(
                 f"batch_bytes is {self.batch_bytes}, it must be at least page_bytes, {max(self.page_bytes)}"
@@ -121,27 +124,6 @@ class Options:
         size = len(set(self.paths)) if self.in_turn else 1
         for first in range(0, len(cases), size):
             yield cases[first : first + size]
-
-
-def parse_extra(text: str) -> dict[str, Any]:
-    """Read further settings of ``kv_connector_extra_config`` from a JSON object.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"extra is {text!r}, which is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"extra is {text!r}, it must be a JSON object")
-    return found
-
-
-def parse_environment(assignments: Sequence[str]) -> dict[str, str | None]:
-    """Read ``NAME=VALUE``, or ``NAME`` alone for a variable that is to be taken away."""
-    parts = [assignment.partition("=") for assignment in assignments]
-    return {name: value if equals else None for name, equals, value in parts}
 
 
 def _available_bytes() -> int | None:

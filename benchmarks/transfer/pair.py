@@ -11,10 +11,13 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.options import parse_environment
 from benchmarks.transfer.cases import (
+    CacheShape,
     EngineLimit,
     PairCase,
     Round,
@@ -25,9 +28,12 @@ from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import ChildPair, StepFailed
 from benchmarks.transfer.settings import EngineAddress, EngineSettings, WorkerAddress, WorkerSettings
 
+if TYPE_CHECKING:
+    from benchmarks.node.options import Options as NodeOptions
+
 ENGINE_SIDE = "benchmarks.transfer.limit:EngineSide"
 WORKER_SIDE = "benchmarks.transfer.side:WorkerSide"
-_SEEDS = (0xF11, 0xDEC)
+SEEDS = (0xF11, 0xDEC)
 
 Devices = tuple[str, str]
 
@@ -52,7 +58,7 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
         options.budget_s,
         dict(options.extra or {}),
     )
-    with ChildPair(ENGINE_SIDE, options.environment or {}, options.timeout_s) as pair:
+    with ChildPair(ENGINE_SIDE, parse_environment(options.environment), options.timeout_s) as pair:
         source: EngineAddress
         target: EngineAddress
         try:
@@ -72,6 +78,45 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
     return EngineLimit(source.engine, batch_bytes, contiguous, pages, peer_copy)
 
 
+def open_workers(
+    pair: ChildPair,
+    engine: str,
+    path: str,
+    devices: Devices,
+    shapes: tuple[CacheShape, CacheShape],
+    options: Options | NodeOptions,
+) -> WorkerAddress:
+    """Make both sides, the one that sends with random bytes in its cache. Returns where that one is.
+
+    Raises:
+        StepFailed: one cannot be made.
+    """
+    prefill, decode = (
+        WorkerSettings(role, engine, path, device, shape, seed, options.timeout_s, dict(options.extra or {}))
+        for role, device, shape, seed in zip(
+            ("kv_producer", "kv_consumer"), devices, shapes, (SEEDS[0], None), strict=True
+        )
+    )
+    source: WorkerAddress
+    source, _ = pair.both("open", (prefill,), (decode,))
+    return source
+
+
+def compare_pages(pair: ChildPair, last_in_slot: Mapping[int, int], in_flight: int, tokens: int) -> None:
+    """Compare every page of the requests that came to their slots last with where it came from.
+
+    Raises:
+        StepFailed: a page differs.
+    """
+    targets = sorted(last_in_slot)
+    sources = [last_in_slot[slot] % in_flight for slot in targets]
+    held, landed = pair.both("digests", (sources, tokens), (targets, tokens))
+    if held.shape != landed.shape:
+        raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
+    if wrong := int(np.count_nonzero(held != landed)):
+        raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
+
+
 class PairRounds:
     """One pair of workers, opened, and the rounds of requests that it is asked for."""
 
@@ -79,23 +124,7 @@ class PairRounds:
         self._pair, self._options, self._case = pair, options, case
         self._numbers = itertools.count(1)
         shapes = options.shapes(case)
-        prefill, decode = (
-            WorkerSettings(
-                role,
-                case.engine,
-                case.path,
-                device,
-                shape,
-                seed,
-                options.timeout_s,
-                dict(options.extra or {}),
-            )
-            for role, device, shape, seed in zip(
-                ("kv_producer", "kv_consumer"), devices, shapes, (_SEEDS[0], None), strict=True
-            )
-        )
-        self._source: WorkerAddress
-        self._source, _ = pair.both("open", (prefill,), (decode,))
+        self._source = open_workers(pair, case.engine, case.path, devices, shapes, options)
         self.bytes_per_block = shapes[0].total_bytes // shapes[0].num_blocks
 
     @property
@@ -105,7 +134,7 @@ class PairRounds:
 
     def draw(self, blocks: int, in_flight: int) -> None:
         """Choose blocks on both sides: of different ids, in different order."""
-        both = zip((blocks, self._case.decode_blocks(blocks)), _SEEDS, strict=True)
+        both = zip((blocks, self._case.decode_blocks(blocks)), SEEDS, strict=True)
         self._pair.both("draw", *((in_flight, count, seed + in_flight * blocks) for count, seed in both))
 
     def round(self, blocks: int, requests: int, in_flight: int) -> RoundResult:
@@ -122,14 +151,7 @@ class PairRounds:
         Raises:
             StepFailed: a page differs.
         """
-        tokens = self._case.layouts.group_tokens
-        targets = sorted(result.last_in_slot)
-        sources = [result.last_in_slot[slot] % in_flight for slot in targets]
-        held, landed = self._pair.both("digests", (sources, tokens), (targets, tokens))
-        if held.shape != landed.shape:
-            raise StepFailed(f"{held.shape} pages were held, {landed.shape} have arrived")
-        if wrong := int(np.count_nonzero(held != landed)):
-            raise StepFailed(f"{wrong} of {held.size} pages do not hold the bytes that were sent")
+        compare_pages(self._pair, result.last_in_slot, in_flight, self._case.layouts.group_tokens)
 
     def begin(self, blocks: int, in_flight: int) -> None:
         """Make a case ready, and check what its first round leaves behind."""
@@ -150,10 +172,11 @@ def measure_pairs(
     Raises:
         StepFailed: a child failed; what was measured before it has been yielded.
     """
+    environment = parse_environment(options.environment)
     with contextlib.ExitStack() as stack:
         opened = [
             PairRounds(
-                stack.enter_context(ChildPair(WORKER_SIDE, options.environment or {}, options.timeout_s)),
+                stack.enter_context(ChildPair(WORKER_SIDE, environment, options.timeout_s)),
                 options,
                 case,
                 devices,

@@ -59,7 +59,9 @@ def _rounded(limit: EngineLimit, device: str) -> dict[str, Any]:
 
 
 def bench_transfer(options: Options, *, json_output: bool = False) -> int:
-    """Measure everything that ``options`` ask for; returns 0, or 1 if something could not be measured.
+    """Time the KV of requests between two workers, beside what the engine alone can do.
+
+    Returns 0, or 1 if something could not be measured.
 
     Raises:
         ConfigError: the device is not there.

@@ -10,20 +10,19 @@ import torch
 
 from benchmarks.node.loops import DecodeLoop
 from benchmarks.offload.copies import Case
-from benchmarks.offload.decode import DecodeOptions
-from benchmarks.offload.runner import bench_offload, bench_offload_decode
+from benchmarks.offload.options import Options
+from benchmarks.offload.runner import bench_offload
 from kvconnect.errors import ConfigError
 
 
-def run(capsys, **given):
+def run(capsys, json_output=True, **given):
     settings = {
         "device": "cpu",
         "page_bytes": (1024,),
         "regions": 3,
         "blocks": (4,),
-        "json_output": True,
     }
-    code = bench_offload(**{**settings, **given})
+    code = bench_offload(Options(**{**settings, **given}), json_output=json_output)
     return code, capsys.readouterr().out
 
 
@@ -75,8 +74,8 @@ def test_a_table_is_printed_for_people(capsys):
 
 
 def test_decode_steps_beside_copies(capsys):
-    options = DecodeOptions("cpu", rounds=1, seconds=0.2, context=32, batch=2)
-    assert bench_offload_decode(options, json_output=True) == 0
+    options = Options("cpu", decode=True, rounds=1, seconds=0.2, context=32, batch=2)
+    assert bench_offload(options, json_output=True) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["flow"] for one in lines] == ["out", "back", "both"]
     for one in lines:
@@ -92,8 +91,8 @@ def test_a_step_longer_than_the_window_counts(capsys, monkeypatch):
         return step(loop, *args)
 
     monkeypatch.setattr(DecodeLoop, "step", slow)
-    options = DecodeOptions("cpu", rounds=1, seconds=0.01, context=32, batch=2)
-    assert bench_offload_decode(options, json_output=True) == 0
+    options = Options("cpu", decode=True, rounds=1, seconds=0.01, context=32, batch=2)
+    assert bench_offload(options, json_output=True) == 0
     for line in capsys.readouterr().out.splitlines():
         assert 0 < json.loads(line)["tokens_per_s_with"] <= 2 / 0.4
 
@@ -101,7 +100,7 @@ def test_a_step_longer_than_the_window_counts(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"device": "tpu"}, "device is 'tpu'; accepted: cuda, cpu"),
+        ({"device": "tpu"}, "device is 'tpu'; accepted: cpu, cuda"),
         ({"page_bytes": (100,)}, "page_bytes is 100; accepted: multiples of 64"),
     ],
 )
@@ -121,12 +120,12 @@ def test_options_that_are_not_accepted(capsys, given, text):
 )
 def test_decode_options_that_are_not_accepted(given, text):
     with pytest.raises(ConfigError, match=text):
-        DecodeOptions("cpu", **given)
+        Options("cpu", **given)
 
 
 def test_decode_options_of_a_device_that_does_not_exist():
-    with pytest.raises(ConfigError, match="device is 'tpu'; accepted: cuda, cpu"):
-        DecodeOptions("tpu")
+    with pytest.raises(ConfigError, match="device is 'tpu'; accepted: cpu, cuda"):
+        Options("tpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

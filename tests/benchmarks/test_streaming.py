@@ -7,9 +7,9 @@ import json
 import pytest
 
 from benchmarks import streaming
-from benchmarks.streaming import StreamingOptions, bench_streaming
+from benchmarks.streaming import Options, bench_streaming
 
-OPTIONS = StreamingOptions(
+OPTIONS = Options(
     engine="nixl",
     lengths=(600, 50),
     prompts=2,

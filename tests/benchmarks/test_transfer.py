@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.options import parse_environment, parse_extra
 from benchmarks.transfer import pair as pairs
 from benchmarks.transfer import process, runner
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import CacheShape, EngineLimit, Layout, Layouts, TransferTiming
 from benchmarks.transfer.limit import EngineSide
-from benchmarks.transfer.options import Options, parse_environment, parse_extra
+from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import ChildPair, ChildProcess, StepFailed
 from benchmarks.transfer.side import WorkerSide
 from kvconnect.errors import ConfigError
