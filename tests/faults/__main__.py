@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from benchmarks.command import run_app
+from tests.faults.reports import progress
 
 if TYPE_CHECKING:
     from tests.faults.load import Questions
@@ -30,10 +31,6 @@ Seed = Annotated[int, typer.Option(help="Seed of what is random.")]
 Side = Annotated[str, typer.Option(help="prefill or decode; left out, both.")]
 
 
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
 def _show(reports: list[Any], stage: Stage | None = None) -> None:
     from dataclasses import asdict
 
@@ -41,7 +38,7 @@ def _show(reports: list[Any], stage: Stage | None = None) -> None:
         typer.echo(json.dumps(asdict(report)))
     if any(report.problems for report in reports):
         if stage is not None:
-            _say(stage.tails())
+            progress(stage.tails())
         raise typer.Exit(1)
 
 
@@ -84,7 +81,7 @@ def kills(
     def run(stage: Stage, questions: Questions) -> list[Any]:
         stage.add_router()
         stage.add_router("parallel")
-        return [run_kills(stage, questions, one, count, seed=seed, say=_say) for one in _sides(side)]
+        return [run_kills(stage, questions, one, count, seed=seed) for one in _sides(side)]
 
     lengths = [1024, 777, 1024, 1000, 300, 40]
     _run(kill_stage(engine, policy), lengths, run, max_tokens=8, deadline_s=CLIENT_DEADLINE_S, seed=seed)
@@ -104,10 +101,7 @@ def stops(
     from tests.faults.stops import run_stops, stop_stage
 
     def run(stage: Stage, questions: Questions) -> list[Any]:
-        return [
-            run_stops(stage, questions, one, count, stop_s=stop_s, seed=seed, say=_say)
-            for one in _sides(side)
-        ]
+        return [run_stops(stage, questions, one, count, stop_s=stop_s, seed=seed) for one in _sides(side)]
 
     lengths = [1024, 777, 1024, 1000]
     options = stop_stage(engine, policy, path)
@@ -147,7 +141,7 @@ def links(engine: Engine = "mooncake", policy: Policy = "fail", seed: Seed = 0) 
         reports = []
         for how, lasts_s, mid_transfer in CUTS:
             reports.append(run_cut(stage, questions, wire, how, lasts_s, mid_transfer=mid_transfer))
-            _say(f"{reports[-1].fault}: {len(reports[-1].problems)} problems")
+            progress(f"{reports[-1].fault}: {len(reports[-1].problems)} problems")
         return reports
 
     with Wire() as wire:
@@ -179,7 +173,6 @@ def hostile(
         idle=idle,
         only=battery or BATTERIES,
         seed=seed,
-        say=_say,
     )
     for report in reports:
         typer.echo(json.dumps(report))
@@ -216,7 +209,7 @@ def soak(
     def run(stage: Stage, questions: Questions) -> list[Any]:
         stage.add_router()
         stage.add_router("parallel")
-        return [run_soak(stage, questions, minutes * 60.0, seed=seed, say=_say)]
+        return [run_soak(stage, questions, minutes * 60.0, seed=seed)]
 
     lengths = [1024, 777, 600, 300, 40, 17]
     _run(soak_stage(engine, policy), lengths, run, max_tokens=8, deadline_s=60.0, seed=seed)
@@ -246,9 +239,9 @@ def disk(
     logging.getLogger("kvconnect").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="kvconnect-faults-", dir=path or None) as folder:
         # Kills first: they fork, and damage leaves threads behind for a moment.
-        reports: list[Any] = [run_disk_kills(Path(folder, "kills"), count, seed=seed, say=_say)]
+        reports: list[Any] = [run_disk_kills(Path(folder, "kills"), count, seed=seed)]
         if records:
-            reports += run_damage(Path(folder, "damage"), records, seed=seed, say=_say)
+            reports += run_damage(Path(folder, "damage"), records, seed=seed)
     _show(reports)
 
 

@@ -6,13 +6,14 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvconnect.offload.disk.folder import FolderOwner, row_name
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.record import HEADER_BYTES
 from tests.faults import disk_rows
-from tests.faults.reports import RowReport
+from tests.faults.reports import RowReport, progress
 
 _LONGEST_BYTES = 8 << 10
 _LIMIT_BYTES = 256 << 20
@@ -36,9 +37,7 @@ class DamageReport(RowReport):
     missed: int = 0
 
 
-def run_damage(
-    path: Path, records: int, *, seed: int = 0, say: Callable[[str], None] = lambda _text: None
-) -> list[DamageReport]:
+def run_damage(path: Path, records: int, *, seed: int = 0) -> list[DamageReport]:
     """Damage ``records`` records in every way, at rest and under an open tier, and read all of them."""
     whole = path / "whole"
     numbers = range(1, records + 1)
@@ -53,7 +52,7 @@ def run_damage(
             rng = random.Random(f"{seed} {kind} {when}")
             reports.append(_damage_and_read(kind, when, copy, here, damage, rng, numbers))
             shutil.rmtree(copy)
-            say(f"{kind}, {when}: {reports[-1].served} served, {reports[-1].wrong} wrong")
+            progress(f"{kind}, {when}: {reports[-1].served} served, {reports[-1].wrong} wrong")
     return reports
 
 
@@ -112,19 +111,12 @@ def _twins(spans: Spans) -> Iterator[tuple[Path, Path]]:
 # ---- ways of damage: each returns the records that are not whole any more
 
 
-def _flip(spans: Spans, rng: random.Random) -> set[int]:
-    """One bit of every record."""
-    for data, _number, length in _edited(spans):
-        data[rng.randrange(length)] ^= 1 << rng.randrange(8)
-    return _numbers(spans)
-
-
-def _flip_some(spans: Spans, rng: random.Random) -> set[int]:
-    """One bit of the rows of some records, none of their headers."""
+def _flip(spans: Spans, rng: random.Random, *, share: float, first: int) -> set[int]:
+    """One bit of some records, of the bytes from ``first`` on."""
     damaged = set()
     for data, number, length in _edited(spans):
-        if rng.random() < 0.3:
-            data[rng.randrange(HEADER_BYTES, length)] ^= 1 << rng.randrange(8)
+        if rng.random() < share:
+            data[rng.randrange(first, length)] ^= 1 << rng.randrange(8)
             damaged.add(number)
     return damaged
 
@@ -136,24 +128,13 @@ def _truncate(spans: Spans, rng: random.Random) -> set[int]:
     return _numbers(spans)
 
 
-def _swap(spans: Spans, _rng: random.Random) -> set[int]:
-    """Whole records in each other's files."""
+def _swap(spans: Spans, _rng: random.Random, *, kept: int) -> set[int]:
+    """Records in each other's files, but for their first bytes."""
     damaged = set()
     for first, second in _twins(spans):
         here, there = first.read_bytes(), second.read_bytes()
-        _overwrite(first, there)
-        _overwrite(second, here)
-        damaged |= {spans[first][0], spans[second][0]}
-    return damaged
-
-
-def _swap_rows(spans: Spans, _rng: random.Random) -> set[int]:
-    """The rows of records, but not their headers."""
-    damaged = set()
-    for first, second in _twins(spans):
-        here, there = first.read_bytes(), second.read_bytes()
-        _overwrite(first, here[:HEADER_BYTES] + there[HEADER_BYTES:])
-        _overwrite(second, there[:HEADER_BYTES] + here[HEADER_BYTES:])
+        _overwrite(first, here[:kept] + there[kept:])
+        _overwrite(second, there[:kept] + here[kept:])
         damaged |= {spans[first][0], spans[second][0]}
     return damaged
 
@@ -177,17 +158,14 @@ def _foreign(spans: Spans, _rng: random.Random) -> set[int]:
     return _numbers(spans)
 
 
-def _append_garbage(spans: Spans, rng: random.Random) -> set[int]:
-    """Bytes behind the row, and a piece of the record among them."""
+def _append(spans: Spans, rng: random.Random) -> set[int]:
+    """Bytes behind the row: garbage with a piece of the record, or the header and a row that is another's."""
     for data, _number, _length in _edited(spans):
-        data += rng.randbytes(rng.randrange(1, 5000)) + data[rng.randrange(len(data)) :]
-    return set()
-
-
-def _append_pieces(spans: Spans, rng: random.Random) -> set[int]:
-    """The header behind the row once more, and a row that is another's."""
-    for data, _number, _length in _edited(spans):
-        data += data[:HEADER_BYTES] + rng.randbytes(rng.randrange(1, 5000))
+        garbage = rng.randbytes(rng.randrange(1, 5000))
+        if rng.random() < 0.5:
+            data += garbage + data[rng.randrange(len(data)) :]
+        else:
+            data += data[:HEADER_BYTES] + garbage
     return set()
 
 
@@ -203,15 +181,14 @@ def _shift(spans: Spans, rng: random.Random) -> set[int]:
 
 
 KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
-    "flipped": _flip,
-    "flipped rows": _flip_some,
+    "flipped": partial(_flip, share=1.0, first=0),
+    "flipped rows": partial(_flip, share=0.3, first=HEADER_BYTES),
     "truncated": _truncate,
-    "swapped": _swap,
-    "swapped rows": _swap_rows,
+    "swapped": partial(_swap, kept=0),
+    "swapped rows": partial(_swap, kept=HEADER_BYTES),
     "zeroed pages": _zero_pages,
     "foreign": _foreign,
-    "garbage behind": _append_garbage,
-    "pieces behind": _append_pieces,
+    "appended": _append,
     "shifted": _shift,
 }
 

@@ -9,14 +9,13 @@ import signal
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
 from tests.faults import disk_rows
-from tests.faults.reports import RowReport
+from tests.faults.reports import RowReport, progress
 
 _LIMITS_BYTES = (4 << 20, 8 << 20, 16 << 20)
 _LONGEST_BYTES = 128 << 10
@@ -45,9 +44,7 @@ class DiskKillReport(RowReport):
     slowest_open_s: float = 0.0
 
 
-def run_disk_kills(
-    path: Path, kills: int, *, seed: int = 0, say: Callable[[str], None] = lambda _text: None
-) -> DiskKillReport:
+def run_disk_kills(path: Path, kills: int, *, seed: int = 0) -> DiskKillReport:
     """Let a process write to a folder until it is killed, ``kills`` times; look at what is left each time.
 
     Every life has a bound of its own. Must be called in a process without other threads: it forks.
@@ -68,7 +65,9 @@ def run_disk_kills(
             report.problems.append(f"life {life}: {most_bytes} bytes of {allowed_bytes}")
         _look(path, life, limit_bytes, acknowledged, report)
         if (life + 1) % 50 == 0:
-            say(f"{life + 1} of {kills}: {report.torn} torn, {report.served} served, {report.wrong} wrong")
+            progress(
+                f"{life + 1} of {kills}: {report.torn} torn, {report.served} served, {report.wrong} wrong"
+            )
     return report
 
 

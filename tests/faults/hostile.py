@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from tests.faults.attack import Attacker, Loris, Tap, Target
 from tests.faults.listeners import listeners
 from tests.faults.load import ASK_FOR_KV, Clients, Questions, Tally, percentile
 from tests.faults.nursery import is_running
-from tests.faults.reports import Report
+from tests.faults.reports import Report, progress
 from tests.faults.stage import Stage, StageOptions
 
 BATTERIES = ("insider", "keys", "http", "engine", "idle")
@@ -161,7 +161,6 @@ def run_hostile(
     clients: int = 2,
     windows: int = 3,
     seed: int = 0,
-    say: Callable[[str], None] = lambda _text: None,
 ) -> HostileReport:
     """Attack ``targets`` with ``total`` frames in all, in windows that alternate with quiet ones.
 
@@ -202,7 +201,7 @@ def run_hostile(
             report.connections += done.connections
             report.served += done.served
         beside, without = len(attacked[-1]), len(quiet[-1])
-        say(f"window {number + 1} of {windows}: {beside} honest answers under attack, {without} without")
+        progress(f"window {number + 1} of {windows}: {beside} honest answers under attack, {without} without")
     report.frames_per_s = sum(report.frames.values()) / attack_s
     report.honest = len(tally.asked)
     report.ratio = percentile([len(one) for one in attacked], 0.5) / max(
@@ -257,7 +256,6 @@ def run_batteries(
     idle: int,
     only: Collection[str] = BATTERIES,
     seed: int = 0,
-    say: Callable[[str], None] = lambda _text: None,
 ) -> list[dict[str, Any]]:
     """The batteries named in ``only``, each with ``total`` frames, as objects with a name.
 
@@ -271,7 +269,7 @@ def run_batteries(
     made = []
 
     def add(name: str, report: HostileReport) -> None:
-        say(f"{name}: {len(report.problems)} problems")
+        progress(f"{name}: {len(report.problems)} problems")
         made.append({"battery": name, **asdict(report)})
 
     common: dict[str, Any] = {
@@ -279,7 +277,6 @@ def run_batteries(
         "total": total,
         "windows": windows,
         "seed": seed,
-        "say": say,
     }
     asked: tuple[bytes, ...] = ()
     if {"insider", "keys"} & set(only):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from kvconnect.demo.http import BadAnswer, answers
-from tests.faults.load import Asked, Clients, Questions, Tally, salvo
-from tests.faults.reports import HitReport
+from tests.faults.load import SALVO, Asked, Clients, Questions, Tally, salvo
+from tests.faults.reports import HitReport, progress
 from tests.faults.stage import DEADLINES, Actor, Stage, StageOptions, wait_until
 
 Side = Literal["prefill", "decode"]
 
-_SALVO = 4
 _IN_FLIGHT_WAIT_S = 1.0
 _LATEST_KILL_S = 0.03
 _USABLE_TIMEOUT_S = 40.0
@@ -49,7 +47,6 @@ def run_kills(
     seed: int = 0,
     clients: int = 1,
     rest_every: int = 25,
-    say: Callable[[str], None] = lambda _text: None,
 ) -> KillReport:
     """Kill one side of a running stage ``kills`` times while it serves.
 
@@ -65,13 +62,13 @@ def run_kills(
     rng = random.Random(seed)
     tally = Tally()
     routers = [router.url for router in stage.routers]
-    with ThreadPoolExecutor(_SALVO) as pool:
+    with ThreadPoolExecutor(SALVO) as pool:
         while report.kills < kills:
             with Clients(questions, routers, clients=clients, tally=tally, pause_s=0.05):
                 for _ in range(min(rest_every, kills - report.kills)):
                     _kill_once(stage, questions, side, report, tally, pool, rng)
             _settle(stage, questions, report)
-            say(f"{report.kills} of {kills}: {report.hits} hit a transfer, {len(tally.asked)} requests")
+            progress(f"{report.kills} of {kills}: {report.hits} hit a transfer, {len(tally.asked)} requests")
     report.take(tally)
     return report
 
@@ -87,7 +84,7 @@ def _kill_once(
 ) -> None:
     victim = stage.prefill if side == "prefill" else stage.decode
     failed_before = _failed_loads(stage.decode)
-    under_way = salvo(questions, pool, tally, stage.prefill, stage.decode, _SALVO)
+    under_way = salvo(questions, pool, tally, stage.prefill, stage.decode)
     seen = wait_in_flight(stage.decode)
     time.sleep(rng.uniform(0.0, _LATEST_KILL_S))
     # Asked for in the last moment: what is not under way any more was not hit.
@@ -105,7 +102,7 @@ def _kill_once(
         report.hits += bool(seen and at_kill and any(one.verdict == "refused" for one in ended))
     victim.wait_ready()
     try:
-        wait_until(lambda: _is_fetched(stage, questions), _USABLE_TIMEOUT_S, "a fetch after the restart")
+        wait_until(questions.are_fetched, _USABLE_TIMEOUT_S, "a fetch after the restart")
     finally:
         report.usable_s.append(time.monotonic() - killed)
 
@@ -131,21 +128,6 @@ def _failed_loads(decode: Actor) -> int:
     samples = decode.metrics()
     labels = (("direction", "received"), ("outcome", "failed"))
     return int(samples.get(("kvconnect_transfers_total", labels), 0))
-
-
-def _is_fetched(stage: Stage, questions: Questions) -> bool:
-    """Whether a prompt can be prefilled, fetched and decoded, without a computation on the decode node."""
-    before = _received(stage.decode)
-    try:
-        one = questions.ask(stage.decode.url, 0, questions.prefill(stage.prefill, 0))
-    except BadAnswer:
-        return False
-    return one.verdict == "exact" and _received(stage.decode) > before
-
-
-def _received(decode: Actor) -> float:
-    labels = (("direction", "received"), ("outcome", "ok"))
-    return decode.metrics().get(("kvconnect_transfers_total", labels), 0.0)
 
 
 def _settle(stage: Stage, questions: Questions, report: KillReport) -> None:

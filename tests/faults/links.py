@@ -15,14 +15,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
-from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.peer.key_files import new_secret
 from tests.faults.kills import wait_in_flight
-from tests.faults.load import Questions, Tally, salvo, submit
+from tests.faults.load import SALVO, Questions, Tally, salvo, submit
 from tests.faults.reports import HitReport
 from tests.faults.stage import DEADLINES, Place, Stage, StageOptions, wait_until
 
@@ -37,7 +35,6 @@ CUTS: tuple[tuple[Cut, float, bool], ...] = (
 )
 """How the wire is cut, for how many seconds, and whether in the middle of transfers."""
 
-_SALVO = 4
 _NOWHERE = "02:00:00:00:de:ad"
 _REST_TIMEOUT_S = 40.0
 _SERVING_TIMEOUT_S = 30.0
@@ -80,12 +77,7 @@ class Wire:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def host(self, place: int) -> str:
@@ -210,15 +202,15 @@ def run_cut(
     when = "mid-transfer" if mid_transfer else "before they meet"
     report = LinkReport(stage.options.engine, f"{how} for {lasts_s:g} s, {when}", stage.options.policy)
     tally = Tally()
-    with ThreadPoolExecutor(2 * _SALVO) as pool:
+    with ThreadPoolExecutor(2 * SALVO) as pool:
         if mid_transfer:
-            ended = salvo(questions, pool, tally, stage.prefill, stage.decode, _SALVO)
+            ended = salvo(questions, pool, tally, stage.prefill, stage.decode)
             seen = wait_in_flight(stage.decode)
             with wire.cut(how):
                 report.hits = int(seen and not all(future.done() for future in ended))
                 time.sleep(lasts_s)
         else:
-            handed = [(index, questions.prefill(stage.prefill, index)) for index in range(_SALVO)]
+            handed = [(index, questions.prefill(stage.prefill, index)) for index in range(SALVO)]
             stage.decode.kill()
             stage.decode.start()
             stage.decode.wait_ready()
@@ -232,26 +224,12 @@ def run_cut(
         healed = time.monotonic()
         for future in ended:
             future.result()
-    wait_until(lambda: _is_exact(stage, questions), _SERVING_TIMEOUT_S, "a fetch over the healed wire")
+    wait_until(questions.are_fetched, _SERVING_TIMEOUT_S, "a fetch over the healed wire")
     report.healed_s = round(time.monotonic() - healed, 2)
     if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
         report.problems.append(problem)
     report.take(tally)
     return report
-
-
-def _is_exact(stage: Stage, questions: Questions) -> bool:
-    before = _received(stage)
-    try:
-        one = questions.ask(stage.decode.url, 0, questions.prefill(stage.prefill, 0))
-    except BadAnswer:
-        return False
-    return one.verdict == "exact" and _received(stage) > before
-
-
-def _received(stage: Stage) -> float:
-    labels = (("direction", "received"), ("outcome", "ok"))
-    return stage.decode.metrics().get(("kvconnect_transfers_total", labels), 0.0)
 
 
 def link_deadline_s() -> float:

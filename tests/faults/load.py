@@ -18,6 +18,7 @@ from kvconnect.demo.http import BadAnswer, fetch_json
 from tests.faults.stage import Actor, Stage
 
 VOCABULARY = 512
+SALVO = 4
 _REFUSED_PAUSE_S = 0.5
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -79,6 +80,7 @@ class Questions:
         self, stage: Stage, lengths: Sequence[int], *, max_tokens: int, deadline_s: float, seed: int
     ) -> None:
         rng = random.Random(seed)
+        self._stage = stage
         self.model = stage.options.model
         self.prompts = [rng.choices(range(VOCABULARY), k=length) for length in lengths]
         self.expected = stage.reference(self.prompts, max_tokens)
@@ -132,6 +134,21 @@ class Questions:
         answer = fetch_json(node.url + "/v1/completions", body, self.deadline_s + 10.0)
         return answer["kv_transfer_params"]
 
+    def are_fetched(self) -> bool:
+        """Whether a prompt can be prefilled, fetched and decoded: the decode node does not compute it."""
+        stage = self._stage
+        before = _received(stage.decode)
+        try:
+            one = self.ask(stage.decode.url, 0, self.prefill(stage.prefill, 0))
+        except BadAnswer:
+            return False
+        return one.verdict == "exact" and _received(stage.decode) > before
+
+
+def _received(decode: Actor) -> float:
+    labels = (("direction", "received"), ("outcome", "ok"))
+    return decode.metrics().get(("kvconnect_transfers_total", labels), 0.0)
+
 
 class Clients:
     """Threads that ask one question after the other at their URLs, until the ``with`` block is left."""
@@ -166,16 +183,15 @@ class Clients:
 
 
 def salvo(
-    questions: Questions, pool: ThreadPoolExecutor, tally: Tally, prefill: Actor, decode: Actor, size: int
+    questions: Questions, pool: ThreadPoolExecutor, tally: Tally, prefill: Actor, decode: Actor
 ) -> list[Future[Asked]]:
-    """Prefill ``size`` prompts, then have them all fetched at once. Returns before the first has arrived.
+    """Prefill ``SALVO`` prompts, then have them all fetched at once. Returns before the first has arrived.
 
     Raises:
         BadAnswer: the prefill node did not answer.
     """
-    numbers = [index % len(questions) for index in range(size)]
+    numbers = [index % len(questions) for index in range(SALVO)]
     handed = [questions.prefill(prefill, index) for index in numbers]
-
     return [
         submit(questions, pool, tally, decode.url, index, params)
         for index, params in zip(numbers, handed, strict=True)

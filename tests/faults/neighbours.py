@@ -9,11 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests.faults.kills import Side, wait_in_flight
-from tests.faults.load import Asked, Clients, Questions, Tally, percentile, salvo, submit
+from tests.faults.load import SALVO, Asked, Clients, Questions, Tally, percentile, salvo, submit
 from tests.faults.reports import Report
 from tests.faults.stage import Actor, Place, Stage, StageOptions
 
-_SALVO = 4
 _REST_TIMEOUT_S = 40.0
 
 
@@ -60,13 +59,13 @@ def run_neighbour(
     tally, hanging = Tally(), Tally()
     router = stage.add_router(prefills=[healthy[0]], decodes=[healthy[1]]).url
     values: dict[bool, list[float]] = {False: [], True: []}
-    with ThreadPoolExecutor(4 * _SALVO) as pool:
+    with ThreadPoolExecutor(4 * SALVO) as pool:
         for number in range(2 * windows):
             with_fault = number % 2 == 1
             under_way: list[Future[Asked]] = []
             if with_fault:
                 handed = [(index, questions.prefill(faulty[0], index)) for index in range(2)]
-                under_way = salvo(questions, pool, hanging, faulty[0], faulty[1], _SALVO)
+                under_way = salvo(questions, pool, hanging, faulty[0], faulty[1])
                 wait_in_flight(faulty[1])
                 inject()
                 under_way += [

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.faults.load import Tally
+
+
+def progress(text: str) -> None:
+    """Show how far a battery is, beside its report."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(kw_only=True)

@@ -12,13 +12,12 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from tests.faults.load import Clients, Questions, Tally
-from tests.faults.reports import ServedReport
+from tests.faults.reports import ServedReport, progress
 from tests.faults.stage import Actor, Place, Stage, StageOptions
 from tests.faults.stops import stopped
 
@@ -64,7 +63,6 @@ def run_soak(
     *,
     seed: int = 0,
     clients: int = 3,
-    say: Callable[[str], None] = lambda _text: None,
 ) -> SoakReport:
     """Load and faults for ``seconds``, with a pause after each half minute in which nothing may be left.
 
@@ -98,7 +96,9 @@ def run_soak(
             report.rss_mb.setdefault(actor.name, []).append(actor.rss_bytes >> 20)
         report.pauses += 1
         memory = {name: values[-1] for name, values in report.rss_mb.items()}
-        say(f"{time.monotonic() - started:.0f} s: {len(tally.asked)} requests, {dict(faults)}, MB {memory}")
+        progress(
+            f"{time.monotonic() - started:.0f} s: {len(tally.asked)} requests, {dict(faults)}, MB {memory}"
+        )
     report.seconds = round(time.monotonic() - started, 1)
     report.faults = dict(faults)
     report.take(tally)

@@ -8,21 +8,16 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
-from kvconnect.demo.http import BadAnswer
-from tests.faults.kills import wait_in_flight
-from tests.faults.load import Asked, Questions, Tally, salvo, submit
-from tests.faults.reports import HitReport
+from tests.faults.kills import Side, wait_in_flight
+from tests.faults.load import SALVO, Asked, Questions, Tally, salvo, submit
+from tests.faults.reports import HitReport, progress
 from tests.faults.stage import Actor, Stage, StageOptions, wait_until
 
-Side = Literal["prefill", "decode"]
-
-_SALVO = 4
 _LATEST_STOP_S = 0.02
 _REST_TIMEOUT_S = 30.0
 _SERVING_TIMEOUT_S = 30.0
@@ -46,7 +41,6 @@ def run_stops(
     *,
     stop_s: float,
     seed: int = 0,
-    say: Callable[[str], None] = lambda _text: None,
 ) -> StopReport:
     """Stop one side of a running stage ``stops`` times for ``stop_s`` seconds while it moves caches.
 
@@ -59,12 +53,12 @@ def run_stops(
     report = StopReport(stage.options.engine, side)
     rng = random.Random(seed)
     tally = Tally()
-    with ThreadPoolExecutor(3 * _SALVO) as pool:
+    with ThreadPoolExecutor(3 * SALVO) as pool:
         for _ in range(stops):
             _stop_once(stage, questions, side, stop_s, report, tally, pool, rng)
             if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
                 report.problems.append(f"after {report.stops} stops: {problem}")
-            say(f"{report.stops} of {stops}: {report.hits} hit a transfer, {len(tally.asked)} requests")
+            progress(f"{report.stops} of {stops}: {report.hits} hit a transfer, {len(tally.asked)} requests")
     report.take(tally)
     return report
 
@@ -80,7 +74,7 @@ def _stop_once(
     rng: random.Random,
 ) -> None:
     victim = stage.prefill if side == "prefill" else stage.decode
-    under_way = salvo(questions, pool, tally, stage.prefill, stage.decode, _SALVO)
+    under_way = salvo(questions, pool, tally, stage.prefill, stage.decode)
     seen = wait_in_flight(stage.decode)
     time.sleep(rng.uniform(0.0, _LATEST_STOP_S))
     with stopped(victim):
@@ -94,7 +88,7 @@ def _stop_once(
     for future in [*under_way, *others]:
         future.result()
     report.beside += len(others)
-    wait_until(lambda: _serves(stage, questions), _SERVING_TIMEOUT_S, "a fetch after SIGCONT")
+    wait_until(questions.are_fetched, _SERVING_TIMEOUT_S, "a fetch after SIGCONT")
 
 
 def _use_blocks(
@@ -102,16 +96,8 @@ def _use_blocks(
 ) -> list[Future[Asked]]:
     """Have the node that is not stopped use the blocks that were given up."""
     url = stage.decode.url if side == "prefill" else stage.prefill.url
-    numbers = [index % len(questions) for index in range(2 * _SALVO)]
+    numbers = [index % len(questions) for index in range(2 * SALVO)]
     return [submit(questions, pool, tally, url, index) for index in numbers]
-
-
-def _serves(stage: Stage, questions: Questions) -> bool:
-    try:
-        one = questions.ask(stage.decode.url, 0, questions.prefill(stage.prefill, 0))
-    except BadAnswer:
-        return False
-    return one.verdict == "exact"
 
 
 @contextmanager

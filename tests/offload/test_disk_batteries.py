@@ -44,7 +44,7 @@ def test_what_is_not_damaged_is_served(damage):
         assert report.served == 600 - report.damaged
         assert report.failures == {"disk_corrupt": report.damaged}
     assert damage["flipped", "open"].served == damage["foreign", "closed"].served == 0
-    assert damage["garbage behind", "closed"].served == damage["pieces behind", "open"].served == 600
+    assert damage["appended", "closed"].served == damage["appended", "open"].served == 600
     zeroed = damage["zeroed pages", "closed"]
     assert zeroed.damaged
     assert zeroed.served == 600 - zeroed.damaged
