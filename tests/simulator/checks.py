@@ -105,11 +105,11 @@ class Checks:
         self.blocks_add_up(node)
 
     def submitted(self, engine: SimEngine, batch: Batch) -> None:
-        """See ``EngineWatch``."""
+        """A batch can move from now on."""
         self.writes_are_wanted(engine, batch, engine.target_of(batch), "is submitted")
 
     def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
-        """See ``EngineWatch``."""
+        """The bytes of a batch move now."""
         self.moved()
         self.writes_are_wanted(engine, batch, target, "moves")
         worker = self._by_engine.get(id(target))

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from kvconnect.engine.base import Batch, Completion
 from kvconnect.engine.memory import MemoryEngine
 from tests.engine.faulty_engine import FaultyEngine
 from tests.simulator.world import World
+
+if TYPE_CHECKING:
+    from tests.simulator.checks import Checks
 
 
 @dataclass
@@ -42,18 +45,6 @@ class EngineFaults:
     resumes: float = 0.0
 
 
-class EngineWatch(Protocol):
-    """Who is told what an engine is about to do with memory."""
-
-    def submitted(self, engine: SimEngine, batch: Batch) -> None:
-        """A batch can move from now on."""
-        ...
-
-    def moves(self, engine: SimEngine, batch: Batch, target: MemoryEngine | None) -> None:
-        """The bytes of a batch move now."""
-        ...
-
-
 class SimEngine(FaultyEngine):
     """A memory engine of one simulated process.
 
@@ -68,7 +59,7 @@ class SimEngine(FaultyEngine):
         world: World,
         who: str,
         faults: EngineFaults,
-        watch: EngineWatch,
+        watch: Checks,
         wake: Callable[[], None],
         *,
         max_copies: int,

@@ -58,6 +58,7 @@ def _read(data: bytes, to_decode: bool) -> Message:
 
 
 _NUMBERED = (Fetch, CreditGrant, Landed, Accepted, Written, CreditRequest)
+"""What is said of one fetch."""
 
 
 class Liar:
@@ -123,9 +124,7 @@ class Liar:
         kind = rng.random()
         if kind < 0.03:
             return rng.randbytes(rng.randrange(40))
-        if kind < 0.4 and isinstance(
-            message, Fetch | CreditGrant | Landed | Accepted | Written | CreditRequest
-        ):
+        if kind < 0.4 and isinstance(message, _NUMBERED):
             message = self._invented(message, to_decode)
         if kind < 0.9:
             message = self._changed(message)

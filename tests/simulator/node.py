@@ -66,7 +66,6 @@ class SimNode:
                 network,
                 checks,
                 plan,
-                plan.extra,
                 engine_id=engine_id,
                 incarnation=str(number),
                 rank=rank,

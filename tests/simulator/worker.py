@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Span
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, Results
@@ -62,7 +61,6 @@ class SimWorker:
         network: Network,
         checks: Checks,
         plan: NodePlan,
-        config: ExtraConfig,
         *,
         engine_id: str,
         incarnation: str,
@@ -70,7 +68,7 @@ class SimWorker:
         port: int,
         wake_node: Callable[[], None],
     ) -> None:
-        self.world, self.checks, self.plan, self.config = world, checks, plan, config
+        self.world, self.checks, self.plan, self.config = world, checks, plan, plan.extra
         self.engine_id, self.incarnation, self.rank = engine_id, incarnation, rank
         self.who = f"{plan.host}.{incarnation}.{rank}"
         self.is_dead = False
@@ -83,7 +81,7 @@ class SimWorker:
         self._stopped_s = 0.0
         self._given_up: list[StagedChunk] = []
         self._ratio = plan.shape.block_tokens // plan.shape.kernel_tokens
-        slots = config.num_slots if config.has_slots else 0
+        slots = self.config.num_slots if self.config.has_slots else 0
         self.slot_bytes = plan.slot_bytes if slots else 0
         self.memory = RankMemory(
             plan.model,
@@ -249,7 +247,3 @@ class SimWorker:
         self.packing.is_dead = True
         self.engine.die()
         self.channel.close()
-
-    def retire(self) -> None:
-        """Leave the registry that all runs share."""
-        self.metrics.retire()
