@@ -161,11 +161,8 @@ class RegionTable:
         ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers that live on
         other ranks. ``heads`` says which heads of the model a layer's tensor holds, where that is not
         all of them from 0. ``scales`` are those of K and of V by layer, 1 where none are given; they mean
-        nothing to layers whose values are wider than a byte, and are not kept for them.
-
-        Raises:
-            LayoutError: a tensor does not match its spec or cannot be expressed; the text names the
-                layer, what was found and what would be accepted.
+        nothing to layers whose values are wider than a byte, and are not kept for them. Raises
+        ``LayoutError``: a tensor does not match its spec or cannot be expressed.
         """
         regions: list[Region] = []
         extents: dict[tuple[int, str], list[tuple[int, int]]] = {}

@@ -171,11 +171,7 @@ class Draft(Retention):
 
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> Retention:
-    """The rule that a text stands for; any subclass of ``Retention`` is known by its name.
-
-    Raises:
-        LayoutError: there is none.
-    """
+    """The rule that a text stands for, by the name of its subclass. Raises ``LayoutError``."""
     name, *sizes = text.split(" ")
     kinds = {kind.__name__: kind for kind in Retention.__subclasses__() if kind is not Draft}
     kind = kinds.get(name)

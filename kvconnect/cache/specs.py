@@ -1,9 +1,7 @@
-"""What one layer's cache keeps per block, and which layers share block ids.
+"""What a logical block of one layer's cache holds, and which layers share block ids.
 
-A spec says what a *logical* block of one layer holds: how many tokens, and how many bytes that
-takes. It knows nothing of tensors, addresses or kernels. ``KVCacheConfig.num_blocks`` is the only
-source of the block count: with padded pages, kernel blocks or heads in front, the shape of a tensor
-says something else.
+``KVCacheConfig.num_blocks`` is the only source of the block count: with padded pages, kernel blocks or heads
+in front, the shape of a tensor says something else.
 """
 
 from __future__ import annotations

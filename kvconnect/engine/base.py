@@ -103,8 +103,7 @@ class Engine(Protocol):
     def register(self, spans: Sequence[Span]) -> None:
         """Make memory reachable for transfers, all or nothing, in one batch call to the library.
 
-        Raises:
-            EngineError: a span is empty, overlaps a registered one, or the library refuses it.
+        Raises ``EngineError``: a span is empty, overlaps a registered one, or the library refuses it.
         """
         ...
 
@@ -116,9 +115,7 @@ class Engine(Protocol):
         """Make registered memory reachable under another card, and not under those given out before.
 
         What a peer still has under way to us fails, whenever it goes on. False: not possible, and not done.
-
-        Raises:
-            EngineError: the library refused, and memory may not be reachable at all.
+        Raises ``EngineError``: the library refused, and memory may not be reachable at all.
         """
         ...
 
@@ -136,8 +133,7 @@ class Engine(Protocol):
     def submit(self, batch: Batch) -> None:
         """Start a batch. Never waits for the transfer; every failure comes back through ``poll``.
 
-        Raises:
-            LocalError: the batch breaks ``capabilities`` or the peer is unknown: a caller's bug.
+        Raises ``LocalError``: the batch breaks ``capabilities`` or the peer is unknown: a caller's bug.
         """
         ...
 
@@ -166,9 +162,6 @@ class SpanSet:
 
     def __init__(self) -> None:
         self._rebuild(())
-
-    def __len__(self) -> int:
-        return len(self._spans)
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self._spans.values())

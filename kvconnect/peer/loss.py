@@ -1,7 +1,6 @@
 """Losing a peer: the ways of it, what each of them means, and how long memory is left alone after it.
 
-Only D notices that it lost a peer. P does not: what it holds ends with its lease, what it writes with the
-deadline that the fetch gave.
+Only D notices it: what P holds ends with its lease, what it writes with the deadline of the fetch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What two workers say to each other: tagged, versioned, size-limited values.
-
-D is the side that asks, P the side that has. A frame is one message. ``decode`` never lets through
-what it does not understand, and raises nothing but ``PeerError``.
-"""
+"""What two workers send each other: tagged, versioned, size-limited values. D asks, P has."""
 
 from __future__ import annotations
 

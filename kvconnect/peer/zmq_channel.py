@@ -127,10 +127,7 @@ class ZmqChannel:
         self._wake_lock = threading.Lock()
 
     def connect(self, link: str, host: str, port: int) -> None:
-        """Open a monitored connection under ``link``, in place of one of that name.
-
-        One that is not allowed, or to a peer whose key is not known, is reported as lost.
-        """
+        """As ``Channel``. One that is not allowed, or to a peer without a known key, is reported as lost."""
         self.drop(link)
         refusal = self._refusal(host, port)
         if refusal:

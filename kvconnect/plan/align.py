@@ -1,7 +1,6 @@
 """Two region tables lined up: which region of one side feeds which region of the other.
 
-Made once when two workers meet. What cannot be lined up is a refusal that names the layer and both
-values; all refusals are collected, so that an operator sees them at once.
+All refusals are collected, so that an operator sees them at once.
 """
 
 from __future__ import annotations
@@ -114,11 +113,6 @@ class GroupAlignment:
     source: GroupGeometry
     target: GroupGeometry
     rows: tuple[PageRows, ...]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes that one kernel block moves, over all layers of the group."""
-        return sum(int(rows.length.sum()) for rows in self.rows)
 
 
 TableAlignment = dict[int, GroupAlignment]

@@ -117,9 +117,7 @@ class Chunker:
 
         Each chunk takes as many tokens as fit, up to a multiple of ``align_tokens``: with a block's tokens,
         no page is cut. States come last, with the last tokens if they fit.
-
-        Raises:
-            LayoutError: a slot cannot hold the fewest rows of a stream that can travel alone.
+        Raises ``LayoutError``: a slot cannot hold the fewest rows of a stream that can travel alone.
         """
         everything = (0, len(self.wire.streams))
         whole = self.place(Chunk(*everything, tuple(spans))).total_bytes

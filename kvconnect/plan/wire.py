@@ -1,11 +1,10 @@
 """What the bytes of a packed transfer mean, whatever pages they come from and go to.
 
-A wire is made once per pair of workers, from both tables; either side makes the same one. It is a list
-of streams. In the order ``rows`` a stream is a layer: rows by token, of the heads that both sides keep,
-and for each head K before V. Block sizes, kernel splits and the order of axes do not show. In the order
-``pages`` a stream is a region and a row is a whole page, as it is; both sides must have equal pages.
-Where that was asked for, a layer's values may be of another type on either side, in the order ``rows``:
-see ``conversion.py``.
+Either side of a pair of workers makes the same wire, a list of streams. In the order ``rows`` a stream is a
+layer: rows by token, of the heads that both sides keep, and for each head K before V. Block sizes, kernel
+splits and the order of axes do not show. In the order ``pages`` a stream is a region and a row is a whole
+page, as it is; both sides must have equal pages. Where that was asked for, a layer's values may be of
+another type on either side, in the order ``rows``: see ``conversion.py``.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
     """The wire of two workers; left open, the order is ``pages`` where pages are equal, else ``rows``.
 
     With ``convert`` token rows of unlike types are converted where that is possible, in the order
-    ``rows``. Both sides must say the same.
-
-    Raises:
-        LayoutError: some layer cannot be matched in this order; the text lists every reason.
+    ``rows``. Both sides must say the same. Raises ``LayoutError`` that lists why layers cannot be matched.
     """
     if order not in (None, *ORDERS):
         raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")
