@@ -29,9 +29,9 @@ Names = Annotated[
 @cache_app.command("ls")
 def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     """Show what is kept: model, rank, records, bytes, age, and the process that uses it."""
-    from kvconnect.offload.disk.survey import cache_folders, look
+    from kvconnect.offload.disk import survey
 
-    found = [look(folder) for folder in cache_folders(path)]
+    found = [survey.look(folder) for folder in survey.cache_folders(path)]
     if json_output:
         typer.echo(json.dumps({"path": str(path), "folders": found}))
         return

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError
+from kvconnect.peer import key_files
+from kvconnect.peer.allow_list import AllowList
 
 keys_app = typer.Typer(
     name="keys",
@@ -36,7 +39,6 @@ def new(
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite a key that is there.")] = False,
 ) -> None:
     """Make a key that all nodes of a small cluster share."""
-    from kvconnect.peer import key_files
     from kvconnect.peer.keyring import SharedKeys
 
     secret = key_files.new_secret()
@@ -60,13 +62,11 @@ def node(
     ] = False,
 ) -> None:
     """Make a node's own key pair, in a folder for it and for its peers' public keys."""
-    from kvconnect.peer import key_files
     from kvconnect.peer.keyring import CLUSTER_KEY, NODE_KEY, PEERS, new_key_pair
 
     secret = key_files.read_secret(cluster_key, "--cluster-key") if cluster_key else key_files.new_secret()
     secret = key_files.checked_secret(secret, "--cluster-key")
-    pair = new_key_pair()
-    _write_key(folder / NODE_KEY, pair.secret.hex(), replace)
+    _write_key(folder / NODE_KEY, new_key_pair().secret.hex(), replace)
     key_files.write(folder / CLUSTER_KEY, secret, replace=cluster_key is not None)
     (folder / PEERS).mkdir(mode=0o700, exist_ok=True)
     _show_node(folder)
@@ -82,14 +82,11 @@ def add(
     """Let a peer connect to this node, and this node to it; a running node need not be restarted."""
     import msgspec
 
-    from kvconnect.peer import key_files
-    from kvconnect.peer.allow_list import AllowList
     from kvconnect.peer.keyring import PeerFile, fingerprint, key_bytes
 
     public = key_bytes(public_key, "PUBLIC_KEY")
     AllowList(at or (name,), "--at" if at else "NAME, without --at,")
-    peer = PeerFile(public.hex(), tuple(at or ()))
-    text = msgspec.json.encode(peer).decode()
+    text = msgspec.json.encode(PeerFile(public.hex(), tuple(at or ()))).decode()
     key_files.write(_peer_path(folder, name), text, mode=0o644, replace=True)
     typer.echo(f"{name} ({fingerprint(public)}) may connect; it is expected at {', '.join(at or [name])}")
 
@@ -112,7 +109,7 @@ def show(
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[PATH]", help="A key file, or a node's folder; left out, what a node would use."
+            metavar="[PATH]", help="A key file or a node's folder; left out, what a node would use."
         ),
     ] = None,
 ) -> None:
@@ -142,7 +139,6 @@ def check(
 ) -> None:
     """Say whether a node could start with these keys, and fetch from its peers; exit 1 if not from all."""
     from kvconnect.config import parse_kv_transfer_config
-    from kvconnect.peer.allow_list import AllowList
     from kvconnect.peer.keyring import fingerprint, load_keyring
 
     extra = parse_kv_transfer_config(kv_transfer_config).extra
@@ -150,10 +146,12 @@ def check(
     typer.echo(keyring.describe() if keyring else "insecure: neither authenticated nor encrypted")
     is_well = True
     for address in peer or ():
-        host, port = _host_and_port(address)
-        public = keyring.server_key(host, port) if keyring else b""
-        refusal = "" if not allowed or allowed.allows(host, port) else "allow_peers does not have it"
-        refusal = refusal or ("no public key of it is known" if public is None else "")
+        if (split := split_address(address)) is None:
+            raise ConfigError(f"--peer is {address!r}; accepted: HOST:PORT")
+        public = keyring.server_key(*split) if keyring else b""
+        refusal = "no public key of it is known" if public is None else ""
+        if allowed and not allowed.allows(*split):
+            refusal = "allow_peers does not have it"
         is_well = is_well and not refusal
         typer.echo(f"{address}: {refusal or 'expected with key ' + fingerprint(public or b'')}")
     if not is_well:
@@ -161,8 +159,6 @@ def check(
 
 
 def _write_key(path: Path, text: str, replace: bool) -> None:
-    from kvconnect.peer import key_files
-
     if not key_files.write(path, text, replace=replace):
         raise ConfigError(f"{path} is there already; give another name, or --replace")
 
@@ -189,12 +185,3 @@ def _show_node(folder: Path) -> None:
         known = fingerprint(bytes.fromhex(peer.public_key))
         typer.echo(f"peer         {known}  {name} at {', '.join(peer.addresses or (name,))}")
     typer.echo("On every peer: kvconnect keys add DIR NAME " + public.hex() + " --at HOST")
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    from kvconnect.addresses import split_address
-
-    split = split_address(address)
-    if split is None:
-        raise ConfigError(f"--peer is {address!r}; accepted: HOST:PORT")
-    return split
