@@ -28,7 +28,6 @@ class CompletionTracker:
         self._failures: Counter[str] = Counter()
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever there is something to take."""
         self._wake = wake
 
     def open(self, kind: Kind, job: int, count: int) -> None:
@@ -61,23 +60,19 @@ class CompletionTracker:
             self._wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
-        """The tier has these no more."""
         self.add(contents, is_there=False)
 
     def forget_changes(self) -> None:
-        """What was added or removed so far is void."""
         with self._lock:
             self._changes = {}
 
     def fail(self, reason: str, times: int = 1) -> None:
-        """Count something that went wrong."""
         if times:
             with self._lock:
                 self._failures[reason] += times
             self._wake()
 
     def open_jobs(self) -> int:
-        """How many jobs are under way."""
         return len(self._open)
 
     def take(self) -> TierNews:

@@ -34,11 +34,7 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Namespace:
-        """The namespace of facts: what JSON can say, with text as keys. Their order does not matter.
-
-        Raises:
-            LocalError: a fact is not such a value; the text says which.
-        """
+        """The namespace of facts, in any order. Raises ``LocalError``: JSON cannot say one of them."""
         stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
         text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return cls(text, hashlib.sha256(text.encode()).digest())
@@ -70,11 +66,6 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} is {value!r}; accepted: text, finite numbers, true, false, none, and lists and mappings "
         "of them"
     )
-
-
-def worker_facts(config: KVCacheConfig, table: RegionTable, **others: Any) -> dict[str, Any]:
-    """All facts of one worker: of its cache, its rows, and ``others``: rank, salt, and the stack's own."""
-    return {"cache": cache_facts(config), "rows": row_facts(table), **others}
 
 
 def cache_facts(config: KVCacheConfig) -> list[Any]:

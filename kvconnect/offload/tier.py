@@ -43,7 +43,6 @@ class TierRow(NamedTuple):
 
     @property
     def content(self) -> Content:
-        """Its key in a tier."""
         return (self.group, self.hash)
 
 

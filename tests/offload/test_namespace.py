@@ -24,7 +24,7 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.errors import LocalError
 from kvconnect.offload import namespace as namespace_module
-from kvconnect.offload.namespace import Namespace, cache_facts, row_facts, worker_facts
+from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 
 SPECS = {
     "full": FullAttentionSpec(
@@ -64,7 +64,8 @@ FACTS = {
 
 
 def facts(config=None, table=None, **changed):
-    return worker_facts(config or a_config(), table or a_table(), **{**FACTS, **changed})
+    own = {"cache": cache_facts(config or a_config()), "rows": row_facts(table or a_table())}
+    return {**own, **FACTS, **changed}
 
 
 def digest(*args, **changed):

@@ -56,11 +56,10 @@ class AgeOrder:
         return rows
 
     def rows(self) -> Rows:
-        """All rows that have an age, oldest first."""
+        """Those that have an age, oldest first."""
         return self._log[self._valid(self._first, self._end)]
 
     def _valid(self, first: int, end: int) -> Rows:
-        """The places of valid entries."""
         return first + np.flatnonzero(self._place[self._log[first:end]] == np.arange(first, end))
 
     def _compact(self, room: int) -> None:

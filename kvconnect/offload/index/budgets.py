@@ -53,7 +53,6 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The cache groups that have rows, in order."""
         return tuple(sorted(self.class_of))
 
     def row_class(self, group: int) -> RowClass:
@@ -63,7 +62,6 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return self.classes[self.class_of[group]]
 
     def groups_of(self, index: int) -> tuple[int, ...]:
-        """The cache groups that share a class, in order."""
         return tuple(group for group in self.groups if self.class_of[group] == index)
 
     def offset_bytes(self, group: int, row: int) -> int:
@@ -77,7 +75,6 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
 
 def aligned_row_bytes(content_bytes: int) -> int:
-    """The length of a row that holds so many bytes."""
     return div_ceil(content_bytes, ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
 
 
@@ -87,11 +84,10 @@ def plan_arena(
     shares: Mapping[int, float],
     least_rows: Mapping[int, int] = MappingProxyType({}),
 ) -> ArenaPlan:
-    """Divide ``cpu_bytes`` among cache groups, in whole rows.
+    """Divide ``cpu_bytes`` among cache groups, in whole rows of what one block holds.
 
-    ``row_bytes`` are by group what one block of it holds; ``shares`` the part of the memory that it may take.
-    Shares that add up to more than 1 are scaled down. ``least_rows`` are those without which a group is of no
-    use, 1 for a group that is left out.
+    Shares of the memory that add up to more than 1 are scaled down. ``least_rows`` are those without which a
+    group is of no use, 1 for a group that is left out.
 
     Raises:
         ConfigError: a group would get fewer; the text says what would do.

@@ -63,13 +63,11 @@ class ClassRows:
         return rows
 
     def let_go(self, rows: Rows) -> None:
-        """Rows hold nothing any more."""
         self.state[rows] = ABSENT
         self.ages.remove(rows)
         self.free += rows.tolist()
 
     def contents(self, rows: Rows) -> Iterable[Content]:
-        """What rows hold."""
         return zip(self.group[rows].tolist(), map(self.hash.__getitem__, rows.tolist()), strict=True)
 
     def find(self, group: int, hashes: Sequence[bytes]) -> Rows:

@@ -49,7 +49,6 @@ class LowerIndex:
             self._complete[tier, group] -= ranks.pop(content, 0) == self._all
 
     def clear(self) -> None:
-        """Forget all."""
         self._ranks.clear()
         self._complete.clear()
 

@@ -78,8 +78,6 @@ class TierIndex:
         self._changes: dict[Content, bool] = {}
         self._is_cleared = False
 
-    # ---- what is there
-
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""
         rows = self._rows(group)
@@ -94,7 +92,6 @@ class TierIndex:
         return first
 
     def states(self, group: int, hashes: Sequence[bytes]) -> list[ContentState]:
-        """The state of each content."""
         rows = self._rows(group)
         return [_STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
@@ -102,8 +99,6 @@ class TierIndex:
         """The rows of contents that are ready. Raises ``LocalError``: one of them is not."""
         found: list[int] = self._find_in(group, hashes, READY).tolist()
         return found
-
-    # ---- what comes and goes
 
     def reserve(self, group: int, hashes: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """Take rows for those of the contents that are absent; they are pending from now on.
@@ -155,7 +150,7 @@ class TierIndex:
         rows.let_go(pending)
 
     def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Forget contents that are ready and not pinned; the others stay as they are."""
+        """Forget those that are ready and not pinned."""
         rows = self._rows(group)
         found = rows.find(group, list(dict.fromkeys(hashes)))
         self._drop(group, found[(rows.state[found] == READY) & (rows.pins[found] == 0)])
@@ -166,8 +161,6 @@ class TierIndex:
             rows = self._rows(group)
             self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
         self._changes, self._is_cleared = {}, self._is_asked
-
-    # ---- what is used
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
         """Keep ready contents until they are unpinned as often. Raises ``LocalError``: one is not ready."""
@@ -196,8 +189,6 @@ class TierIndex:
         found = rows.find(group, hashes)
         rows.ages.append(found[(rows.state[found] == READY) & (rows.pins[found] == 0)][::-1])
 
-    # ---- what there is to see
-
     def take_events(self) -> IndexEvents:
         """What has come and gone since the last call. The first one tells all that there is."""
         if not self._is_asked:
@@ -221,8 +212,6 @@ class TierIndex:
             counts.pending = int(np.count_nonzero(state == PENDING))
             counts.pinned = int(np.count_nonzero(rows.pins[:-1][is_ours]))
         return self._totals
-
-    # ---- inside
 
     def _rows(self, group: int) -> ClassRows:
         index = self._plan.class_of.get(group)

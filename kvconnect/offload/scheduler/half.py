@@ -34,18 +34,9 @@ _MOST_OFFLOAD_TOKENS = "max_offload_tokens"
 class OffloadScheduler:
     """Keeps blocks of requests in host memory, and promises them to later requests of the same prefix.
 
-    Hooks with a name of ``scheduler.stack.SchedulerHooks`` keep its contract.
-
-    Args:
-        config: the ``offload`` settings.
-        groups: the cache groups as the serving stack has them.
-        requirements: what hits need of those of them that are kept.
-        hashes: the content hashes of a request's full blocks of so many tokens, from the first on, as far as
-            its tokens are known for sure; asked often, so a view rather than a list made anew. Asked for
-            the block sizes of groups, and for ``align_tokens`` where a group keeps states.
-        row_bytes: bytes of a row, by group that is kept, as the workers have them.
-        num_ranks: worker ranks; each of them reports each job.
-        clock: any clock that does not go back, in seconds.
+    Hooks with a name of ``scheduler.stack.SchedulerHooks`` keep its contract. ``requirements`` and
+    ``row_bytes`` are of the groups that are kept. ``hashes`` are asked for often, so a view rather than a new
+    list: for the block sizes of groups, and for ``align_tokens`` where a group keeps states.
 
     Raises:
         ConfigError: the memory does not suffice for a single hit.
@@ -106,7 +97,7 @@ class OffloadScheduler:
         return count, bool(count)
 
     def withdraw(self, request_id: str) -> None:
-        """What was promised to a request is not wanted: it gets its blocks from elsewhere."""
+        """A request gets its blocks from elsewhere."""
         if (record := self._requests.get(request_id)) is not None:
             self._lookup.release(record)
             record.is_offered = False
@@ -116,7 +107,6 @@ class OffloadScheduler:
         return record is not None and record.is_offered
 
     def offers(self, request_id: str) -> bool:
-        """Whether a request was promised something that it has not taken yet."""
         record = self._requests.get(request_id)
         return record is not None and record.lookup is not None and record.lookup.length > 0
 
@@ -168,7 +158,7 @@ class OffloadScheduler:
             self._stores.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> None:
-        """A request ended; ``block_ids`` may be read until the next orders are carried out."""
+        # The blocks may be read until the next orders are carried out.
         record = self._requests.pop(request.request_id, None)
         if record is None:
             return
@@ -266,7 +256,6 @@ class OffloadScheduler:
         return bool(self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear)
 
     def state(self) -> dict[str, int]:
-        """Counts of what is under way. All zero when idle."""
         return {
             "offload_requests": len(self._requests),
             "offload_jobs": len(self.host.jobs),
@@ -284,7 +273,6 @@ class OffloadScheduler:
         }
 
     def _record(self, request: RequestView) -> OffloadRequest:
-        """The record of a request that is looked at, made where there is none."""
         if request.request_id not in self._requests:
             self.new_request(request)
         record = self._requests[request.request_id]

@@ -32,17 +32,14 @@ class HitGroup:
 
     @property
     def is_whole(self) -> bool:
-        """A hit needs every block from the first on."""
         return self.retention.sees_all
 
     @property
     def is_state(self) -> bool:
-        """A block holds the state after its last token."""
         return not self.retention.by_position
 
     @property
     def is_draft(self) -> bool:
-        """Blocks are known by the name of the one after them."""
         return self.retention.ahead > 0
 
     def needed(self, num_tokens: int, start_tokens: int = 0) -> tuple[range, ...]:
@@ -64,11 +61,7 @@ class HitGroup:
 
 
 class HitRequirements:
-    """What hits need of ``groups``, which end at multiples of ``align_tokens``, and what is kept for them.
-
-    Raises:
-        ConfigError: a group's blocks do not fit in ``align_tokens``, or there is no group.
-    """
+    """What hits need of ``groups``, which end at multiples of ``align_tokens``, and what is kept for them."""
 
     def __init__(self, groups: Sequence[HitGroup], align_tokens: int) -> None:
         if not groups or align_tokens < 1:
@@ -108,7 +101,7 @@ class HitRequirements:
         return cls(made, align_tokens)
 
     def last_boundary(self, num_tokens: int) -> int:
-        """The last boundary that a hit can end at when ``num_tokens`` tokens are known; 0 for none."""
+        """The last boundary that a hit can end at when so many tokens are known; 0 for none."""
         return max(0, num_tokens - self.ahead_tokens) // self.align_tokens * self.align_tokens
 
     def boundaries(self, num_tokens: int, checkpoint_tokens: int) -> tuple[int, ...]:

@@ -53,9 +53,7 @@ class JobKind(enum.Enum):
 
 @dataclass(eq=False)
 class Job:
-    """One job.
-
-    ``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept; ``named``
+    """``unreported`` and ``unkept`` are bits of the ranks that have not reported it done, and kept; ``named``
     the contents that ranks have reported, and how many did. Of a store that all have done, ``failed`` are
     those that are not right, and ``pinned`` those that must stay until it was kept. ``stale``: everything was
     cleared since it was ordered.
@@ -92,10 +90,7 @@ class Jobs:
         return len(self._jobs)
 
     def tick(self, now: float) -> list[Job]:
-        """A step begins. The jobs that have become overdue since the last one.
-
-        Reports come with steps: while there are none, no time passes for jobs.
-        """
+        """A step begins: the jobs that are overdue now. Without steps no time passes, as no reports come."""
         self._now += min(now - self._ticked_at, _LONGEST_STEP_S)
         self._ticked_at = now
         found = []
@@ -110,7 +105,6 @@ class Jobs:
     def open(
         self, kind: JobKind, group: int, hashes: Sequence[bytes], *, tier: str = "", keep: bool = False
     ) -> Job:
-        """A job is ordered of all ranks."""
         self._serial += 1
         all_ranks = (1 << self.num_ranks) - 1
         deadline = self._now + _TIMEOUT_S
@@ -121,10 +115,7 @@ class Jobs:
         return job
 
     def report(self, report: OffloadReport) -> tuple[Job, ...]:
-        """Take what a rank has done; what it reports twice is ignored, and so are jobs that are not known.
-
-        Returns the jobs that all ranks have done, or kept, with this report.
-        """
+        """The jobs that all ranks have done, or kept, with this report. Repetitions are ignored."""
         bit, ended = 1 << report.rank, {}
         for kind in JobKind:
             for number, named in getattr(report, kind.value).items():
@@ -145,7 +136,6 @@ class Jobs:
         return tuple(ended.values())
 
     def close(self, job: Job) -> None:
-        """A job is over."""
         del self._jobs[job.number]
 
     def invalidate(self) -> None:
@@ -174,13 +164,11 @@ class Host:
         return [name for part in parts for name in group.names(hashes, part.start, part.stop)]
 
     def unpin(self, pins: Pins) -> None:
-        """Take back all of these pins."""
         for group, names in pins.items():
             self.index.unpin(group, names)
         pins.clear()
 
     def count(self, reason: str) -> None:
-        """Something went wrong once more."""
         self._untaken.append(reason)
         self.totals[reason] += 1
         if self.totals[reason] == 1:
@@ -188,6 +176,5 @@ class Host:
             logger.warning(text, _FAILURES[reason], reason)
 
     def take_failures(self) -> tuple[str, ...]:
-        """What went wrong since the last call."""
         taken, self._untaken = tuple(self._untaken), []
         return taken

@@ -136,7 +136,6 @@ class PrefixLookup:
         return True
 
     def take(self) -> tuple[tuple[Restore, ...], tuple[Fetch, ...], tuple[Seek, ...]]:
-        """The orders since the last call."""
         orders = tuple(self._restores), tuple(self._fetches), tuple(self._seeks)
         for taken in (self._restores, self._fetches, self._seeks):
             taken.clear()
@@ -282,7 +281,6 @@ class PrefixLookup:
         )
 
     def _run(self, group: int, names: Sequence[bytes], lookup: Lookup | None) -> int:
-        """How many of the names, from the first on, are known."""
         run, stride = self._host.index.lookup(group, names), _STRIDE
         while lookup is not None and run < len(names):
             known = self._known(group, names[run : run + stride], lookup)
@@ -307,7 +305,7 @@ class PrefixLookup:
         return known
 
     def _tiers_of(self, group: int, names: Sequence[bytes], lookup: Lookup) -> list[str]:
-        """The nearest tier that has each; empty where none has."""
+        # The nearest; empty where none has it.
         found = [""] * len(names)
         for tier in self._tiers if names else ():
             if tier in SOUGHT:
@@ -330,7 +328,6 @@ class PrefixLookup:
         ]
 
     def _bring(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, boundary: int) -> None:
-        """Order what a hit needs and is not here, and wait for what is under way."""
         self._host.unpin(lookup.pins)
         missing: dict[tuple[int, str], list[bytes]] = {}
         for index, names in self._needed(request, start_tokens, boundary):

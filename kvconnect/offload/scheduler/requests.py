@@ -47,7 +47,6 @@ class Lookup:
 
     @property
     def is_waiting(self) -> bool:
-        """Something is under way for it."""
         return bool(self.waits_for or self.asked)
 
 
@@ -89,7 +88,6 @@ class OffloadRequest:
         return self.boundaries[-1] if self.boundaries else 0
 
     def lay_out(self, requirements: HitRequirements, checkpoint_tokens: int) -> None:
-        """Work out what is to be kept of the tokens that it has now."""
         self.known_tokens = self.view.num_tokens
         found = set(requirements.boundaries(min(self.known_tokens, self.most_tokens), checkpoint_tokens))
         if 0 < self.junction < self.known_tokens:
@@ -105,7 +103,6 @@ class OffloadRequest:
         return (*self.boundaries, *range(last + align, self.known_tokens + 1, align))
 
     def lose_blocks(self) -> None:
-        """Its blocks are gone, or others."""
         self.block_ids = {}
         self.next_position = {}
         self.computed_tokens = self.computed_before = 0
@@ -128,7 +125,7 @@ class OffloadRequest:
 
     def final_tokens(self) -> int:
         """The same when it has ended. The last token has no KV yet."""
-        if self.view.num_tokens > self.known_tokens and self.known_tokens:
+        if self.view.num_tokens > self.known_tokens > 0:
             # Something was sampled since it was admitted, after all that it had was computed.
             return self.view.num_tokens - 1
         return self.valid_tokens()

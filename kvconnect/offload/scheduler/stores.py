@@ -53,7 +53,6 @@ class Stores:
         return sum(map(len, self._batches.values()))
 
     def collect(self, requests: Collection[OffloadRequest]) -> None:
-        """Take rows for what has become final of these requests."""
         each = [(request, request.valid_tokens()) for request in requests]
         # Where rows are short a request gets them in all groups, rather than all requests in one.
         at_once = len(each) if len(self._host.requirements.groups) == 1 else 1
@@ -91,7 +90,6 @@ class Stores:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
-        """These blocks are overwritten before the next orders are carried out."""
         gone = frozenset(block_ids)
         for group, batch in self._batches.items():
             lost = [name for name, (block_id, _) in batch.items() if block_id in gone]
@@ -101,7 +99,6 @@ class Stores:
                 self._host.count("offload_overwritten")
 
     def take(self) -> tuple[Store, ...]:
-        """The orders."""
         batches, self._batches = self._batches, {}
         stores = []
         for group, batch in batches.items():
@@ -138,13 +135,11 @@ class Stores:
             self._host.jobs.close(job)
 
     def clear(self) -> None:
-        """Forget what was taken since the last orders."""
         for group, batch in self._batches.items():
             self._host.index.drop(group, list(batch))
         self._batches = {}
 
     def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
-        """Of so many tokens those that may be kept."""
         most = min(request.most_tokens, self._most_tokens)
         return min(num_tokens, most if self._decoded else min(most, request.prompt_tokens))
 

@@ -25,7 +25,7 @@ from kvconnect.metrics import Changes, OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
-from kvconnect.offload.namespace import Namespace, worker_facts
+from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import Jobs, Report
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
@@ -40,12 +40,8 @@ class OffloadWorker:
 
     Everything that is ordered comes back exactly once through ``results``, whatever fails.
 
-    Args:
-        kernel_block_sizes: tokens of a kernel block, per group index; only groups that are in it are kept.
-        facts: what the bytes of blocks depend on that only the serving stack knows: the model, how the hashes
-            of contents are made, and as ``weights`` its name of those that it runs with. Values of JSON.
-        rank: tensor-parallel rank of this worker, of ``world_size``.
-        registry: where the metrics are exported.
+    Only groups that are in ``kernel_block_sizes`` are kept. ``facts``, values of JSON, are what the bytes of
+    blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``.
     """
 
     def __init__(
@@ -75,12 +71,10 @@ class OffloadWorker:
 
     @property
     def row_bytes(self) -> dict[int, int]:
-        """Bytes of a row by group index."""
         return {group: self.plan.row_class(group).row_bytes for group in self.plan.groups}
 
     @property
     def plan(self) -> ArenaPlan:
-        """How host memory is divided."""
         self._registered()
         return self._arena.plan
 
@@ -139,7 +133,8 @@ class OffloadWorker:
 
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
-        return Namespace.of(worker_facts(self._cache_config, self._table, stack=self._facts, **own))
+        kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
+        return Namespace.of({**kept, **own, "stack": self._facts})
 
     def replace_weights(self, weights: str) -> None:
         """Nothing that is kept, in any tier, is of the weights that the model runs with from now on.
@@ -193,7 +188,6 @@ class OffloadWorker:
         loop.order(*((partial(loop.work.begun, ticket, jobs, now), None) for ticket, jobs in begun))
 
     def start(self, orders: OffloadOrders) -> None:
-        """Take the rest of a step's orders. Never waits."""
         if not (orders.restores or orders.fetches or orders.seeks):
             return
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
@@ -235,7 +229,6 @@ class OffloadWorker:
         return self._jobs.take()
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from another thread, whenever results are waiting."""
         self._jobs.on_results(wake)
 
     def changes(self) -> Changes | None:
@@ -243,7 +236,6 @@ class OffloadWorker:
         return self._metrics.changes()
 
     def state(self) -> dict[str, int]:
-        """Counts of what is under way, for people and tests. All zero when idle."""
         loop = self._loop
         return {
             **self._jobs.counts(),

@@ -40,9 +40,7 @@ class Report(enum.Enum):
 
 @dataclass(eq=False)
 class Job:
-    """One order.
-
-    ``key`` is the scheduler half's name of it: a number, or the request of a restore. ``hashes`` are its
+    """``key`` is the scheduler half's name of it: a number, or the request of a restore. ``hashes`` are its
     contents, ``owed`` the reports to come, in order. ``named`` are the contents of ``copies``: all but those
     ``refused``, whose row a job that was given up may still touch. Where everything was cleared since,
     ``is_void`` is set. ``num_writing`` tiers are to answer yet that they do not read its rows any more.
@@ -88,7 +86,6 @@ class Jobs:
         self._failed: dict[str, str] = {}
 
     def on_results(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from any thread, whenever there is something to take."""
         self._wake = wake
 
     def open(
@@ -126,7 +123,6 @@ class Jobs:
             self._notify()
 
     def fail_all(self, error: str) -> None:
-        """Nothing comes of whatever is open."""
         with self._lock:
             left = list(self._open.values())
         for job in left:
@@ -161,7 +157,6 @@ class Jobs:
         self._notify()
 
     def forget_changes(self) -> None:
-        """What tiers have got and lost so far is void."""
         with self._lock:
             self._changes.clear()
 

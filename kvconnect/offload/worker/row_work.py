@@ -209,7 +209,6 @@ class RowWork:
             self._jobs.end(job, Report.FETCHED, (*named, *job.refused))
 
     def _written(self, job: Job) -> None:
-        """One of the tiers that a job's rows are written to has ended."""
         job.num_writing -= 1
         if not job.num_writing:
             self._jobs.end(job, Report.KEPT)

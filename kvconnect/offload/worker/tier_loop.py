@@ -62,11 +62,9 @@ class TierLoop:
 
     @property
     def is_alive(self) -> bool:
-        """The thread runs."""
         return self._thread.is_alive()
 
     def order(self, *commands: Command) -> None:
-        """Run these on the thread, soon."""
         self._commands += commands
         self._wake.set()
 
@@ -86,7 +84,6 @@ class TierLoop:
         self.order((replace, None))
 
     def close(self) -> None:
-        """End the thread and all that it drives."""
         self._is_stopping = True
         self._wake.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
