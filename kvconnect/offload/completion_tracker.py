@@ -14,7 +14,7 @@ Kind = Literal["written", "read", "found"]
 
 
 class CompletionTracker:
-    """Jobs under way in parts, changes, failures. Any thread may call it; nothing in it waits for long."""
+    """Jobs under way in parts, changes, failures. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,6 @@ class CompletionTracker:
         self._wake()
 
     def add(self, contents: Sequence[Content], *, is_there: bool = True) -> None:
-        """The tier has got these, or has them no more."""
         if contents:
             with self._lock:
                 self._changes.update(dict.fromkeys(contents, is_there))

@@ -1,6 +1,5 @@
 """One connector of two parts: handing a request's KV over, and keeping it for later.
 
-A serving stack calls one scheduler half and one worker half, whichever of the parts it was configured with.
 A request whose KV is fetched from a peer takes nothing from the tiers for that admission; what it computes or
 fetches is kept like that of any other.
 """
@@ -128,12 +127,10 @@ class SchedulerComposite(SchedulerHooks):
             part.reset()
 
     def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
-        """What host memory has got and lost since the last call, and what lower tiers have."""
         return (IndexEvents(), ()) if self.offload is None else self.offload.take_events()
 
     @property
     def pending(self) -> bool:
-        """Whether the tiers are to report something yet that a request may wait for."""
         return self.offload is not None and self.offload.pending
 
     def state(self) -> dict[str, int]:
@@ -158,11 +155,9 @@ class WorkerComposite(WorkerHooks):
         return self.transfer.table
 
     def address(self) -> RankAddress | None:
-        """Where this worker listens for peers, if it does."""
         return None if self.transfer is None else self.transfer.address()
 
     def replace_weights(self, weights: str) -> None:
-        """The model runs with other weights from now on. See the parts."""
         for part in self._parts:
             part.replace_weights(weights)
 
@@ -192,7 +187,6 @@ class WorkerComposite(WorkerHooks):
             part.on_results(wake)
 
     def changes(self) -> Changes | None:
-        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
         sent = None if self.transfer is None else self.transfer.changes()
         return merge_changes(sent, None if self.offload is None else self.offload.changes())
 

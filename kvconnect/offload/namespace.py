@@ -1,9 +1,8 @@
 """What the bytes of a kept block depend on besides its tokens, as one digest.
 
-A content's hash covers every token up to its end. Everything else that its bytes depend on is a fact: the
-model and its weights, the layout of the cache, the shard, how hashes are made. Memory that outlives a process
-or is shared with others keeps the digest of all facts with every block, so that a block is only ever found
-where each of them is the same.
+Everything that the bytes depend on beside the tokens that a content's hash covers is a fact: model, weights,
+layout, shard, how hashes are made. Memory that outlives a process or is shared keeps the digest of all facts
+with every block, so that a block is only found where each of them is the same.
 """
 
 from __future__ import annotations

@@ -51,10 +51,9 @@ class TierNews:
     """What became of a tier's jobs since it was last asked, and what changed. Every job comes once.
 
     ``written`` are, by job, the contents that are not kept, none as a rule: the rows' memory is not read any
-    more. ``read`` are those that are not there, or not right, whose rows hold nothing of use: the rows'
-    memory is not written any more. ``found`` are those that the tier has. ``added`` and ``removed`` are
-    contents that an indexed tier has got, and has no more, none in both. ``failures`` are reasons, with how
-    often.
+    more. ``read`` are those that are not there, or not right: the rows' memory is not written any more.
+    ``found`` are those that the tier has. ``added`` and ``removed`` are what an indexed tier has got, and has
+    no more, none in both. ``failures`` are reasons, with how often.
     """
 
     written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)

@@ -15,9 +15,8 @@ _NOWHERE = -1
 class AgeOrder:
     """Some of the rows 0 to ``num_rows - 1``, least recently used first.
 
-    The order is a log of rows: a row that is used again gets a new entry, and its old one is void. A use of
-    thousands of rows is a few operations on arrays, and void entries are skipped once, or dropped when the
-    log is full.
+    The order is a log: a row that is used again gets a new entry, and its old one is void, skipped once,
+    or dropped when the log is full. A use of thousands of rows is a few operations on arrays.
     """
 
     def __init__(self, num_rows: int) -> None:

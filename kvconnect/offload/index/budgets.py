@@ -1,8 +1,7 @@
 """How the host memory for blocks is divided: rows of a few sizes, and how many each cache group may take.
 
-A row holds one logical block of one cache group, in all layers of the group. Groups whose rows are equally
-long share a class of rows, numbered from 0, so that one of them can use what another leaves idle. Pure
-arithmetic: both halves of a connector work out the same plan from the same configuration.
+A row holds one logical block of one cache group, in all its layers. Groups whose rows are equally long share
+a class, so that one can use what another leaves idle. Both halves of a connector work out the same plan.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ class RowClass(msgspec.Struct, frozen=True):
 
 
 class ArenaPlan(msgspec.Struct, frozen=True):
-    """Which rows there are, and whose they are.
+    """``class_of`` is the index into ``classes`` by cache group.
 
-    ``class_of`` is the index into ``classes`` by cache group. ``limits`` are the rows that a group can have
-    whatever other groups do; it may take more of its class while no other group wants them. The limits of a
-    class add up to its rows.
+    ``limits`` are the rows that a group can have whatever others do, those of a class add up to its rows; it
+    may take more of its class while no other group wants them.
     """
 
     classes: tuple[RowClass, ...]
@@ -128,10 +126,7 @@ def plan_for(
     row_bytes: Mapping[int, int],
     least_rows: Mapping[int, int] = MappingProxyType({}),
 ) -> ArenaPlan:
-    """The plan of a configuration, as ``plan_arena``. ``row_bytes`` are of those groups that are kept.
-
-    Raises ``ConfigError``: the shares are not one for each group, or a group would get too few rows.
-    """
+    """As ``plan_arena``, of a configuration. Raises ``ConfigError`` also: the shares are not one a group."""
     if not config.shares:
         shares = usual_shares(groups, row_bytes, config.checkpoint_tokens)
     elif len(config.shares) != len(groups):
@@ -150,11 +145,8 @@ def usual_shares(
     checkpoint_tokens: int,
     prompt_tokens: int = USUAL_PROMPT_TOKENS,
 ) -> dict[int, float]:
-    """Shares by the bytes that a prompt of usual length leaves in each group of ``row_bytes``.
-
-    Windows and states are kept at the end of a prompt and of an answer, and every ``checkpoint_tokens`` in
-    between (0 for never); all blocks of a group that sees the whole sequence are.
-    """
+    """Shares by the bytes that a prompt of usual length leaves in each group of ``row_bytes``."""
+    # Windows and states are kept at the end of a prompt and of an answer, and at checkpoints in between.
     ends = 2 + (prompt_tokens // checkpoint_tokens if checkpoint_tokens else 0)
     left: dict[int, int] = {}
     for group, length in row_bytes.items():

@@ -15,8 +15,6 @@ from kvconnect.offload.tier import Content
 
 
 class ContentState(enum.IntEnum):
-    """What is known of a content."""
-
     ABSENT = 0
     PENDING = 1
     READY = 2
@@ -31,11 +29,10 @@ _MOST_SINGLES = 128
 
 
 class ClassRows:
-    """The rows of one length: what each holds, and which make room first. Those of other lengths never do.
+    """What each row holds. Only what is ready and not pinned has an age.
 
-    Only what is ready and not pinned has an age. ``content`` of a row that is free is what it held before:
-    forgetting a hash takes longer than letting go of a row, and is done when the row is taken again. The last
-    element of ``state`` and ``pins`` is of no row, and stands for that of a content that is not known.
+    ``hash`` of a free row is what it held before: to forget it takes longer than to free the row, and is done
+    when the row is taken again. The last element of ``state`` and ``pins`` stands for unknown contents.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:

@@ -58,12 +58,11 @@ class GroupCounts:
 
 
 class TierIndex:
-    """The contents of host memory, for the one who alone decides what is in it.
+    """The contents of host memory: absent, pending (a row is reserved and being filled), or ready.
 
-    A content is a cache group and the hash of all tokens up to the end of a block. It is absent, pending (a
-    row is reserved and being filled), or ready. The least recently used makes room, whichever group it is of,
-    among those whose rows are equally long. All methods take hashes of one group, in the order of the
-    sequence where there is one: its beginning is kept longer than its end, which is of no use without it.
+    The least recently used makes room, whichever group it is of, among those whose rows are equally long. All
+    methods take hashes of one group, in the order of the sequence where there is one: its beginning is kept
+    longer than its end, which is void without it.
     """
 
     def __init__(self, plan: ArenaPlan) -> None:
@@ -103,10 +102,9 @@ class TierIndex:
     def reserve(self, group: int, hashes: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
         """Take rows for those of the contents that are absent; they are pending from now on.
 
-        Returns the contents that got a row, in order, and their rows. Contents that are there already keep
-        theirs and count as used. Where there is no room the last ones get nothing, and what was dropped while
-        it was pinned gets nothing until it is unpinned. Nothing that is pinned, pending or among ``hashes``
-        makes room.
+        Returns the contents that got a row, in order, and their rows. Those that are there already count as
+        used. Where there is no room the last ones get nothing, and what was dropped while it was pinned gets
+        nothing until it is unpinned. Nothing that is pinned, pending or among ``hashes`` makes room.
         """
         rows = self._rows(group)
         found = rows.find(group, hashes)

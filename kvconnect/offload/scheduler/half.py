@@ -71,8 +71,6 @@ class OffloadScheduler:
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
 
-    # The life of a request
-
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
         params: object = request.kv_transfer_params
         most = params.get(_MOST_OFFLOAD_TOKENS) if isinstance(params, Mapping) else None
@@ -181,8 +179,6 @@ class OffloadScheduler:
                 left -= taken
         return {**found, HOST: left} if left > 0 else found
 
-    # Once per step
-
     def build_orders(self) -> OffloadOrders:
         # No request waits any more for what is overdue; its rows stay out of use.
         for job in self.host.jobs.tick(self._clock()):
@@ -265,7 +261,6 @@ class OffloadScheduler:
         }
 
     def usage(self) -> dict[str, Any]:
-        """What there is to see that stays when idle."""
         return {
             "host": {str(group): asdict(counts) for group, counts in self.host.index.counts().items()},
             "lower": self.host.lower.counts(),

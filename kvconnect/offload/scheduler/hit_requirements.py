@@ -1,8 +1,7 @@
 """Which blocks a hit of a certain length needs, and from that which blocks are worth keeping.
 
 A hit ends at a boundary: a multiple of ``align_tokens``. Up to there it needs every block of a group that
-sees the whole sequence, the tail of a window, and of a recurrent state exactly the one after the boundary's
-last token. What is kept is derived from what a hit needs, so that nothing is kept that no hit can use. Pure.
+sees the whole sequence, the tail of a window, and of a recurrent state the one after its last token.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ _NO_END = 1 << 62
 
 @dataclass(frozen=True)
 class HitGroup:
-    """What a hit needs of one cache group.
+    """What a hit needs of one cache group. A draft layer's block is known by the name of the one after it.
 
-    What a draft layer keeps of a token depends on the token after it: a block of such a group is known by the
-    name of the block after it, which covers that token.
+    What such a layer keeps of a token depends on the token after it, which that name covers.
     """
 
     group: int
@@ -61,7 +59,10 @@ class HitGroup:
 
 
 class HitRequirements:
-    """What hits need of ``groups``, which end at multiples of ``align_tokens``, and what is kept for them."""
+    """What hits of ``groups`` need, and what is kept for them.
+
+    Raises ``ConfigError``: there is no group, or blocks of one do not fit in ``align_tokens``.
+    """
 
     def __init__(self, groups: Sequence[HitGroup], align_tokens: int) -> None:
         if not groups or align_tokens < 1:

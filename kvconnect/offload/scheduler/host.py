@@ -172,8 +172,7 @@ class Host:
         self._untaken.append(reason)
         self.totals[reason] += 1
         if self.totals[reason] == 1:
-            text = "%s (further ones are only counted, as failures with reason %s)"
-            logger.warning(text, _FAILURES[reason], reason)
+            logger.warning("%s (from now on counted only, as %s)", _FAILURES[reason], reason)
 
     def take_failures(self) -> tuple[str, ...]:
         taken, self._untaken = tuple(self._untaken), []

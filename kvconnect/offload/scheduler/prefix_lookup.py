@@ -19,10 +19,8 @@ from kvconnect.orders import Fetch, Restore, RowCopies, Seek
 
 _NEGATIVE_TTL_S = 0.05
 """How long a lookup without a hit is not repeated, while other requests store what might help."""
-
 _STRIDE = 8
 """How many more names are looked at each time that all were known: most prompts are new."""
-
 _REST_WAITS = 10
 """For how many times ``wait_s`` a tier that did not answer within one is not asked, unless it does."""
 
@@ -91,7 +89,6 @@ class PrefixLookup:
             request.lookup.is_answered, request.lookup.length = False, 0
 
     def release(self, request: OffloadRequest) -> None:
-        """A request is not looking for a hit any more."""
         if request.lookup is not None:
             self._abandon(request.lookup)
             self._host.unpin(request.lookup.pins)
@@ -173,7 +170,6 @@ class PrefixLookup:
                 lookup.brought.setdefault(tier, set()).add((index, name))
 
     def lost(self, group: int, names: Iterable[bytes]) -> None:
-        """Contents that were under way to host memory do not arrive."""
         for lookup, content in self._ended(group, names):
             lookup.lost.add(content)
 
@@ -357,7 +353,7 @@ class PrefixLookup:
             self._waiters.setdefault((group, name), []).append(lookup)
 
     def _seek(self, request: OffloadRequest, lookup: Lookup, start_tokens: int) -> bool:
-        """Ask tiers that keep no index here for what is neither here nor known to be elsewhere."""
+        # For what is neither here nor known to be elsewhere.
         limit = self._host.requirements.last_boundary(request.view.num_tokens - 1)
         for tier in [tier for tier in self._tiers if tier in SOUGHT and tier not in self._resting]:
             for group in self._host.requirements.groups:

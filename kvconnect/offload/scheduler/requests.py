@@ -52,16 +52,15 @@ class Lookup:
 
 @dataclass(eq=False)
 class OffloadRequest:
-    """One request, from its arrival to its end.
+    """``reads``: it may be promised something. ``most_tokens`` of it may be kept.
 
-    ``reads``: it may be promised something. ``most_tokens`` of it may be kept. ``known_tokens`` are those
-    that it had when it was admitted last, and which need no sampling; ``computed_tokens`` those that the
-    device was given since, ``computed_before`` the same a step earlier. ``boundaries`` are where windows and
-    states are kept of the known tokens; one is at ``junction``, where other prompts begin to differ.
-    ``block_ids`` are by group and position, ``next_position`` by group the first one that was not considered
-    for a store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
-    ``is_admitted``: it had blocks at some time. ``is_offered``: the last promise to it was of what is kept;
-    ``sources`` are the tokens of that which lower tiers brought.
+    ``known_tokens`` are those that it had when it was admitted last, and which need no sampling;
+    ``computed_tokens`` those that the device was given since, ``computed_before`` the same a step earlier.
+    ``boundaries`` are where windows and states are kept of the known tokens; one is at ``junction``, where
+    other prompts begin to differ. ``next_position`` is by group the first one that was not considered for a
+    store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
+    ``is_admitted``: it had blocks at some time. ``is_offered``: it was promised what is kept, of which lower
+    tiers brought ``sources``.
     """
 
     view: RequestView

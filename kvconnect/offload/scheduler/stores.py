@@ -33,10 +33,7 @@ class _Part:
 
 
 class Stores:
-    """Blocks that are to be stored with the next orders, and with ``keep`` be written to lower tiers too.
-
-    Contents beyond ``most_tokens`` can be part of no hit, for want of rows.
-    """
+    """What the next orders store. Contents beyond ``most_tokens`` can be part of no hit, for want of rows."""
 
     def __init__(
         self, host: Host, lookup: PrefixLookup, *, most_tokens: int, decoded: bool, keep: bool
@@ -60,7 +57,6 @@ class Stores:
             self._collect(each[first : first + at_once], is_last=False)
 
     def collect_last(self, request: OffloadRequest, block_ids: BlockIdsByGroup) -> None:
-        """The same of a request that has ended, with these blocks."""
         request.block_ids = {
             group.group: list(block_ids[group.group])
             for group in self._host.requirements.groups
@@ -73,7 +69,6 @@ class Stores:
             self._host.index.touch(group.group, self._host.names(request.view, group, (range(end),)))
 
     def collect_state(self, request: OffloadRequest, group: HitGroup, state: StateBlock) -> None:
-        """Take a row for a state, where a hit can end."""
         align, num_tokens = self._host.requirements.align_tokens, state.num_tokens
         is_possible = num_tokens > 0 and num_tokens % align == 0 and state.block_id
         if not is_possible or num_tokens > self._limited(request, num_tokens):
@@ -164,7 +159,7 @@ class Stores:
                 self.due[request.view.request_id] = 0 if request.view.request_id in behind else due
 
     def _collect_partial(self, request: OffloadRequest, valid: int, is_last: bool) -> int:
-        """Take what groups with windows have. The token count at which there is more to take of any group."""
+        """Take what groups with windows have. When there is more to take of any group."""
         boundary = self._host.requirements.last_boundary(valid)
         due = boundary + self._host.requirements.align_tokens + self._host.requirements.ahead_tokens
         for group in self._windows:

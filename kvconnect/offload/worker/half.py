@@ -36,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadWorker:
-    """Stores, restores and keeps the blocks of one worker.
-
-    Everything that is ordered comes back exactly once through ``results``, whatever fails.
+    """Everything that is ordered comes back exactly once through ``results``, whatever fails.
 
     Only groups that are in ``kernel_block_sizes`` are kept. ``facts``, values of JSON, are what the bytes of
     blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``.
@@ -184,7 +182,6 @@ class OffloadWorker:
         if ticket.done and ticket.error is not None and len(jobs) > 1:
             # One order that cannot be carried out must not fail the others.
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
-
         loop.order(*((partial(loop.work.begun, ticket, jobs, now), None) for ticket, jobs in begun))
 
     def start(self, orders: OffloadOrders) -> None:
@@ -211,8 +208,7 @@ class OffloadWorker:
         loop.order(*work)
 
     def count_failures(self, reasons: Sequence[str]) -> None:
-        """Count what happened to the scheduler half, which has no numbers of its own. Only rank 0 does."""
-
+        # The scheduler half has no numbers of its own.
         def count(_: float) -> None:
             for reason in reasons:
                 self._metrics.failures.labels(reason).inc()
@@ -232,7 +228,6 @@ class OffloadWorker:
         self._jobs.on_results(wake)
 
     def changes(self) -> Changes | None:
-        """What the metrics have grown by since the last call, or None. Quick when that is nothing."""
         return self._metrics.changes()
 
     def state(self) -> dict[str, int]:
@@ -245,7 +240,6 @@ class OffloadWorker:
         }
 
     def usage(self) -> dict[str, Any]:
-        """What there is to see that stays when idle: sizes, and the state of each lower tier."""
         if self._copier is None or self._loop is None:
             return {}
         return {

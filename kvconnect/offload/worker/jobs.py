@@ -145,7 +145,6 @@ class Jobs:
             self.held.update(job.rows)
 
     def release(self, job: Job) -> None:
-        """The rows of a job are not touched any more for one of the reasons to hold them."""
         with self._lock:
             self.held.subtract(job.rows)
             self.held = +self.held

@@ -47,18 +47,10 @@ class _Call:
 
 
 class RowWork:
-    """All calls under way. One thread owns it; snapshots were begun by another.
-
-    ``tiers`` are in the order in which they are written.
-    """
+    """All calls under way. One thread owns it. ``tiers`` are in the order in which they are written."""
 
     def __init__(
-        self,
-        copier: Copier,
-        arena: RowArena,
-        tiers: Sequence[LowerTier],
-        jobs: Jobs,
-        metrics: OffloadMetrics,
+        self, copier: Copier, arena: RowArena, tiers: Sequence[LowerTier], jobs: Jobs, metrics: OffloadMetrics
     ) -> None:
         self.tiers = tiers
         self._copier, self._arena, self._jobs, self._metrics = copier, arena, jobs, metrics
@@ -277,7 +269,6 @@ class RowWork:
             return None
 
     def _tier(self, job: Job, name: str) -> LowerTier | None:
-        """The tier that a job is for; the job fails where there is none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier

@@ -33,10 +33,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class TierLoop:
-    """``step`` does everything that can be done now and returns how long to sleep; the thread only sleeps.
-
-    Only the thread writes ``metrics``. At its end it closes the tiers, the copier and the arena.
-    """
+    """Only the thread writes ``metrics``. At its end it closes the tiers, the copier and the arena."""
 
     def __init__(
         self,
