@@ -1,12 +1,10 @@
-"""The memory of slots: one allocation that a worker makes once and registers with its engine.
-
-On a GPU it takes of what a serving stack has left free.
-"""
+"""The memory of slots: one allocation, of what a serving stack has left free, registered with the engine."""
 
 from __future__ import annotations
 
 import torch
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import ConfigError
 
 ALIGN_BYTES = 4096
@@ -29,10 +27,7 @@ def auto_slot_bytes(device: torch.device | str) -> int:
 
 
 def spare_bytes(device: torch.device, reserved_bytes: int = 0) -> int | None:
-    """What may be taken: what is free, less ``reserved_bytes`` that the serving stack is still to take.
-
-    None where memory is not bounded like that.
-    """
+    """What is free, less ``reserved_bytes`` that the serving stack is still to take; None: not bounded."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -42,8 +37,7 @@ def spare_bytes(device: torch.device, reserved_bytes: int = 0) -> int | None:
 def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[int, int]:
     """Size and number of slots, of so many arenas and one more slot of scratch, that ``spare`` bytes hold.
 
-    First there are fewer slots, then smaller ones. The least is returned even where it does not fit: whether
-    it can be had, the device says.
+    First there are fewer slots, then smaller ones. The least is returned even where it does not fit.
     """
     spare -= arenas * ALIGN_BYTES
     least = min(count, LEAST_SLOTS)
@@ -57,31 +51,27 @@ def fitted_slots(slot_bytes: int, count: int, arenas: int, spare: int) -> tuple[
 class Arena:
     """Slots side by side on one device, and scratch memory after them.
 
-    Raises:
-        ConfigError: the device has no room for them.
+    Raises ``ConfigError``: the device has no room for them.
     """
 
     def __init__(
         self, device: torch.device | str, slot_bytes: int, count: int, scratch_bytes: int = 0
     ) -> None:
         self.device = torch.device(device)
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.scratch_bytes = slot_bytes, scratch_bytes
         self.length_bytes = slot_bytes * count + scratch_bytes
-        self.scratch_bytes = scratch_bytes
+        allocated_bytes = self.length_bytes + ALIGN_BYTES
         try:
-            self._storage = torch.empty(
-                self.length_bytes + ALIGN_BYTES, dtype=torch.uint8, device=self.device
-            )
+            self._storage = torch.empty(allocated_bytes, dtype=torch.uint8, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(
                 f"{count} slots of {slot_bytes} bytes do not fit on {self.device}; leave more of its memory "
                 f"free (under vLLM: a lower gpu_memory_utilization), or set path to 'direct': {error}"
             ) from error
-        self.address = -(-self._storage.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
+        self.address = div_ceil(self._storage.data_ptr(), ALIGN_BYTES) * ALIGN_BYTES
         self.scratch_address = self.address + slot_bytes * count
         self.addresses = tuple(self.address + index * slot_bytes for index in range(count))
 
     def view(self, address: int, length_bytes: int) -> torch.Tensor:
-        """Some of its bytes."""
         start = address - self._storage.data_ptr()
         return self._storage[start : start + length_bytes]

@@ -1,19 +1,18 @@
-"""A chunk of one request, or some rows of an offload, as moves of like lanes: what movers need, as columns.
-
-Nothing here loops over pages or layers.
-"""
+"""A chunk of one request, or some rows of an offload, as moves of like lanes: what movers need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LayoutError
-from kvconnect.pack.lanes import Column, Lanes
+from kvconnect.pack.digest import Streams
+from kvconnect.pack.lanes import Access, Column, Lanes
+from kvconnect.pack.numbers import NumberBuffer
 from kvconnect.plan.chunks import Chunk, Placement
 from kvconnect.runner_kit.block_table import BlockIds
 
@@ -25,6 +24,9 @@ class PageRange:
     group: int
     first: int
     count: int
+
+
+Blocks = Mapping[PageRange, BlockIds]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +45,30 @@ class Move:
     rows: int
 
 
+@dataclass(frozen=True)
+class Launch:
+    """The moves of one access width. ``batches_at`` is where their fields begin among the numbers."""
+
+    access: Access
+    batches_at: int
+    num_batches: int
+    num_items: int
+    programs: int
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
     """What a chunk is on one side, whichever request it is of.
 
-    ``streams`` are those that have bytes, as (offset, length, word) in bytes. ``handle`` is what the mover
-    made of the moves.
+    For kernels it has launches and their ``numbers``, with room at ``places`` for those of each page range.
     """
 
     total_bytes: int
-    streams: tuple[tuple[int, int, int], ...]
+    streams: Streams
     moves: tuple[Move, ...]
-    pages: tuple[PageRange, ...]
-    handle: Any
+    launches: tuple[Launch, ...] = ()
+    numbers: Column | tuple[()] = ()
+    places: tuple[tuple[PageRange, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +76,13 @@ class StagedChunk:
     """A chunk with the kernel blocks of a request, 0 for none, ready to be moved as often as is wanted.
 
     Blocks whose pages are placed are followed by their places: bytes into the slot, multiples of 16.
+    A kernel reads ``tensor``, which lies in ``lent``.
     """
 
     layout: ChunkLayout
-    blocks: Mapping[PageRange, BlockIds]
-    handle: Any
+    blocks: Blocks
+    tensor: torch.Tensor | None = None
+    lent: NumberBuffer | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -76,22 +91,20 @@ class StagedChunk:
 
 
 class PackTicket:
-    """A pack or unpack that was asked for. On a CPU, as here, it is done at once."""
+    """A pack or unpack that was asked for. On a CPU, as here, it is ``done`` at once."""
 
     def __init__(self, digest: int | None) -> None:
         self._digest = digest
 
     @property
     def done(self) -> bool:
-        """The bytes have moved, and the digest is known."""
         return True
 
     @property
     def digest(self) -> int | None:
         """The 64-bit digest of the slot's bytes as they were moved; None where none was asked for.
 
-        Raises:
-            LocalError: it is not done yet.
+        Raises ``LocalError``: it is not done yet.
         """
         return self._digest
 
@@ -102,8 +115,7 @@ class PackTicket:
 def make_move(lanes: Lanes, chunk: Chunk, placement: Placement) -> Move | None:
     """What like lanes move in a chunk; None where they have no rows of it.
 
-    Raises:
-        LayoutError: that is more pages than the cache has, whichever peer asked for them.
+    Raises ``LayoutError``: that is more pages than the cache has, whichever peer asked for them.
     """
     start, stop = np.searchsorted(lanes.stream, (chunk.first_stream, chunk.stop_stream))
     if start == stop:

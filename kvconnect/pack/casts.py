@@ -1,7 +1,6 @@
 """Values cast between the type of a cache and the type that travels, as tables.
 
-A value has at most 16 bits, so that a cast of it is one look-up in at most 65536 entries. What the
-entries are is the contract of every kernel:
+A cast of at most 16 bits is one look-up. What the entries are is the contract of every kernel:
 
     to float8_e4m3fn:   x / scale, in float32, then the nearest value, ties to even, held within +-448
     from float8_e4m3fn: value * scale, in float32, then the nearest value, ties to even
@@ -30,30 +29,23 @@ _MOST_TABLES = 512
 
 @dataclass(frozen=True)
 class Cast:
-    """The type of a side's values in memory, and their type on the wire, which is never wider."""
+    """The type of a side's values in memory, and on the wire, which is never wider."""
 
     memory: str
     wire: str
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a value in memory."""
         return ITEM_BYTES[self.memory]
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of a value on the wire."""
         return ITEM_BYTES[self.wire]
 
     @property
     def widening(self) -> int:
         """Bytes of memory for one on the wire."""
         return self.memory_bytes // self.wire_bytes
-
-    @property
-    def is_scaled(self) -> bool:
-        """One of the two types has scales."""
-        return SCALED in (self.memory, self.wire)
 
 
 @functools.lru_cache(maxsize=_MOST_TABLES)

@@ -1,45 +1,43 @@
 """The digest of a packed chunk: 64 bits that tell a whole slot from a torn, late or foreign one.
 
-Every word of the wire is mixed with a seed and with its place, and the results are summed, so that
-words can be taken in any order by any number of programs. A changed word always changes the sum, since
-the mix is one to one. It guards against accidents, not against an attacker, who knows the formula.
+Every word of the wire is mixed with a seed and with its place, and the results are summed, in any order. A
+changed word always changes the sum, since the mix is one to one. It guards against accidents, not against an
+attacker, who knows the formula.
 
     mix(x):  x ^= x >> 32;  x *= MULTIPLIER;  x ^= x >> 32        all modulo 2**64
     digest:  sum over words of mix(word + seed + STEP * place),   place = offset_bytes // word_bytes
 
 A stream's words have its ``word_bytes``, and are little endian. Bytes between streams do not count.
 
-Where a pass over all words would cost more than it is worth, only the words of one line of ``LINE_BYTES``
-in so many count: of lines that lie in one stream, and whose number in the slot, plus the seed, is a multiple
-of that. So whatever is torn or stale over as many lines is still found for sure, and each generation of a
-slot looks at others.
+On a CPU only the words of one line of ``LINE_BYTES`` in so many count: of lines that lie in one stream, and
+whose number in the slot, plus the seed, is a multiple of that. So whatever is torn or stale over as many
+lines is still found for sure, and each generation of a slot looks at others.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+# The golden ratio of 2**64: it spreads places over all bits.
 STEP = 0x9E3779B97F4A7C15
-"""The golden ratio of 2**64: it spreads places over all bits."""
 MULTIPLIER = 0xBF58476D1CE4E5B9
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _AT_ONCE = 1 << 15
 
+# What a processor reads at once.
 LINE_BYTES = 64
-"""What a processor reads at once."""
+# A digest is of so many lines at least, or of all: a small chunk costs little.
 LEAST_LINES = 256
-"""A digest is of so many lines at least, or of all: a small chunk costs little."""
+# One line in so many, which is one in 16 KiB, costs some hundredths of what a transfer takes.
 CPU_DIGEST_SAMPLE = 256
-"""One line in so many on a CPU, which is one in 16 KiB: some hundredths of what a transfer takes."""
 
 Lines = NDArray[np.int64]
-Streams = Sequence[tuple[int, int, int]]
-"""The streams of a chunk that have bytes: (offset, length, word), all in bytes."""
+# The streams of a chunk that have bytes: (offset, length, word), all in bytes.
+Streams = tuple[tuple[int, int, int], ...]
 
 
 def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in: int) -> int:
@@ -47,17 +45,13 @@ def digest_streams(slot: NDArray[np.uint8], streams: Streams, seed: int, one_in:
     num_lines = sum(length for _, length, _ in streams) // LINE_BYTES
     one_in = max(1, min(one_in, num_lines // LEAST_LINES))
     if one_in == 1:
-        digests = (
-            digest_bytes(slot[offset : offset + length], offset, word, seed)
-            for offset, length, word in streams
-        )
-    else:
-        digests = (_digest_some(slot, *alike, seed, one_in) for alike in _lines_by_word(tuple(streams)))
-    return sum(digests) % 2**64
+        return sum(_digest_stream(slot, *stream, seed) for stream in streams) % 2**64
+    some = (_digest_some(slot, *alike, seed, one_in) for alike in _lines_by_word(tuple(streams)))
+    return sum(some) % 2**64
 
 
 @functools.lru_cache(maxsize=512)
-def _lines_by_word(streams: tuple[tuple[int, int, int], ...]) -> list[tuple[int, Lines, Lines]]:
+def _lines_by_word(streams: Streams) -> list[tuple[int, Lines, Lines]]:
     """For each size of words the lines that lie in one stream of it: first and behind the last, by stream."""
     columns = np.array(streams, dtype=np.int64)
     first, stop = -(-columns[:, 0] // LINE_BYTES), (columns[:, 0] + columns[:, 1]) // LINE_BYTES
@@ -65,10 +59,8 @@ def _lines_by_word(streams: tuple[tuple[int, int, int], ...]) -> list[tuple[int,
     return [(int(word), first[words == word], stop[words == word]) for word in np.unique(words)]
 
 
-def digest_bytes(data: NDArray[np.uint8], offset_bytes: int, word_bytes: int, seed: int) -> int:
-    """The digest of one stream: ``data``, which begins ``offset_bytes`` into the slot."""
-    words = data.view(_WORDS[word_bytes])
-    first = offset_bytes // word_bytes
+def _digest_stream(slot: NDArray[np.uint8], offset: int, length: int, word: int, seed: int) -> int:
+    words, first = slot[offset : offset + length].view(_WORDS[word]), offset // word
     step = np.uint64(STEP)
     places = np.arange(min(_AT_ONCE, len(words)), dtype=np.uint64) * step
     total = 0
@@ -101,7 +93,6 @@ def _digest_some(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix in place."""
     x ^= x >> np.uint64(32)
     x *= np.uint64(MULTIPLIER)
     x ^= x >> np.uint64(32)

@@ -3,7 +3,6 @@
 A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
 and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
 Where this side's values are not of the type that travels, a lane also says how they are cast.
-Lanes are made one by one; those that are moved alike are then joined.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from kvconnect.cache.region_table import UNSCALED, GroupGeometry, Region, Scales
 from kvconnect.errors import LayoutError
 from kvconnect.pack.casts import Cast
 from kvconnect.plan.align import TableCard
+from kvconnect.plan.conversion import SCALED
 from kvconnect.plan.wire import Wire, WireStream
 
 Column = NDArray[np.int64]
+# Slots, and the places of pages in them, are multiples of this.
 PLACE_BYTES = 16
-"""Slots, and the places of pages in them, are multiples of this."""
 
 
 @dataclass(frozen=True)
 class Walk:
     """How to walk a page: counts, and strides in bytes.
 
-    ``run_bytes`` lie side by side in memory and are ``wire_run_bytes`` on the wire: as many, but for a cast.
+    ``run_bytes`` side by side in memory are ``wire_run_bytes`` on the wire, where planes follow each other.
     """
 
     tokens: int
@@ -45,23 +45,19 @@ class Walk:
     plane_stride: int
     wire_token_stride: int
     wire_head_stride: int
-    wire_plane_stride: int
     wire_run_bytes: int
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that a page has on the wire."""
+        """On the wire."""
         return self.tokens * self.heads * self.planes * self.wire_run_bytes
 
     @property
     def extent_bytes(self) -> int:
         """Bytes in memory from the first that travels to the last, gaps included."""
-        return (
-            (self.tokens - 1) * self.token_stride
-            + (self.heads - 1) * self.head_stride
-            + (self.planes - 1) * self.plane_stride
-            + self.run_bytes
-        )
+        of_tokens = (self.tokens - 1) * self.token_stride
+        of_heads = (self.heads - 1) * self.head_stride
+        return of_tokens + of_heads + (self.planes - 1) * self.plane_stride + self.run_bytes
 
     def memory_step(self) -> int:
         """The largest number of bytes, up to 16, that divides every step in memory."""
@@ -70,15 +66,13 @@ class Walk:
 
     def wire_step(self) -> int:
         """The largest number of bytes, up to 16, that divides every step on the wire."""
-        strides = (self.wire_token_stride, self.wire_head_stride, self.wire_plane_stride)
-        return math.gcd(16, self.wire_run_bytes, *strides)
+        return math.gcd(16, self.wire_run_bytes, self.wire_token_stride, self.wire_head_stride)
 
 
 @dataclass(frozen=True)
 class Access:
-    """How wide a kernel's accesses are, in bytes, and what happens to what it moves.
+    """What a kernel accesses at a time: ``unit`` bytes of the wire, in words of ``word``, as of the digest.
 
-    ``unit`` bytes of the wire at a time, in words of ``word`` bytes, as the digest counts them.
     ``memory`` is what the addresses of pages are multiples of; where that is less than a word, words
     are put together from so many bytes. With a ``cast`` a unit is one word.
     """
@@ -103,8 +97,8 @@ class Access:
 class Lanes:
     """Lanes that are walked alike and have the same rows in every chunk, in the order of their streams.
 
-    Lane ``i`` is of ``stream[i]``. Its first page is at ``address[i]``, and its rows begin ``wire_offset[i]``
-    bytes into the stream's; both are those of the first head that travels. Where values are cast, the first
+    Lane ``i`` has its first page at ``address[i]``, and its rows begin ``wire_offset[i]`` bytes into those of
+    ``stream[i]``; both are those of the first head that travels. Where values are cast, the first
     ``key_values`` of each head have the first of its two ``scales``, the others the second.
     """
 
@@ -138,43 +132,33 @@ def join_lanes(lanes: Sequence[Lane], rows_alike: Sequence[tuple[int, int]]) -> 
     alike: dict[tuple[object, ...], list[Lane]] = defaultdict(list)
     for one in lanes:
         alike[one.group, rows_alike[one.stream], one.walk, one.access, one.key_values].append(one)
-    return tuple(
-        Lanes(
-            group=members[0].group,
-            num_blocks=min(one.num_blocks for one in members),
-            walk=members[0].walk,
-            access=members[0].access,
-            stream=np.array([one.stream for one in members], dtype=np.int64),
-            address=np.array([one.address for one in members], dtype=np.int64),
-            wire_offset=np.array([one.wire_offset for one in members], dtype=np.int64),
-            key_values=members[0].key_values,
-            scales=np.array([one.scales for one in members], dtype=np.float32),
-        )
-        for members in alike.values()
-    )
+    joined = []
+    for members in alike.values():
+        first, num_blocks = members[0], min(one.num_blocks for one in members)
+        places = [(one.stream, one.address, one.wire_offset) for one in members]
+        stream, address, offset = np.array(places, dtype=np.int64).T.copy()
+        scales = np.array([one.scales for one in members], dtype=np.float32)
+        same = first.group, num_blocks, first.walk, first.access
+        joined.append(Lanes(*same, stream, address, offset, first.key_values, scales))
+    return tuple(joined)
 
 
 def make_lanes(wire: Wire, card: TableCard, side: str) -> tuple[Lanes, ...]:
-    """The lanes of this side, joined; ``side`` is ``"source"`` or ``"target"``.
+    """The lanes of this side, ``"source"`` or ``"target"``, joined.
 
-    Raises:
-        LayoutError: the wire is not one of this table's; the text names the layer.
+    Raises ``LayoutError``: the wire is not one of this table's; the text names the layer.
     """
     groups = card.geometry()
-    by_layer: dict[str, list[Region]] = defaultdict(list)
+    by_layer: dict[tuple[str, int], list[Region]] = defaultdict(list)
     for region in card.regions:
-        by_layer[region.layer].append(region)
+        by_layer[region.layer, region.group].append(region)
     lanes: list[Lane] = []
     for index, stream in enumerate(wire.streams):
         group = stream.source_group if side == "source" else stream.target_group
-        regions = [region for region in by_layer[stream.layer] if region.group == group]
+        regions = by_layer[stream.layer, group]
         cast = _stream_cast(stream, side, regions)
-        place = _place_page if wire.order == "pages" else _place_rows
-        made = [
-            _lane(index, stream, region, placed, cast)
-            for region in regions
-            if (placed := place(stream, region, cast)) is not None
-        ]
+        found = ((region, _place(stream, region, cast, wire.order == "pages")) for region in regions)
+        made = [_lane(index, stream, region, placed, cast) for region, placed in found if placed]
         _check_lanes(stream, groups.get(group), made)
         lanes.extend(made)
     return join_lanes(lanes, [(stream.target_group, stream.row_tokens) for stream in wire.streams])
@@ -190,7 +174,7 @@ def flat_lane(
 
 
 def _flat_walk(page_bytes: int, stride: int) -> Walk:
-    return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 7))
+    return Walk(1, 1, 1, page_bytes, stride, *([page_bytes] * 6))
 
 
 def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Cast | None:
@@ -206,15 +190,14 @@ def _stream_cast(stream: WireStream, side: str, regions: Sequence[Region]) -> Ca
     return None if dtype == stream.conversion.wire_dtype else Cast(dtype, stream.conversion.wire_dtype)
 
 
-def _place_page(stream: WireStream, region: Region, cast: Cast | None) -> tuple[Walk, int, int] | None:
-    """The walk over a region's whole pages, its address and wire offset; None if it is not the stream's."""
-    if (region.first_plane, region.heads) != (stream.first_plane, stream.heads):
-        return None
-    return _flat_walk(region.page_bytes, region.block_stride), region.address, 0
-
-
-def _place_rows(stream: WireStream, region: Region, cast: Cast | None) -> tuple[Walk, int, int] | None:
-    """The walk over those of a region's heads that travel, its address and wire offset; None for no heads."""
+def _place(
+    stream: WireStream, region: Region, cast: Cast | None, as_pages: bool
+) -> tuple[Walk, int, int] | None:
+    """The walk over what of a region travels with a stream, its address and wire offset; None for nothing."""
+    if as_pages:
+        if (region.first_plane, region.heads) != (stream.first_plane, stream.heads):
+            return None
+        return _flat_walk(region.page_bytes, region.block_stride), region.address, 0
     axes = region.axes
     heads, skipped, shift = axes.heads, 0, 0
     if stream.heads is not None and region.heads is not None:
@@ -236,7 +219,6 @@ def _place_rows(stream: WireStream, region: Region, cast: Cast | None) -> tuple[
         plane_stride=axes.plane_stride if axes.planes > 1 else 0,
         wire_token_stride=stream.width_bytes,
         wire_head_stride=stream.head_bytes,
-        wire_plane_stride=wire_row_bytes,
         wire_run_bytes=wire_row_bytes,
     )
     offset = shift * stream.head_bytes + region.first_plane * wire_row_bytes
@@ -261,31 +243,25 @@ def _lane(
         access = Access(word, word, math.gcd(word * cast.widening, memory), cast)
         assert stream.conversion is not None
         scales = stream.conversion.scales
-        if cast.is_scaled:
+        if SCALED in (cast.memory, cast.wire):
             before = region.first_plane * (walk.wire_run_bytes // cast.wire_bytes)
             key_values = stream.conversion.key_values - before
-    return Lane(
-        region.group, region.num_blocks, walk, access, index, address, wire_offset, key_values, scales
-    )
+    where = index, address, wire_offset
+    return Lane(region.group, region.num_blocks, walk, access, *where, key_values, scales)
 
 
 def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
     """The lanes hold what the stream says: its tokens, and its rows exactly once."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:
-        raise LayoutError(
-            f"layer {stream.layer!r}: a row of the wire has {stream.width_bytes} bytes, one of this table "
-            f"{filled}"
-        )
-    for lane in lanes:
-        tokens = 1 if geometry.is_state else geometry.block_tokens
-        if (
-            geometry.is_state != stream.is_state
-            or lane.walk.tokens * stream.row_tokens != tokens
-            or lane.walk.wire_run_bytes % stream.word_bytes
-        ):
+        rows = f"a row of the wire has {stream.width_bytes} bytes, one of this table {filled}"
+        raise LayoutError(f"layer {stream.layer!r}: {rows}")
+    tokens = 1 if geometry.is_state else geometry.block_tokens
+    for walk in (lane.walk for lane in lanes):
+        fits = walk.tokens * stream.row_tokens == tokens and not walk.wire_run_bytes % stream.word_bytes
+        if geometry.is_state != stream.is_state or not fits:
             raise LayoutError(
                 f"layer {stream.layer!r}: the wire has a row for {stream.row_tokens} tokens in words of "
-                f"{stream.word_bytes} bytes, this table {lane.walk.tokens} rows of "
-                f"{lane.walk.wire_run_bytes} bytes for {tokens} tokens"
+                f"{stream.word_bytes} bytes, this table {walk.tokens} rows of {walk.wire_run_bytes} bytes "
+                f"for {tokens} tokens"
             )

@@ -1,13 +1,13 @@
 """Launches of the kernel in ``move_triton.py``: how its work is cut, and the numbers that it reads.
 
-Lanes are of one launch if their accesses are equally wide, which all of a model's usually are; a layer
-with odd rows (the 132 bytes of an fp8 indexer) gets a launch of its own and slows no other down.
+Lanes are of one launch if their accesses are equally wide, so that odd rows (the 132 bytes of an fp8 indexer)
+slow no other lanes down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from triton.compiler import CompiledKernel
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import Move, PageRange
-from kvconnect.pack.digest import MULTIPLIER, STEP
+from kvconnect.pack.batches import Blocks, ChunkLayout, Launch, Move, PageRange, StagedChunk
+from kvconnect.pack.digest import Streams
 from kvconnect.pack.lanes import Access, Column, Lanes
 from kvconnect.pack.move_triton import load_kernel, move_kernel
 from kvconnect.pack.numbers import NumberBuffer, NumberPool
@@ -37,45 +37,11 @@ _LEAST_TURNS = 4
 _LOADED_AT_ONCE = 1024
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """The moves of one access width. ``batches_at`` is where their fields begin among the numbers."""
-
-    access: Access
-    batches_at: int
-    num_batches: int
-    num_items: int
-    programs: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Launches and their numbers, with room at ``places`` for those of each range of pages."""
-
-    launches: tuple[_Launch, ...]
-    numbers: Column
-    places: tuple[tuple[PageRange, int], ...]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Launches, and the tensor with their numbers, which lies in ``lent``."""
-
-    tensor: torch.Tensor
-    launches: tuple[_Launch, ...]
-    lent: NumberBuffer
-
-
 class Launcher:
-    """Launches of the kernel over lanes, on the stream that is current.
+    """Launches of the kernel over ``all_lanes`` that are ever moved, on the stream that is current.
 
-    One thread prepares and stages; any may load and start, several at a time.
-
-    Args:
-        all_lanes: all that are ever moved.
-        device: where they are.
-        is_placed: pages do not lie one after the other in the slot, but each at a place of its own. The
-            numbers of pages are then their blocks, followed by their places: bytes, multiples of 16.
+    One thread prepares and stages; any may load and start, several at a time. With ``is_placed`` pages do not
+    lie one after the other in the slot, but each at a place of its own.
     """
 
     def __init__(self, all_lanes: Sequence[Lanes], device: torch.device, *, is_placed: bool = False) -> None:
@@ -104,11 +70,11 @@ class Launcher:
         lent = self._pool.lend(FIELDS)
         lent.values[:FIELDS] = 0
         self.load(lent)
-        for access in self._units:
-            self.start(Staged(lent.tensor, (_Launch(access, 0, 1, 0, 1),), lent), 0, pack)
+        layout = ChunkLayout(0, (), (), tuple(Launch(access, 0, 1, 0, 1) for access in self._units))
+        self.start(StagedChunk(layout, {}, lent.tensor, lent), 0, pack)
 
-    def prepare(self, moves: Sequence[Move]) -> Prepared:
-        """What can be worked out before the blocks are known."""
+    def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
+        """What can be worked out of a chunk before the blocks are known."""
         columns: list[Column] = []
 
         def put(column: Column) -> int:
@@ -128,34 +94,32 @@ class Launcher:
             blocks_at = [places[move.pages] for move in alike]
             fields, num_items = self._fields(access, alike, lanes_at, blocks_at)
             programs = min(num_items, self._programs)
-            launches.append(_Launch(access, put(fields), len(alike), num_items, programs))
+            launches.append(Launch(access, put(fields), len(alike), num_items, programs))
         # What is staged together lies side by side, each from a multiple of 16 bytes on, as the compiled
         # kernel expects it.
         put(np.zeros(2 - sum(map(len, columns)) % 2, dtype=np.int64))
-        return Prepared(tuple(launches), np.concatenate(columns), tuple(places.items()))
+        numbers = np.concatenate(columns)
+        return ChunkLayout(total_bytes, streams, moves, tuple(launches), numbers, tuple(places.items()))
 
     def stage(
-        self, prepared: Sequence[Prepared], of_pages: Sequence[Mapping[PageRange, Column]]
-    ) -> tuple[NumberBuffer, list[Staged]]:
+        self, layouts: Sequence[ChunkLayout], of_pages: Sequence[Blocks]
+    ) -> tuple[NumberBuffer, list[StagedChunk]]:
         """Write the numbers of several, with those of their pages, to memory for ``load``."""
-        lent = self._pool.lend(sum(len(one.numbers) for one in prepared))
+        lent = self._pool.lend(sum(len(layout.numbers) for layout in layouts))
         staged, at = [], 0
-        for one, columns in zip(prepared, of_pages, strict=True):
-            end = at + len(one.numbers)
-            lent.values[at:end] = one.numbers
-            for pages, place in one.places:
+        for layout, columns in zip(layouts, of_pages, strict=True):
+            end = at + len(layout.numbers)
+            lent.values[at:end] = layout.numbers
+            for pages, place in layout.places:
                 column = columns[pages]
                 lent.values[at + place : at + place + len(column)] = column
-            tensor = lent.tensor if len(prepared) == 1 else lent.tensor[at:end]
-            staged.append(Staged(tensor, one.launches, lent))
+            tensor = lent.tensor if len(layouts) == 1 else lent.tensor[at:end]
+            staged.append(StagedChunk(layout, columns, tensor, lent))
             at = end
         return lent, staged
 
     def load(self, lent: NumberBuffer) -> None:
-        """Bring numbers to where the kernel reads them.
-
-        A kernel fetches them: a copy engine may have long copies to do before.
-        """
+        """Bring numbers to where the kernel reads them: by a kernel, as copy engines may be busy for long."""
         varying = (lent.tensor, lent.host_address, lent.count)
         grid = div_ceil(lent.count, _LOADED_AT_ONCE)
         if self._compiled_load is not None:
@@ -165,10 +129,10 @@ class Launcher:
         if isinstance(made, CompiledKernel):
             self._compiled_load = made
 
-    def start(self, staged: Staged, slot: int, pack: bool, seed: int | None = None) -> None:
+    def start(self, staged: StagedChunk, slot: int, pack: bool, seed: int | None = None) -> None:
         """Launch what was loaded. With a ``seed`` the digest of what is in the slot is added to ``sums``."""
         signed = 0 if seed is None else (seed + 2**63) % 2**64 - 2**63
-        for launch in staged.launches:
+        for launch in staged.layout.launches:
             counts = launch.batches_at, launch.num_batches, launch.num_items
             varying = (staged.tensor, *counts, slot, self.sums, signed)
             key = (launch.access, pack, seed is not None)
@@ -199,8 +163,6 @@ class Launcher:
             "PAGES": self._pages_at_once(access),
             "UNITS": self._units[access],
             "FIELDS": FIELDS if cast is None else CAST_FIELDS,
-            "STEP": STEP,
-            "MULTIPLIER": MULTIPLIER,
         }
 
     def _pages_at_once(self, access: Access) -> int:
@@ -213,46 +175,27 @@ class Launcher:
         pages = self._pages_at_once(access)
         tiles = [div_ceil(move.lanes.walk.page_bytes // access.unit, self._units[access]) for move in moves]
         turns = [div_ceil(move.pages.count, pages) for move in moves]
-        all_turns = sum(
-            count * turn * len(move.wire) for count, turn, move in zip(tiles, turns, moves, strict=True)
-        )
+        lanes = [len(move.wire) for move in moves]
+        all_turns = sum(map(math.prod, zip(tiles, turns, lanes, strict=True)))
         # Long items, a few for each program, so that all programs end at about the same time; where there is
         # less to do, fewer programs rather than short items.
         at_once = div_ceil(all_turns, _ITEMS_EACH * self._programs)
         at_once = max(at_once, min(_LEAST_TURNS, all_turns // max(1, self._programs // 4)))
         at_once = min(at_once, _MOST_TURNS)
+        num_fields = FIELDS if access.cast is None else CAST_FIELDS
         rows, first = [], 0
-        step = access.stride_bytes
-        for move, count, turn, lanes, blocks in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):
+        unit, step = access.unit, access.stride_bytes
+        for move, count, turn, *at in zip(moves, tiles, turns, lanes_at, blocks_at, strict=True):
             walk = move.lanes.walk
             turn = div_ceil(turn, at_once)
             # Pages that are placed are moved one after the other, in all lanes: so programs that run at a
             # time are near each other in the memory that pages are placed in.
             order = (count * len(move.wire), count) if self._is_placed else (count * turn, turn)
-            rows.append(
-                (
-                    first,
-                    *order,
-                    at_once * pages,
-                    lanes,
-                    blocks,
-                    move.pages.count,
-                    move.lead,
-                    move.rows,
-                    walk.tokens,
-                    walk.page_bytes // access.unit,
-                    walk.block_stride,
-                    walk.wire_token_stride // access.unit,
-                    walk.wire_run_bytes // access.unit,
-                    walk.planes,
-                    walk.heads,
-                    walk.plane_stride // step,
-                    walk.head_stride // step,
-                    walk.token_stride // step,
-                    walk.wire_head_stride // access.unit,
-                    *(() if access.cast is None else (move.lanes.key_values,)),
-                )
-            )
+            sizes = move.pages.count, move.lead, move.rows, walk.tokens, walk.page_bytes // unit
+            axes = walk.wire_token_stride // unit, walk.wire_run_bytes // unit, walk.planes, walk.heads
+            strides = walk.plane_stride // step, walk.head_stride // step, walk.token_stride // step
+            row = (first, *order, at_once * pages, *at, *sizes, walk.block_stride, *axes, *strides)
+            rows.append((*row, walk.wire_head_stride // unit, move.lanes.key_values)[:num_fields])
             first += count * turn * len(move.wire)
         if first >= 2**31:
             raise LocalError(f"a launch has {first} items of work; accepted: less than 2**31")
@@ -271,7 +214,7 @@ def _lane_numbers(move: Move) -> Column:
 def units_at_once(pages: Sequence[tuple[int, int]], most: int) -> int:
     """How many units of a page a tile takes: a power of two, as large as wastes little.
 
-    ``pages`` are the units of a page and how many lanes have such pages.
+    ``pages`` are the units of a page, and how many lanes have such pages.
     """
     most = max(1, 1 << (most.bit_length() - 1))
     sizes = [1 << bit for bit in range(most.bit_length())]

@@ -1,9 +1,8 @@
 """The kernel that moves pages to and from a slot.
 
-It knows memory by absolute addresses, so that it reaches every allocation. Its work is cut into items:
-some pages of one lane, and of these the same units of each page. Where the units of a page lie is worked
-out once per item; after that a page costs a block id and additions. Programs take items in turn, so that
-any number of programs can do all the work.
+It knows memory by absolute addresses. Its work is cut into items: some pages of one lane, and of these the
+same units of each page. Where the units of a page lie is worked out once per item; after that a page costs a
+block id and additions. Programs take items in turn, so that any number of programs can do all the work.
 
 All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
 address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
@@ -17,20 +16,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvconnect.pack.digest import MULTIPLIER, STEP
 from kvconnect.runner_kit.words_triton import word_pointer
+
+_STEP, _MULTIPLIER = tl.constexpr(STEP), tl.constexpr(MULTIPLIER)
 
 
 @triton.jit
-def _mix(x, MULTIPLIER: tl.constexpr):
+def _mix(x):
     x = x ^ (x >> 32)
-    x = x * MULTIPLIER
+    x = x * _MULTIPLIER
     return x ^ (x >> 32)
 
 
 @triton.jit
-def _mixed_sum(words, live, MULTIPLIER: tl.constexpr):
+def _mixed_sum(words, live):
     # The words of a unit lie in one thread: summing them here halves what is carried on.
-    return tl.sum(tl.where(live, _mix(words, MULTIPLIER), 0), axis=2)
+    return tl.sum(tl.where(live, _mix(words), 0), axis=2)
 
 
 @triton.jit
@@ -82,10 +84,7 @@ def _item_of(item, fields, num_pages, PLACED: tl.constexpr):
     first = place // outer
     second = (place % outer) // inner
     third = place % inner
-    if PLACED:
-        lane, tile, turn = second, third, first
-    else:
-        lane, tile, turn = first, second, third
+    lane, tile, turn = (second, third, first) if PLACED else (first, second, third)
     pages_per_item = tl.load(fields + 3).to(tl.int32)
     first_page = turn * pages_per_item
     return lane, tile, first_page, tl.minimum(first_page + pages_per_item, num_pages)
@@ -139,27 +138,16 @@ def _offsets(fields, unit, wire_token, FLAT: tl.constexpr, UNIT: tl.constexpr, M
 
 @triton.jit
 def _in_chunk(
-    page,
-    last,
-    lead,
-    rows,
-    tokens,
-    token,
-    in_page,
-    wire,
-    wire_token,
-    places,
-    PLACED: tl.constexpr,
-    UNIT: tl.constexpr,
+    page, last, lead, rows, tokens, token, valid, wire_token, places, PLACED: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Which units of these pages travel, and where the pages' rows lie on the wire."""
+    """Which units of these pages travel, and where the pages' rows lie on the wire of their lane."""
     row = lead + page * tokens
     at_row = row[:, None] + token[None, :]
-    live = (page < last)[:, None] & in_page[None, :] & (at_row >= 0) & (at_row < rows)
+    live = (page < last)[:, None] & valid[None, :] & (at_row >= 0) & (at_row < rows)
     if PLACED:
-        page_wire = wire + tl.load(places + page, mask=page < last, other=0) // UNIT
+        page_wire = tl.load(places + page, mask=page < last, other=0) // UNIT
     else:
-        page_wire = wire + row.to(tl.int64) * wire_token
+        page_wire = row.to(tl.int64) * wire_token
     return live[:, :, None], page_wire[:, None, None]
 
 
@@ -219,42 +207,6 @@ def _scale_of_values(lane, fields, in_head, UNIT: tl.constexpr, WIRE_TYPE: tl.co
 
 
 @triton.jit
-def _cast_words(
-    in_slot,
-    in_memory,
-    live,
-    kept,
-    scale,
-    PACK: tl.constexpr,
-    WORD: tl.constexpr,
-    MEMORY: tl.constexpr,
-    MEMORY_TYPE: tl.constexpr,
-    WIRE_TYPE: tl.constexpr,
-):
-    """As ``_move_words``, for words whose values are cast."""
-    memory_item: tl.constexpr = 1 if MEMORY_TYPE == "float8_e4m3fn" else 2
-    item: tl.constexpr = 1 if WIRE_TYPE == "float8_e4m3fn" else 2
-    lanes = tl.arange(0, WORD // item)[None, None, :]
-    shift = (lanes * (8 * item)).to(tl.uint64)
-    pointer = tl.multiple_of(word_pointer(in_memory, memory_item), [1, 1, MEMORY]) + lanes
-    if PACK:
-        value = _from_bits(tl.load(pointer, mask=kept, other=0), MEMORY_TYPE)
-        if WIRE_TYPE == "float8_e4m3fn":
-            value = tl.div_rn(value, scale)
-        bits = _to_bits(value, WIRE_TYPE).to(tl.uint64)
-        words = tl.sum(bits << shift, axis=2)[:, :, None]
-        _store_words(in_slot, words, live, WORD, WORD, WORD)
-    else:
-        words = _load_words(in_slot, live, WORD, WORD, WORD)
-        value = _from_bits((words >> shift) & ((1 << (8 * item)) - 1), WIRE_TYPE)
-        if WIRE_TYPE == "float8_e4m3fn":
-            value = value * scale
-        bits = _to_bits(value, MEMORY_TYPE)
-        tl.store(pointer, bits.to(pointer.dtype.element_ty), mask=kept)
-    return words
-
-
-@triton.jit
 def _move_words(
     in_slot,
     in_memory,
@@ -270,7 +222,25 @@ def _move_words(
 ):
     """Move what is live; ``kept`` is that of which there is a page. The words are those in the slot."""
     if WIRE_TYPE is not None:
-        words = _cast_words(in_slot, in_memory, live, kept, scale, PACK, WORD, MEMORY, MEMORY_TYPE, WIRE_TYPE)
+        memory_item: tl.constexpr = 1 if MEMORY_TYPE == "float8_e4m3fn" else 2
+        item: tl.constexpr = 1 if WIRE_TYPE == "float8_e4m3fn" else 2
+        lanes = tl.arange(0, WORD // item)[None, None, :]
+        shift = (lanes * (8 * item)).to(tl.uint64)
+        pointer = tl.multiple_of(word_pointer(in_memory, memory_item), [1, 1, MEMORY]) + lanes
+        if PACK:
+            value = _from_bits(tl.load(pointer, mask=kept, other=0), MEMORY_TYPE)
+            if WIRE_TYPE == "float8_e4m3fn":
+                value = tl.div_rn(value, scale)
+            bits = _to_bits(value, WIRE_TYPE).to(tl.uint64)
+            words = tl.sum(bits << shift, axis=2)[:, :, None]
+            _store_words(in_slot, words, live, WORD, WORD, WORD)
+        else:
+            words = _load_words(in_slot, live, WORD, WORD, WORD)
+            value = _from_bits((words >> shift) & ((1 << (8 * item)) - 1), WIRE_TYPE)
+            if WIRE_TYPE == "float8_e4m3fn":
+                value = value * scale
+            bits = _to_bits(value, MEMORY_TYPE)
+            tl.store(pointer, bits.to(pointer.dtype.element_ty), mask=kept)
     elif PACK:
         words = _load_words(in_memory, kept, WORD, MEMORY, UNIT)
         _store_words(in_slot, words, live, WORD, WORD, UNIT)
@@ -302,8 +272,6 @@ def move_kernel(
     PAGES: tl.constexpr,
     UNITS: tl.constexpr,
     FIELDS: tl.constexpr,
-    STEP: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
 ):
     WORDS: tl.constexpr = UNIT // WORD
     WIDER: tl.constexpr = 2 if WIRE_TYPE == "float8_e4m3fn" else 1
@@ -324,7 +292,7 @@ def move_kernel(
         offsets = _offsets(fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY)
         token, unit_memory, in_head, unit_wire = offsets
         scale = _scale_of_values(lane, fields, in_head, UNIT, WIRE_TYPE)
-        unit_key = unit_wire.to(tl.uint64) * WORDS * STEP + word_of_unit * STEP
+        unit_key = unit_wire.to(tl.uint64) * WORDS * _STEP + word_of_unit * _STEP
         page = first + tl.arange(0, PAGES)
         next_block = tl.load(blocks + page, mask=page < last, other=0)
         for start in range(first, last, PAGES):
@@ -332,10 +300,11 @@ def move_kernel(
             # The next pages' blocks are on their way while these pages move.
             block = next_block
             next_block = tl.load(blocks + page + PAGES, mask=page + PAGES < last, other=0)
-            places, in_page = blocks + num_pages, unit < units
+            places, valid = blocks + num_pages, unit < units
             live, page_wire = _in_chunk(
-                page, last, lead, rows, tokens, token, in_page, wire, wire_token, places, PLACED, UNIT
+                page, last, lead, rows, tokens, token, valid, wire_token, places, PLACED, UNIT
             )
+            page_wire += wire
             in_slot = slot + (page_wire + unit_wire) * UNIT
             in_memory = (address + block * block_stride)[:, None, None] + unit_memory
             kept = live & (block > 0)[:, None, None]
@@ -343,8 +312,8 @@ def move_kernel(
                 in_slot, in_memory, live, kept, scale, PACK, UNIT, WORD, MEMORY, MEMORY_TYPE, WIRE_TYPE
             )
             if DIGEST:
-                key = page_wire.to(tl.uint64) * WORDS * STEP + seed.to(tl.uint64)
-                sum_of_words += _mixed_sum(words + (key + unit_key), live, MULTIPLIER)
+                key = page_wire.to(tl.uint64) * WORDS * _STEP + seed.to(tl.uint64)
+                sum_of_words += _mixed_sum(words + (key + unit_key), live)
     if DIGEST:
         # No program waits for another: the sum is read after the kernel.
         tl.atomic_add(sums, tl.sum(sum_of_words).to(tl.int64, bitcast=True), sem="relaxed")

@@ -1,7 +1,6 @@
-"""Memory for the numbers that kernels read: on the host where they are written, and beside it on the device.
+"""Memory for the numbers that kernels read: on the host where they are written, and on the device.
 
-Kept and used again. To ask torch's allocators for both takes longer than everything else that is done for
-a chunk.
+It is used again: torch's allocators take longer than everything else that is done for a chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from numpy.typing import NDArray
 _LEAST_NUMBERS = 512
 _MOST_FREE_BYTES = 32 << 20
 
+# As much memory of the host, pinned where there is a GPU, as of the device; and where the former is.
 _Pair = tuple[NDArray[Any], torch.Tensor, int]
-"""As much memory of the host, pinned where there is a GPU, as of the device; and where the former is."""
 
 
 class NumberBuffer:
-    """Room for ``count`` numbers, in use for as long as this object lives.
+    """Room for ``count`` numbers: ``values`` on the host, where they are written, and ``tensor``.
 
-    Its owner keeps it until the kernels that read ``tensor`` are done: then so is what loaded it, and the
-    host's side can be written again. ``values`` are where the numbers are written, on the host.
+    Its owner keeps it until the kernels that read ``tensor`` are done: then so is what loaded it.
     """
 
     def __init__(self, pair: _Pair, count: int, pool: NumberPool) -> None:
@@ -43,7 +41,6 @@ class NumberPool:
 
     @property
     def free_bytes(self) -> int:
-        """What is kept and not in use, on each side."""
         return sum(pair[0].nbytes for pairs in list(self._free.values()) for pair in list(pairs))
 
     def lend(self, count: int) -> NumberBuffer:
@@ -58,6 +55,6 @@ class NumberPool:
         return host.numpy(), torch.empty(length, dtype=torch.int64, device=self._device), host.data_ptr()
 
     def take_back(self, pair: _Pair) -> None:
-        """No kernel reads a pair any more. Where much is free already it is given up."""
+        """Where much is free already the pair is given up."""
         if self.free_bytes + pair[0].nbytes <= _MOST_FREE_BYTES:
             self._free[len(pair[0])].append(pair)

@@ -1,7 +1,7 @@
 """Moving pages into a slot and out of one: a launch for a chunk of any layers, groups and blocks.
 
-A packer belongs to one side of one wire and to one thread. It knows no engine, no peer and no lease: its
-caller knows where a slot is, and that its pages are quiescent. On CUDA all is asynchronous on one stream.
+A packer belongs to one side of one wire and to one thread. Its caller knows where a slot is, and that its
+pages are quiescent. On CUDA all is asynchronous on one stream.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
 from kvconnect.pack.torch_mover import TorchMover
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import page_ids
-from kvconnect.plan.chunks import Chunk, Chunker, Placement, check_held
+from kvconnect.plan.chunks import Chunk, Chunker, check_held
 from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
+from kvconnect.runner_kit.kernels import wants_triton
 
 if TYPE_CHECKING:
     from kvconnect.pack.triton_mover import TritonMover
 
-KERNELS = ("auto", "torch", "triton")
 SIDES = ("source", "target")
 _MOST_LAYOUTS = 64
 
@@ -38,17 +38,13 @@ class Packer:
 
     Where the source has no block for a position, the slot holds zeros; where the target has none, the
     slot's bytes are read and go nowhere. Bytes between streams, less than 16 each, are left as they are.
-    Where the wire carries another type than this side keeps, values are converted as they move, both ways.
 
     Args:
-        table: what bytes exist on this side. Its tensors must outlive the packer.
-        wire: what they mean to the other side.
+        table: what bytes exist on this side. Its tensors, which are on ``device``, must outlive the packer.
         side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
-        device: where the tensors are, and the slots.
         kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
         cuda_stream: the stream of all work; None for the one that is current now.
-        digest_sample: digests are of one line of 64 bytes in so many. Kernels of a GPU know 1 only: they have
-            all words in hand.
+        digest_sample: digests are of one line of 64 bytes in so many; on a GPU of all.
 
     Raises:
         LayoutError: the wire is not one of this table's.
@@ -68,34 +64,26 @@ class Packer:
     ) -> None:
         if side not in SIDES:
             raise LocalError(f"side is {side!r}; accepted: {', '.join(SIDES)}")
-        if kernels not in KERNELS:
-            raise ConfigError(f"kernels is {kernels!r}; accepted: {', '.join(KERNELS)}")
         if digest_sample < 1:
             raise ConfigError(f"digest_sample is {digest_sample}; accepted: 1 for all words, or more")
         card = TableCard.of(table)
         self.chunker = Chunker(wire)
-        self._wire = wire
         self._side = side
         self._groups = card.geometry()
         self._lanes = make_lanes(wire, card, side)
         if any(lanes.walk.extent_bytes >= 2**31 for lanes in self._lanes):
             raise LayoutError("a page has 2 GiB or more; accepted: less")
-        self._num_blocks: dict[int, int] = {}
-        for lanes in sorted(self._lanes, key=lambda lanes: -lanes.num_blocks):
-            self._num_blocks[lanes.group] = lanes.num_blocks
+        by_blocks = sorted(self._lanes, key=lambda lanes: -lanes.num_blocks)
+        self._num_blocks = {lanes.group: lanes.num_blocks for lanes in by_blocks}
         # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
         self._mover: TorchMover | TritonMover
-        if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
-            try:
-                from kvconnect.pack.triton_mover import TritonMover
-            except ImportError as error:
-                raise ConfigError(
-                    f"kernels is {kernels!r}, which needs Triton: pip install triton"
-                ) from error
+        if wants_triton(kernels, device.type == "cuda"):
             if digest_sample != 1:
                 raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
+            from kvconnect.pack.triton_mover import TritonMover
+
             self._mover = TritonMover(self._lanes, device, cuda_stream)
         elif device.type == "cuda":
             raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
@@ -105,10 +93,7 @@ class Packer:
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int
     ) -> tuple[StagedChunk, ...]:
-        """Make chunks of one request ready; on CUDA, with one copy to the device for all of them.
-
-        ``blocks`` are the request's logical blocks on this side, by this side's group indices, and
-        ``num_tokens`` are the tokens that it has.
+        """Make chunks of one request, which has ``num_tokens``, ready; on CUDA, with one copy for all.
 
         Raises:
             LayoutError: a chunk is not one of the wire's, names a group without blocks, or, on the
@@ -119,35 +104,25 @@ class Packer:
         layouts = [self._layout_of(chunk) for chunk in chunks]
         found: dict[PageRange, BlockIds] = {}
         for layout in layouts:
-            for pages in layout.pages:
-                if pages not in found:
-                    found[pages] = self._blocks_of(held, pages, num_tokens)
-        handles = self._mover.stage(layouts, found)
-        return tuple(
-            StagedChunk(layout, found, handle) for layout, handle in zip(layouts, handles, strict=True)
-        )
+            for move in layout.moves:
+                if move.pages not in found:
+                    found[move.pages] = self._blocks_of(held, move.pages, num_tokens)
+        return tuple(self._mover.stage(layouts, found))
 
     def _make_layout(self, chunk: Chunk) -> ChunkLayout:
         placement = self.chunker.place(chunk)
         made = (make_move(lanes, chunk, placement) for lanes in self._lanes)
         moves = tuple(move for move in made if move is not None)
-        return ChunkLayout(
-            placement.total_bytes,
-            self._streams(chunk, placement),
-            moves,
-            tuple(dict.fromkeys(move.pages for move in moves)),
-            self._mover.prepare(moves),
+        placed = zip(
+            self.chunker.wire.streams[chunk.first_stream : chunk.stop_stream],
+            placement.base.tolist(),
+            placement.rows.tolist(),
+            strict=True,
         )
-
-    def _streams(self, chunk: Chunk, placement: Placement) -> tuple[tuple[int, int, int], ...]:
-        streams = self._wire.streams[chunk.first_stream : chunk.stop_stream]
-        return tuple(
-            (base, rows * stream.width_bytes, stream.word_bytes)
-            for stream, base, rows in zip(
-                streams, placement.base.tolist(), placement.rows.tolist(), strict=True
-            )
-            if rows
+        streams = (
+            (base, rows * stream.width_bytes, stream.word_bytes) for stream, base, rows in placed if rows
         )
+        return self._mover.prepare(placement.total_bytes, tuple(streams), moves)
 
     def _blocks_of(self, held: dict[int, GroupBlocks], pages: PageRange, num_tokens: int) -> BlockIds:
         if pages.group not in held:
@@ -168,35 +143,29 @@ class Packer:
         return ids
 
     def pack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Fill a slot with a chunk's pages.
+        """Fill a slot, memory on the device or its address, with a chunk's pages.
 
-        ``slot`` is memory on the device, or its address; ``seed`` makes the digest that of one
-        generation of the slot, and is its low 64 bits; None for no digest.
-
-        Raises:
-            LocalError: the slot is too small or not aligned.
+        ``seed``, 64 bits, makes the digest that of one generation of the slot; None for no digest.
+        Raises ``LocalError``: the slot is too small or not aligned.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=True)
 
     def unpack(self, slot: torch.Tensor | int, staged: StagedChunk, seed: int | None) -> PackTicket:
-        """Write a slot's bytes to a chunk's pages. Arguments and errors as for ``pack``.
+        """Write a slot's bytes to a chunk's pages; see ``pack``.
 
-        The digest is of the bytes that were written, known only after them: the caller serves nothing
-        from these blocks before it has compared it.
+        The digest is known only after they are written: the caller serves nothing from these blocks before
+        it has compared it.
         """
         return self._mover.move(_slot_address(slot, staged), staged, seed, pack=False)
 
 
 def _slot_address(slot: torch.Tensor | int, staged: StagedChunk) -> int:
-    address = slot
-    if isinstance(slot, torch.Tensor):
-        address = slot.data_ptr()
-        if not slot.is_contiguous() or slot.nbytes < staged.total_bytes:
-            raise LocalError(
-                f"a slot has {slot.nbytes} bytes, contiguous: {slot.is_contiguous()}; the chunk needs "
-                f"{staged.total_bytes}, contiguous"
-            )
-    assert isinstance(address, int)
+    address = slot.data_ptr() if isinstance(slot, torch.Tensor) else slot
+    if isinstance(slot, torch.Tensor) and (not slot.is_contiguous() or slot.nbytes < staged.total_bytes):
+        raise LocalError(
+            f"a slot has {slot.nbytes} bytes, contiguous: {slot.is_contiguous()}; the chunk needs "
+            f"{staged.total_bytes}, contiguous"
+        )
     if address % PLACE_BYTES or address <= 0:
         raise LocalError(f"a slot is at {address:#x}; accepted: multiples of {PLACE_BYTES}")
     return address

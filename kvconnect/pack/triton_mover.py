@@ -1,24 +1,23 @@
 """Chunks moved by the Triton kernel, on one stream: one launch for a chunk and its digest.
 
 Kernels add to one sum that is never set back. After each, the sum is copied to a place in pinned memory; a
-digest is the difference of two such values. So no program of a kernel waits for another.
+digest is the difference of two such values.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from kvconnect.errors import LocalError
-from kvconnect.pack.batches import ChunkLayout, Move, PackTicket, PageRange, StagedChunk
+from kvconnect.pack.batches import Blocks, ChunkLayout, PackTicket, StagedChunk
 from kvconnect.pack.lanes import Lanes
-from kvconnect.pack.launcher import Launcher, Prepared, Staged
+from kvconnect.pack.launcher import Launcher
 from kvconnect.pack.numbers import NumberBuffer
-from kvconnect.runner_kit.block_table import BlockIds
 
 _PLACES = 256
 
@@ -35,6 +34,7 @@ class TritonMover:
         self._device, self._stream = device, cuda_stream
         with self._on_stream():
             self._launcher = Launcher(all_lanes, device)
+            self.prepare = self._launcher.prepare
             places = torch.zeros(_PLACES, dtype=torch.int64, pin_memory=on_cuda)
         self._values = places.numpy()
         # Views that are made once: they cost as much as the copy from one to the other.
@@ -44,31 +44,24 @@ class TritonMover:
         self._pending: deque[KernelTicket] = deque()
         self._last_value = 0
 
-    def prepare(self, moves: Sequence[Move]) -> Prepared:
-        """What can be worked out once for a chunk, whichever request it is of."""
-        return self._launcher.prepare(moves)
-
-    def stage(self, layouts: Sequence[ChunkLayout], blocks: Mapping[PageRange, BlockIds]) -> list[Staged]:
+    def stage(self, layouts: Sequence[ChunkLayout], blocks: Blocks) -> list[StagedChunk]:
         """Bring the numbers of several chunks to where the kernels read them, in one copy."""
         with self._on_stream():
-            prepared = [layout.handle for layout in layouts]
-            lent, staged = self._launcher.stage(prepared, [blocks] * len(prepared))
+            lent, staged = self._launcher.stage(layouts, [blocks] * len(layouts))
             self._launcher.load(lent)
         return staged
 
     def move(self, slot: int, staged: StagedChunk, seed: int | None, pack: bool) -> KernelTicket:
         """Move the pages into the slot at this address, or out of it.
 
-        Raises:
-            LocalError: no place is left that all tickets have read.
+        Raises ``LocalError``: no place is left that all tickets have read.
         """
         if len(self._pending) == _PLACES:
             if not self._pending[0].done:
                 raise LocalError(f"{_PLACES} packs and unpacks are under way; accepted: fewer")
             self.settle(self._pending[0])
-        numbers: Staged = staged.handle
         with self._on_stream():
-            self._launcher.start(numbers, slot, pack, seed)
+            self._launcher.start(staged, slot, pack, seed)
             place = self._issued % _PLACES
             self._issued += 1
             if seed is not None:
@@ -77,7 +70,7 @@ class TritonMover:
             event = self._events[place]
             if event is not None:
                 event.record(self._stream)
-        ticket = KernelTicket(self, None if seed is None else place, event, numbers.lent)
+        ticket = KernelTicket(self, None if seed is None else place, event, staged.lent)
         self._pending.append(ticket)
         return ticket
 
@@ -93,21 +86,22 @@ class TritonMover:
             oldest.settle(digest)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        # To change the stream and back costs more than to look: the owner's thread may be on it already.
-        if self._stream is None or _current_stream(self._device) == self._stream.cuda_stream:
+        if self._stream is None:
             return nullcontext()
-        return torch.cuda.stream(self._stream)
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        # To change the stream costs more than to look whether it is current, and an object of it 10 us.
+        is_current = torch._C._cuda_getCurrentRawStream(index) == self._stream.cuda_stream
+        return nullcontext() if is_current else torch.cuda.stream(self._stream)
 
 
 class KernelTicket(PackTicket):
     """A launched pack or unpack; see ``PackTicket``. The sum after it is at ``place``, None for no digest."""
 
-    def __init__(self, ops: TritonMover, place: int | None, event: Any, reads: NumberBuffer) -> None:
+    def __init__(self, mover: TritonMover, place: int | None, event: Any, reads: NumberBuffer | None) -> None:
         super().__init__(None)
         self.place, self.settled = place, False
-        self._ops, self._event = ops, event
-        # What the kernel reads must not be given to others before that.
-        self._reads: NumberBuffer | None = reads
+        # What the kernel reads must not be given to others before it is done.
+        self._mover, self._event, self._reads = mover, event, reads
 
     def settle(self, digest: int | None) -> None:
         """It is done, and this is its digest."""
@@ -115,24 +109,15 @@ class KernelTicket(PackTicket):
 
     @property
     def done(self) -> bool:
-        """See ``PackTicket``."""
         return self.settled or self._event is None or bool(self._event.query())
 
     @property
     def digest(self) -> int | None:
-        """See ``PackTicket``."""
         if not self.done:
             raise LocalError("the digest of a pack or unpack is not known before it is done")
-        self._ops.settle(self)
+        self._mover.settle(self)
         return self._digest
 
     def wait(self) -> None:
-        """See ``PackTicket``."""
         if not self.done:
             self._event.synchronize()
-
-
-def _current_stream(device: torch.device) -> int:
-    """The handle of the stream that is current: asked for at every launch, and an object costs 10 us."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kvconnect.pack.launcher import FIELDS, Launcher, Staged
+from kvconnect.pack.batches import StagedChunk
+from kvconnect.pack.launcher import FIELDS, Launcher
 from kvconnect.pack.numbers import NumberBuffer
 
 
@@ -112,7 +113,7 @@ def unowned(value):
         return SimpleNamespace(
             values=value.values, tensor=value.tensor, count=value.count, host_address=value.host_address
         )
-    return replace(value, lent=None) if isinstance(value, Staged) else value
+    return replace(value, lent=None) if isinstance(value, StagedChunk) else value
 
 
 class PlainLauncher(Launcher):
@@ -123,7 +124,7 @@ class PlainLauncher(Launcher):
 
     def start(self, staged, slot, pack, seed=None):
         numbers = staged.tensor.tolist()
-        for launch in staged.launches:
+        for launch in staged.layout.launches:
             unit = launch.access.unit
             for batch in range(launch.num_batches):
                 fields = numbers[launch.batches_at + batch * FIELDS :][:FIELDS]

@@ -103,8 +103,8 @@ class Copier:
             kind, block, address, _ = self._parts.columns(copies)
             numbers = page_numbers(kind, block, address - self._arena.address)
             moves = self._parts.moves(tuple(numbers))
-            layout = ChunkLayout(self._arena.length_bytes, (), moves, tuple(numbers), None)
-            self._mover.move(self._arena.address, StagedChunk(layout, numbers, None), None, pack)
+            layout = ChunkLayout(self._arena.length_bytes, (), moves)
+            self._mover.move(self._arena.address, StagedChunk(layout, numbers), None, pack)
         except Exception as error:
             return CopyTicket(failure(what, error))
         return CopyTicket()

@@ -20,7 +20,8 @@ from kvconnect.offload.copies.cuda_device import CudaDevice, CudaQueue
 from kvconnect.offload.copies.rows import Piece, RowLayout, RowParts
 from kvconnect.orders import RowCopies
 from kvconnect.pack.arena import spare_bytes
-from kvconnect.pack.launcher import Launcher, Staged
+from kvconnect.pack.batches import StagedChunk
+from kvconnect.pack.launcher import Launcher
 from kvconnect.pack.numbers import NumberBuffer
 
 _MOST_STAGING_BYTES = 512 << 20
@@ -83,21 +84,21 @@ class Direction:
         self.ring = ring
         self._launcher = launcher
         # A step stores few blocks, and about as many each time.
-        self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(parts.moves(pages)))
+        self._prepare = lru_cache(_MOST_PREPARED)(lambda pages: launcher.prepare(0, (), parts.moves(pages)))
         self._lent: list[NumberBuffer] = []
         self._kept: deque[tuple[Any, list[NumberBuffer]]] = deque()
 
-    def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[Staged]:
+    def load(self, queue: CudaQueue, pieces: Sequence[Piece]) -> list[StagedChunk]:
         """Bring the numbers of pieces to the device, at once."""
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
-        prepared = [self._prepare(tuple(piece.numbers)) for piece in pieces]
-        lent, staged = self._launcher.stage(prepared, [piece.numbers for piece in pieces])
+        layouts = [self._prepare(tuple(piece.numbers)) for piece in pieces]
+        lent, staged = self._launcher.stage(layouts, [piece.numbers for piece in pieces])
         self._lent.append(lent)
         queue.run(partial(self._launcher.load, lent))
         return staged
 
-    def start(self, queue: CudaQueue, staged: Staged, rows_at: int, pack: bool) -> None:
+    def start(self, queue: CudaQueue, staged: StagedChunk, rows_at: int, pack: bool) -> None:
         """Move a piece between its blocks and its rows, whose places count from an address."""
         queue.run(partial(self._launcher.start, staged, rows_at, pack))
 
