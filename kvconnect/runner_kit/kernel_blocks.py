@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvconnect.cache.specs import KVCacheConfig, KVCacheGroup, LayerSpec, StateSpec
+from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
 from kvconnect.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,7 @@ def _describe(backend: AttentionBackend) -> str:
 
 
 def select_common_block_size(
-    block_size: int,
-    backends: Sequence[AttentionBackend],
-    specs: Sequence[LayerSpec] = (),
+    block_size: int, backends: Sequence[AttentionBackend], specs: Sequence[LayerSpec] = ()
 ) -> int:
     """The largest size that divides ``block_size``, that every backend takes and every spec allows.
 
@@ -118,20 +116,16 @@ def prepare_kernel_block_sizes(
     """
     if len(backends) != len(config.groups):
         raise LayoutError(f"{len(backends)} lists of backends for {len(config.groups)} cache groups")
-    return {
-        index: _group_kernel_block_size(group, backends[index])
-        for index, group in enumerate(config.groups)
-        if group.has_cache
-    }
-
-
-def _group_kernel_block_size(group: KVCacheGroup, backends: Sequence[AttentionBackend]) -> int:
-    specs = [spec for _, spec in group.layer_specs()]
-    if any(isinstance(spec, StateSpec) for spec in specs):
-        return group.block_size
-    if not backends:
-        raise LayoutError(f"the cache group of {group.layer_names[0]!r} has no attention backend")
-    return select_common_block_size(group.block_size, backends, specs)
+    sizes = {}
+    for index, group in enumerate(config.groups):
+        specs = [spec for _, spec in group.layer_specs()]
+        if any(isinstance(spec, StateSpec) for spec in specs):
+            sizes[index] = group.block_size
+        elif group.has_cache:
+            if not backends[index]:
+                raise LayoutError(f"the cache group of {group.layer_names[0]!r} has no attention backend")
+            sizes[index] = select_common_block_size(group.block_size, backends[index], specs)
+    return sizes
 
 
 def sync_block_size(configured: int, kernel: int) -> int:
@@ -153,12 +147,6 @@ def sync_block_size(configured: int, kernel: int) -> int:
             f"{kernel} tokens"
         )
     if kernel != configured:
-        logger.info(
-            "block_size is %d tokens and the attention kernels work on %d: using kernel blocks of %d, "
-            "%d to a logical block",
-            configured,
-            kernel,
-            kernel,
-            configured // kernel,
-        )
+        text = "block_size is %d tokens: using kernel blocks of %d tokens, %d to a logical block"
+        logger.info(text, configured, kernel, configured // kernel)
     return kernel
