@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.tier import Content, TierNews
+from kvconnect.offload.tier import Content, TierUpdate
 
 Kind = Literal["written", "read", "found"]
 
@@ -27,7 +27,7 @@ class CompletionTracker:
         self._changes: dict[Content, bool] = {}
         self._failures: Counter[str] = Counter()
 
-    def on_news(self, wake: Callable[[], None]) -> None:
+    def on_update(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
     def open(self, kind: Kind, job: int, count: int) -> None:
@@ -74,12 +74,12 @@ class CompletionTracker:
     def open_jobs(self) -> int:
         return len(self._open)
 
-    def take(self) -> TierNews:
+    def take(self) -> TierUpdate:
         """Everything that is new, once."""
         with self._lock:
             done, failures, changes = self._done, self._failures, self._changes
             self._start_anew()
-        return TierNews(
+        return TierUpdate(
             written=done["written"],
             read=done["read"],
             found=done["found"],

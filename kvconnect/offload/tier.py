@@ -47,7 +47,7 @@ class TierRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TierNews:
+class TierUpdate:
     """What became of a tier's jobs since it was last asked, and what changed. Every job comes once.
 
     ``written`` are, by job, the contents that are not kept, none as a rule: the rows' memory is not read any
@@ -78,7 +78,7 @@ class LowerTier(Protocol):
     name: str
     indexed: bool
 
-    def on_news(self, wake: Callable[[], None]) -> None:
+    def on_update(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, on a thread of the tier, whenever ``poll`` has something to report."""
         ...
 
@@ -98,7 +98,7 @@ class LowerTier(Protocol):
         """Begin to find out which of these contents it has."""
         ...
 
-    def poll(self) -> TierNews:
+    def poll(self) -> TierUpdate:
         """What is new. Never waits."""
         ...
 

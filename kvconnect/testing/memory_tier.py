@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvconnect.offload.completion_tracker import CompletionTracker
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
 
 
 class MemoryTier:
@@ -42,9 +42,9 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "kvconnect-memory-tier")
 
-    def on_news(self, wake: Callable[[], None]) -> None:
+    def on_update(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called whenever there is something to report."""
-        self._tracker.on_news(wake)
+        self._tracker.on_update(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to keep rows."""
@@ -72,7 +72,7 @@ class MemoryTier:
         if contents:
             self._submit(partial(self._seek, job, contents))
 
-    def poll(self) -> TierNews:
+    def poll(self) -> TierUpdate:
         """What is new."""
         return self._tracker.take()
 

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, LowerTier, TierNews, TierRow
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, LowerTier, TierRow, TierUpdate
 
 HANG_S = 30.0
 _PROMPT_S = 0.25
 
 
 class TierDriver:
-    """Waits for the jobs of one tier, and keeps the index that its news make."""
+    """Waits for the jobs of one tier, and keeps the index that its updates make."""
 
     def __init__(self, tier: LowerTier) -> None:
         self.tier = tier
@@ -32,21 +32,21 @@ class TierDriver:
         self._woken = threading.Event()
         self._ended: dict[str, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
         self._next_job = 0
-        tier.on_news(self._woken.set)
+        tier.on_update(self._woken.set)
 
-    def poll(self) -> TierNews:
+    def poll(self) -> TierUpdate:
         """Take what is new, and note it."""
-        news = self.tier.poll()
-        assert not set(news.added) & set(news.removed)
+        update = self.tier.poll()
+        assert not set(update.added) & set(update.removed)
         for kind, jobs in self._ended.items():
-            ended: Mapping[int, tuple[Content, ...]] = getattr(news, kind)
+            ended: Mapping[int, tuple[Content, ...]] = getattr(update, kind)
             assert not jobs.keys() & ended.keys(), f"{kind} was reported twice"
             jobs.update(ended)
-        self.index |= set(news.added)
-        self.index -= set(news.removed)
-        for reason, times in news.failures.items():
+        self.index |= set(update.added)
+        self.index -= set(update.removed)
+        for reason, times in update.failures.items():
             self.failures[reason] = self.failures.get(reason, 0) + times
-        return news
+        return update
 
     def new_job(self) -> int:
         """A number that was not used yet."""

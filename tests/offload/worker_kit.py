@@ -17,7 +17,7 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
 )
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.tier import TierNews
+from kvconnect.offload.tier import TierUpdate
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.orders import OffloadOrders, Restore, RowCopies
 from tests.caches import attention_layer, fill_random
@@ -163,7 +163,7 @@ class Double:
     def _anew(self):
         self._news = {"written": {}, "read": {}, "found": {}, "added": [], "removed": [], "failures": {}}
 
-    def on_news(self, wake):
+    def on_update(self, wake):
         self._wake = wake
 
     def write(self, job, rows):
@@ -222,7 +222,7 @@ class Double:
             raise RuntimeError("its thread has ended")
         news = self._news
         self._anew()
-        return TierNews(
+        return TierUpdate(
             **{key: tuple(value) if isinstance(value, list) else value for key, value in news.items()}
         )
 

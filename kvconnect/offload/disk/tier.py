@@ -18,7 +18,7 @@ from kvconnect.offload.disk.catalog import Catalog
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.row_files import RowFiles
-from kvconnect.offload.tier import Content, TierNews, TierRow
+from kvconnect.offload.tier import Content, TierRow, TierUpdate
 
 if TYPE_CHECKING:
     from kvconnect.offload.namespace import Namespace
@@ -94,8 +94,8 @@ class DiskTier:
 
     # ---- what its owner calls
 
-    def on_news(self, wake: Callable[[], None]) -> None:
-        self._tracker.on_news(wake)
+    def on_update(self, wake: Callable[[], None]) -> None:
+        self._tracker.on_update(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         """Begin to write rows, as many as there is room for in the queue; the others fail at once."""
@@ -129,7 +129,7 @@ class DiskTier:
             found = [content for content, is_there in zip(contents, there, strict=True) if is_there]
             self._tracker.settle("found", job, len(contents), found)
 
-    def poll(self) -> TierNews:
+    def poll(self) -> TierUpdate:
         return self._tracker.take()
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
 """Which contents the lower tiers have, as the scheduler half knows it: those that every rank has.
 
-Each rank tells what its own disk has got and lost. A content can be restored only where all of them have it.
+Each rank reports what its own disk has got and lost. A content can be restored where all of them have it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class LowerIndex:
     """Contents by tier and cache group, and on which ranks they are."""
 
     def __init__(self, num_ranks: int) -> None:
-        # A rank is a bit: a rank that tells the same twice changes nothing.
+        # A rank is a bit: a rank that reports the same twice changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
         self._complete: Counter[tuple[str, int]] = Counter()
@@ -43,7 +43,7 @@ class LowerIndex:
         return [known == every for known in map(ranks.get, hashes, repeat(0))]
 
     def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
-        """Contents that turned out not to be there, on some rank: forgotten for all, until told anew."""
+        """Contents that turned out not to be there, on some rank: forgotten for all, until reported anew."""
         ranks = self._ranks.get((tier, group), {})
         for content in hashes:
             self._complete[tier, group] -= ranks.pop(content, 0) == self._all

@@ -188,7 +188,7 @@ class TierIndex:
         rows.ages.append(found[(rows.state[found] == READY) & (rows.pins[found] == 0)][::-1])
 
     def take_events(self) -> IndexEvents:
-        """What has come and gone since the last call. The first one tells all that there is."""
+        """What has come and gone since the last call. The first one reports all that there is."""
         if not self._is_asked:
             self._is_asked = True
             for rows in self.classes:

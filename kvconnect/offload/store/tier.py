@@ -25,7 +25,7 @@ from kvconnect.offload.completion_tracker import CompletionTracker, Kind
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
 from kvconnect.offload.store.link import LinkState, StoreLink
-from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierNews, TierRow
+from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class StoreTier:
 
     # ---- what its owner calls
 
-    def on_news(self, wake: Callable[[], None]) -> None:
-        self._completions.on_news(wake)
+    def on_update(self, wake: Callable[[], None]) -> None:
+        self._completions.on_update(wake)
 
     def write(self, job: int, rows: Sequence[TierRow]) -> None:
         self._completions.open("written", job, len(rows))
@@ -151,7 +151,7 @@ class StoreTier:
         self._completions.open("found", job, len(contents))
         self._submit("found", [_Item(job, self._epoch, content) for content in contents])
 
-    def poll(self) -> TierNews:
+    def poll(self) -> TierUpdate:
         return self._completions.take()
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
-from kvconnect.offload.tier import Content, LowerTier, TierNews, TierRow
+from kvconnect.offload.tier import Content, LowerTier, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, Job, Jobs, Report
 from kvconnect.orders import RowCopies, TierChange
 
@@ -120,9 +120,9 @@ class RowWork:
             self._copied(key, now)
         progress = bool(done)
         for tier in self.tiers:
-            if news := self._poll(tier):
+            if update := self._poll(tier):
                 progress = True
-                self._take(tier, news, now)
+                self._take(tier, update, now)
         if now >= self.next_deadline_s:
             progress = True
             for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
@@ -168,14 +168,14 @@ class RowWork:
             for tier in self.tiers:
                 self._begin(tier, "write", job, rows, now)
 
-    def _take(self, tier: LowerTier, news: TierNews, now: float, *, with_changes: bool = True) -> None:
-        for reason, times in news.failures.items():
+    def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
+        for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
-        for verb, answers in (("write", news.written), ("read", news.read), ("seek", news.found)):
+        for verb, answers in (("write", update.written), ("read", update.read), ("seek", update.found)):
             for number, contents in answers.items():
                 self._answered((tier.name, verb, number), contents, now)
-        if with_changes and (news.added or news.removed):
-            self._jobs.change(_changes(tier.name, news))
+        if with_changes and (update.added or update.removed):
+            self._jobs.change(_changes(tier.name, update))
 
     def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
         name, verb, number = key
@@ -256,8 +256,8 @@ class RowWork:
         length_bytes = sum(count * plan.row_class(group).row_bytes for group, count in counts)
         self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
 
-    def _poll(self, tier: LowerTier) -> TierNews:
-        return self._safely(tier, "poll", tier.poll) or TierNews()
+    def _poll(self, tier: LowerTier) -> TierUpdate:
+        return self._safely(tier, "poll", tier.poll) or TierUpdate()
 
     def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
         """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""
@@ -291,9 +291,9 @@ class RowWork:
         ]
 
 
-def _changes(name: str, news: TierNews) -> Iterator[TierChange]:
+def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
     """What a tier has lost and got, by group, in pieces that each fit in a report."""
-    for contents, is_added in ((news.removed, False), (news.added, True)):
+    for contents, is_added in ((update.removed, False), (update.added, True)):
         by_group: dict[int, list[bytes]] = {}
         for group, hash_ in contents:
             by_group.setdefault(group, []).append(hash_)

@@ -90,7 +90,7 @@ class TierLoop:
 
     def _listen(self) -> None:
         for tier in self.work.tiers:
-            tier.on_news(self._wake.set)
+            tier.on_update(self._wake.set)
 
     # The thread itself
 
