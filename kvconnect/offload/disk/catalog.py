@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk.folder import UNFINISHED, RowFile, row_name
 from kvconnect.offload.tier import Content
+
+
+@dataclass(eq=False)
+class Kept:
+    """A row that was written: another one if it is written again."""
+
+    disk_bytes: int
 
 
 class Catalog:
@@ -24,21 +32,21 @@ class Catalog:
         self.taken_bytes = self.epoch = 0
         self._tracker = tracker
         self._lock = threading.Lock()
-        self._rows: OrderedDict[Content, int] = OrderedDict()
+        self._rows: OrderedDict[Content, Kept] = OrderedDict()
         # Files that are of no content any more, and still take room: by name how many bytes.
         self._doomed: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[bool]:
-        """Which of these are there; if they are used, these make room last."""
+    def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[Kept | None]:
+        """Those of these that are there; if they are used, these make room last."""
         with self._lock:
             # Of a sequence the end makes room before the beginning, without which it is of no use.
             for content in reversed(contents) if is_use else ():
                 if content in self._rows:
                     self._rows.move_to_end(content)
-            return [content in self._rows for content in contents]
+            return [self._rows.get(content) for content in contents]
 
     def begin(self, length_bytes: int) -> None:
         """A row is about to be written: from now on its file takes room, and is of no content."""
@@ -56,12 +64,12 @@ class Catalog:
             if epoch != self.epoch:
                 self._doomed[name] = length_bytes
                 return
-            self._rows[content] = length_bytes
+            self._rows[content] = Kept(length_bytes)
             self._tracker.add([content])
 
     def adopt(self, files: Sequence[RowFile], epoch: int) -> None:
         """Files that were there before, least recently used first; all are to go if all was cleared since."""
-        rows = {file.content: file.disk_bytes for file in files if file.content is not None}
+        rows = {file.content: Kept(file.disk_bytes) for file in files if file.content is not None}
         with self._lock:
             rows = rows if epoch == self.epoch else {}
             self.taken_bytes += sum(file.disk_bytes for file in files)
@@ -69,11 +77,11 @@ class Catalog:
             self._rows.update(rows)
             self._tracker.add(list(rows))
 
-    def forget(self, missing: Sequence[Content], wrong: Sequence[Content]) -> None:
-        """Some contents were ordered in vain: report those that are not there, or whose rows are wrong."""
+    def forget(self, missing: Sequence[Content], wrong: Mapping[Content, Kept]) -> None:
+        """Report contents that are not there, or whose rows are wrong, unless they were written again."""
         with self._lock:
-            for content in wrong:
-                if content in self._rows:
+            for content, kept in wrong.items():
+                if self._rows.get(content) is kept:
                     self._doom(content)
             self._tracker.remove([content for content in missing if content not in self._rows])
 
@@ -83,13 +91,13 @@ class Catalog:
         with self._lock:
             while self._rows and length_bytes > 0:
                 doomed.append(next(iter(self._rows)))
-                length_bytes -= self._rows[doomed[-1]]
+                length_bytes -= self._rows[doomed[-1]].disk_bytes
                 self._doom(doomed[-1])
             self._tracker.remove(doomed)
         return bool(doomed)
 
     def _doom(self, content: Content) -> None:
-        self._doomed[row_name(content)] = self._rows.pop(content)
+        self._doomed[row_name(content)] = self._rows.pop(content).disk_bytes
 
     def doomed(self) -> list[str]:
         """The files that are to go."""
@@ -105,7 +113,7 @@ class Catalog:
         """Forget everything: all files are to go."""
         with self._lock:
             self.epoch += 1
-            self._doomed.update((row_name(content), length) for content, length in self._rows.items())
+            self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
             self._rows = OrderedDict()
             self._tracker.forget_changes()
 

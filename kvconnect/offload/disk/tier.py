@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import failures
-from kvconnect.offload.disk.catalog import Catalog
+from kvconnect.offload.disk.catalog import Catalog, Kept
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, OpenFolder
 from kvconnect.offload.disk.io_threads import IoThreads
 from kvconnect.offload.disk.row_files import RowFiles
@@ -217,11 +217,11 @@ class DiskTier:
 
     def _read(self, job: int, rows: Sequence[TierRow]) -> None:
         is_closed, contents = self._rows.is_closing, [row.content for row in rows]
-        known = [False] * len(rows) if is_closed else self._catalog.has(contents, is_use=True)
+        known = [None] * len(rows) if is_closed else self._catalog.has(contents, is_use=True)
         missing: list[Content] = []
-        wrong: list[Content] = []
-        for row, is_known in zip(rows, known, strict=True):
-            if not (is_known and self._read_row(row, wrong)):
+        wrong: dict[Content, Kept] = {}
+        for row, kept in zip(rows, known, strict=True):
+            if kept is None or not self._read_row(row, kept, wrong):
                 missing.append(row.content)
         if missing and not is_closed:
             self._catalog.forget(missing, wrong)
@@ -229,7 +229,7 @@ class DiskTier:
             self._writer.submit(partial(self._rows.make_room, 0))
         self._tracker.settle("read", job, len(rows), missing)
 
-    def _read_row(self, row: TierRow, wrong: list[Content]) -> bool:
+    def _read_row(self, row: TierRow, kept: Kept, wrong: dict[Content, Kept]) -> bool:
         """Whether a row was read; adds it to ``wrong`` if it never will be."""
         try:
             reason = self._rows.read(row)
@@ -240,9 +240,9 @@ class DiskTier:
         if not reason:
             return True
         # A row that made room meanwhile is no fault of the disk.
-        if self._catalog.has([row.content])[0]:
+        if self._catalog.has([row.content])[0] is kept:
             self._fail(reason, f"group {row.group}, hash {row.hash.hex()} cannot be read")
-        wrong.append(row.content)
+        wrong[row.content] = kept
         return False
 
     def _note(self, error: Exception) -> str:
