@@ -244,7 +244,9 @@ class MooncakeEngine(Adapter):
         """What the library does not let go of in time is not quiet; its thread is left to end by itself."""
         until = time.monotonic() + _CLOSE_S
         while self._flights and time.monotonic() < until:
-            self._finished.extend(self.poll())
+            # In two steps: ``poll`` gives the list away.
+            done = self.poll()
+            self._finished.extend(done)
             time.sleep(0.005)
         for job in list(self._flights.values()):
             self._answer(job, job.error or "the engine was closed", quiet=False)

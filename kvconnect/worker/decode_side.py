@@ -55,7 +55,11 @@ class DecodeSide:
     # Orders of the scheduler
 
     def load(self, order: Load, ready: Callable[[], bool], now: float) -> None:
-        """Begin to fetch a request."""
+        """Begin to fetch a request. One that is being loaded already is reported once, for its first load."""
+        if order.request_id in self.loads:
+            self._metrics.failures.labels("request_in_use").inc()
+            logger.error("request %s is not loaded: a load of it has not ended", order.request_id)
+            return
         key = self._peer_of(order)
         load = LoadRecord(order, key, now, now + self._config.load_timeout_s, ready)
         self.loads[order.request_id] = load

@@ -138,11 +138,12 @@ class FetchService:
         self._claim(source, fetch, consumer, pending.key)
         outbox, key = self._outbox(source, pending, way), pending.key
         sending = Sending(key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
-        source.sending.add(key)
         spared: Sequence[Grant] = ()
         if isinstance(outbox, SlotOutbox):
             spared = outbox.grant(fetch.grants)
             sending.due_reported = 0 if streamed or pending.has_waited else None
+        # Last of all: a lease whose sending has not begun would never end.
+        source.sending.add(key)
         self.sender.begin(sending)
         if isinstance(outbox, PageOutbox) or sending.due_reported is not None:
             self._inbound_peers.send(key[0], Accepted(fetch.transfer_id, sending.epoch))

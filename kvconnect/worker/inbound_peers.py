@@ -82,12 +82,14 @@ class InboundPeers:
     def met(self, link: str, inbound: InboundPeer, links_in_use: Container[str]) -> None:
         """A peer has introduced itself, perhaps anew, and with another engine card than before.
 
-        ``links_in_use`` are those that must stay. Of the others, the one that has been silent longest makes
-        room; if it is still there, its session has it greet again.
+        ``links_in_use`` are those that must stay. Of the others, those that have been silent longest make
+        room; if one is still there, its session has it greet again.
         """
         inbound.way = None
-        if link not in self._peers and len(self._peers) >= self._config.max_peers:
-            idle = next((name for name in self._peers if name not in links_in_use), "")
+        while link not in self._peers and len(self._peers) >= self._config.max_peers:
+            idle = next((name for name in self._peers if name not in links_in_use), None)
+            if idle is None:
+                break
             self.forget(idle)
         self._peers[link] = inbound
 

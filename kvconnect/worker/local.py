@@ -121,18 +121,6 @@ def open_local(
         EngineError: the engine refuses the memory.
     """
     arenas = _make_arenas(config, engine, device, reserved_bytes, metrics) if config.extra.has_slots else {}
-    # What is registered, peers can write to; where all goes through slots they need nothing else.
-    storages = () if config.extra.path == "packed" else table.storages
-    spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
-    spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
-    engine.register(spans)
-    logger.info(
-        "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
-        len(table.regions),
-        len(table.storages),
-        sum(storage.length_bytes for storage in table.storages),
-        sum(span.length_bytes for span in spans),
-    )
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
     ours = {"digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE}
     for arena in memory[:1]:
@@ -151,6 +139,19 @@ def open_local(
     )
     if on_cuda:
         local.warm_up()
+    # Last of all: an error before it leaves nothing registered whose memory is freed.
+    # What is registered, peers can write to; where all goes through slots they need nothing else.
+    storages = () if config.extra.path == "packed" else table.storages
+    spans = [Span(storage.address, storage.length_bytes, storage.device) for storage in storages]
+    spans += [Span(arena.address, arena.length_bytes, str(device)) for arena in arenas.values()]
+    engine.register(spans)
+    logger.info(
+        "%d regions in %d storages, %d bytes; registered with the engine: %d bytes",
+        len(table.regions),
+        len(table.storages),
+        sum(storage.length_bytes for storage in table.storages),
+        sum(span.length_bytes for span in spans),
+    )
     return local
 
 

@@ -379,3 +379,13 @@ def test_what_may_still_be_written_does_not_put_off_that_a_load_is_given_back():
     pair.settle()
     assert not pair.decode.received, "its blocks may still be written, as far as is known"
     assert pair.prefill.sent == ["a"]
+
+
+def test_a_request_that_is_loaded_twice_at_once_is_reported_for_its_first_load(pair):
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS)
+    pair.load("a", D_IDS)
+    pair.run()
+    assert pair.decode.received == ["a"]
+    assert pair.decode.count("failures", reason="request_in_use") == 1
+    pair.assert_idle()

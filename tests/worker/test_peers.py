@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from kvconnect.config import ExtraConfig
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Alive, Hello, StillAlive
+from kvconnect.worker.inbound_peers import InboundPeers
 from tests.worker.pair import D_IDS, P_IDS, FakeWorker, Pair, without_renewal
 
 OTHER = (11, 12, 13), (31, 32, 33)
@@ -243,3 +246,15 @@ def test_a_load_that_comes_to_nothing_when_its_turn_comes_is_reported_in_the_sam
     pair.load("a", D_IDS)
     pair.decode.step(pair.clock.now)
     assert pair.decode.failed == {"a": "the peer is out of reach"}
+
+
+def test_inbound_peers_that_all_were_in_use_make_room_once_they_are_not():
+    local = SimpleNamespace(engine=None)
+    peers = InboundPeers(ExtraConfig(), local, None, None, None)
+    peers._config = SimpleNamespace(max_peers=4)
+    links = [f"in:{number}" for number in range(10)]
+    for link in links:
+        peers.met(link, SimpleNamespace(way=None), set(links))
+    assert len(peers) == 10
+    peers.met("in:new", SimpleNamespace(way=None), set())
+    assert len(peers) == 4

@@ -111,3 +111,15 @@ def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
     assert len(arenas) == (2 if role == "kv_both" else 1)
     assert all(arena() is not None for arena in arenas)
     worker.close()
+
+
+def test_slots_that_cannot_be_measured_leave_nothing_registered(monkeypatch):
+    def out_of_memory(arena):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("kvconnect.worker.local.pack_bytes_per_s", out_of_memory)
+    engine = Recording("127.0.0.1")
+    engine.given = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        start(engine, "kv_both", slot_bytes=1 << 16)
+    assert engine.given == []

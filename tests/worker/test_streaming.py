@@ -13,6 +13,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders
 from kvconnect.peer.messages import Fetch, Landed, Written
 from kvconnect.plan.chunks import Chunk, TokenSpan
+from kvconnect.worker.outbox import SlotOutbox
 from kvconnect.worker.rank_fetches import MOST_REPEATS
 from tests.worker.kernels import SlowKernels
 from tests.worker.pair import BLOCK_TOKENS, Pair
@@ -545,4 +546,22 @@ def test_whatever_happens_to_prefills_under_way_what_is_reported_is_true(seed):
             assert name in aborted or ended[name] != "held" or "preempted" in pair.decode.failed[name]
         else:
             assert prefills[name].landed(targets[name])
+    idle(pair)
+
+
+def test_a_fetch_whose_beginning_raises_leaves_a_lease_that_ends(pair, monkeypatch):
+    prefill = Prefill(pair, SOURCE, TOKENS)
+    prefill.to(8)
+
+    def fail_once(outbox, grants):
+        monkeypatch.undo()
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(SlotOutbox, "grant", fail_once)
+    pair.load("a", TARGET, num_tokens=TOKENS)
+    pair.run(0.5)
+    prefill.hold()
+    pair.run(pair.config.lease_max_s + 1, step_s=5)
+    assert len(pair.prefill.sent) == 1
+    assert pair.prefill.count("failures", reason="internal") == 0
     idle(pair)
