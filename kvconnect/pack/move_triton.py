@@ -289,8 +289,10 @@ def move_kernel(
         wire = tl.load(lane + 1)
 
         unit = tile * UNITS + tl.arange(0, UNITS)
-        offsets = _offsets(fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY)
-        token, unit_memory, in_head, unit_wire = offsets
+        # In one statement: Triton 3.2 has no variables of several values.
+        token, unit_memory, in_head, unit_wire = _offsets(
+            fields, unit, wire_token, FLAT, UNIT * WIDER, MEMORY
+        )
         scale = _scale_of_values(lane, fields, in_head, UNIT, WIRE_TYPE)
         unit_key = unit_wire.to(tl.uint64) * WORDS * _STEP + word_of_unit * _STEP
         page = first + tl.arange(0, PAGES)

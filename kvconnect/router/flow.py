@@ -241,7 +241,7 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        channel = bodies.side_channel(handed)
+        channel = bodies.side_channel(handed or None)
         if channel is None:
             self._channels.pop(url, None)
         else:

@@ -60,7 +60,9 @@ def test_a_request_without_an_id_gets_one_for_both_legs_and_the_answer() -> None
     run(main())
 
 
-@pytest.mark.parametrize("empty", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}])
+@pytest.mark.parametrize(
+    "empty", [{}, *({"kv_transfer_params": nothing} for nothing in (None, {}, [], "", 0, False))]
+)
 def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(empty: dict, caplog) -> None:
     async def main() -> None:
         async with pair(prefill=answers(body=empty)) as (client, _, decode):
