@@ -26,10 +26,7 @@ __all__ = ["PAD_SLOT", "BlockIds", "BlockTables", "expand_block_ids"]
 
 
 def expand_block_ids(block_ids: Sequence[int] | BlockIds, blocks_per_kv_block: int) -> BlockIds:
-    """Kernel block ids of logical block ids, in order.
-
-    Shape ``(n,)`` to shape ``(n * blocks_per_kv_block,)``, int64.
-    """
+    """Kernel block ids of logical block ids: ``(n,)`` to int64 of shape ``(n * blocks_per_kv_block,)``."""
     ids = np.asarray(block_ids, dtype=np.int64)
     if blocks_per_kv_block == 1:
         return ids
@@ -84,13 +81,11 @@ class BlockTables:
             torch.full((max_tokens,), PAD_SLOT, dtype=torch.int64, device=device) for _ in self._groups
         ]
         sizes = tuple(kernel_block_sizes.values())
-        self._ops = make_table_ops(
-            kernels, TableMemory(self._tables, self._batch, self._slots, self._ratios, sizes)
-        )
+        memory = TableMemory(self._tables, self._batch, self._slots, self._ratios, sizes)
+        self._ops = make_table_ops(kernels, memory)
+        self._device = self._tables[0].device if self._tables else torch.device(device)
         self._counts = np.zeros((max_requests, len(self._groups)), dtype=np.int64)
         self._staged = _Staged(max_requests)
-
-    # Sizes
 
     def capacity(self, group: int) -> int:
         """Kernel blocks that a row of the group's table can hold."""
@@ -99,8 +94,6 @@ class BlockTables:
     def num_blocks(self, group: int, request_index: int) -> int:
         """Kernel blocks in a row, staged ones included."""
         return int(self._counts[request_index, self._position[group]])
-
-    # Writes: staged until ``apply``
 
     def append_block_ids(
         self, request_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool = False
@@ -153,9 +146,8 @@ class BlockTables:
         if not len(rows):
             return
         if rows.min() < 0 or rows.max() >= self.max_requests:
-            raise LocalError(
-                f"request indices {rows.min()}..{rows.max()} are not in 0..{self.max_requests - 1}"
-            )
+            bounds = f"{rows.min()}..{rows.max()}"
+            raise LocalError(f"request indices {bounds} are not in 0..{self.max_requests - 1}")
         ends = counts.reshape(-1).cumsum()
         wrong = counts.min() < 0 or (len(ids) and ids.min() < 0) or ends[-1] != len(ids)
         if wrong or np.bincount(rows).max() > 1:
@@ -178,11 +170,7 @@ class BlockTables:
         self._counts[rows] = grown
 
     def clear_row(self, request_index: int) -> None:
-        """Stage the emptying of a request's rows. The entries become the null block.
-
-        Raises:
-            LocalError: the request index is out of range.
-        """
+        """Stage the emptying of a request's rows: null blocks. Raises ``LocalError`` for a bad index."""
         self._check_row(request_index)
         self._staged.touch(request_index)
         for index, count in enumerate(self._counts[request_index].tolist()):
@@ -197,8 +185,6 @@ class BlockTables:
         if staged.records:
             self._ops.apply(staged.records, staged.ids, staged.keep_order)
             self._staged = _Staged(self.max_requests)
-
-    # Reads
 
     def table(self, group: int) -> torch.Tensor:
         """The table that kernels read: int32 of shape ``(max_requests, capacity)``. Never moves."""
@@ -226,7 +212,7 @@ class BlockTables:
             LocalError: ``num_rows`` is less than the requests or more than ``max_requests``.
         """
         self._check_rows(request_indices)
-        indices = self._ops.indices(request_indices)
+        indices = self._on_device(request_indices)
         if not len(indices) <= num_rows <= self.max_requests:
             raise LocalError(
                 f"num_rows is {num_rows}, accepted: {len(indices)} (the requests) to {self.max_requests}"
@@ -249,7 +235,7 @@ class BlockTables:
         """
         self._check_rows(request_indices)
         indices, starts, places = (
-            self._ops.indices(given) for given in (request_indices, query_start, positions)
+            self._on_device(given) for given in (request_indices, query_start, positions)
         )
         if num_tokens > self.max_tokens or len(places) > num_tokens:
             raise LocalError(
@@ -258,6 +244,12 @@ class BlockTables:
         if len(starts) != len(indices) + 1:
             raise LocalError(f"query_start has {len(starts)} entries for {len(indices)} requests")
         self._ops.compute_slots(indices, starts, places, num_tokens)
+
+    def _on_device(self, given: Indices) -> torch.Tensor:
+        """As int64; a tensor that is there already stays what it is."""
+        if not isinstance(given, torch.Tensor):
+            given = torch.as_tensor(np.asarray(given, dtype=np.int64))
+        return given.to(self._device, torch.int64)
 
     def _check_row(self, request_index: int) -> None:
         if not 0 <= request_index < self.max_requests:

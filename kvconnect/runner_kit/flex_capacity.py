@@ -28,14 +28,8 @@ PAGE_BITS = 32
 class FlexCapacity:
     """How much the buffers must hold. A function of four numbers, all of them in tokens.
 
-    Args:
-        max_num_batched_tokens: most tokens of one batch.
-        max_model_len: most tokens of one sequence.
-        q_block_size: tokens of a query group.
-        page_tokens: tokens of a kernel page.
-
-    Raises:
-        ConfigError: a number is not a positive integer.
+    ``q_block_size`` is a query group's, ``page_tokens`` a kernel page's. Raises ``ConfigError`` for one
+    that is not a positive integer.
     """
 
     max_num_batched_tokens: int
@@ -129,10 +123,15 @@ class FlexBuffers:
         self._check(queries, ends, block_tables, sliding_window)
         used = div_ceil(int(queries.sum()), self.capacity.q_block_size)
         runs = self._page_runs(queries, ends, sliding_window)
-        most = torch.zeros(used, dtype=torch.int64).index_add_(0, runs.group, runs.length)
-        self._reset()
+        group, _, _, length = runs
+        most = torch.zeros(used, dtype=torch.int64).index_add_(0, group, length)
+        # What the previous step named is null again.
+        groups, width = self._filled
+        self.kv_num_blocks[:groups] = 0
+        self.kv_indices[:groups, :width] = NULL_PAGE
         self._filled = (used, int(most.max()) if used else 0)
-        self._write(runs, block_tables)
+        if total := int(length.sum()):
+            self._write(runs, total, block_tables)
         return FlexBlocks(self.kv_num_blocks[:used], self.kv_indices[:used], most)
 
     def _check(
@@ -161,19 +160,20 @@ class FlexBuffers:
                 f"{limits.max_num_batched_tokens}"
             )
         longest = int(ends.max())
-        if longest > limits.max_model_len:
-            raise LocalError(
-                f"a sequence of {longest} tokens does not fit flex-attention buffers for "
-                f"{limits.max_model_len}"
-            )
+        most = limits.max_model_len
+        if longest > most:
+            raise LocalError(f"a sequence of {longest} tokens does not fit flex-attention buffers for {most}")
         if longest > tables.shape[1] * limits.page_tokens:
             raise LocalError(
                 f"a sequence of {longest} tokens needs {div_ceil(longest, limits.page_tokens)} pages, but "
                 f"its row of the block table has {tables.shape[1]}"
             )
 
-    def _page_runs(self, queries: torch.Tensor, ends: torch.Tensor, window: int | None) -> _PageRuns:
-        """The pages that each request's tokens see, one run per group they lie in. On the host."""
+    def _page_runs(self, queries: torch.Tensor, ends: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The runs of pages that each request's tokens see, one per group they lie in. On the host.
+
+        Rows of a tensor: the group, the request, the first page of its sequence, and how many.
+        """
         q_block, page = self.capacity.q_block_size, self.capacity.page_tokens
         batch_end = queries.cumsum(0)
         batch_start = batch_end - queries
@@ -188,21 +188,10 @@ class FlexBuffers:
         # The windows of neighbouring tokens overlap, so what a run of tokens sees has no holes.
         seen_from = torch.zeros_like(first_token) if window is None else position + first_token - window + 1
         first_page = seen_from.clamp(min=0) // page
-        return _PageRuns(group, request, first_page, last_page - first_page + 1)
+        return torch.stack((group, request, first_page, last_page - first_page + 1))
 
-    def _reset(self) -> None:
-        """Make what the previous step named null again."""
-        groups, width = self._filled
-        self.kv_num_blocks[:groups] = 0
-        self.kv_indices[:groups, :width] = NULL_PAGE
-
-    def _write(self, runs: _PageRuns, tables: torch.Tensor) -> None:
-        total = int(runs.length.sum())
-        if not total:
-            return
-        group, request, first, length = torch.stack(
-            (runs.group, runs.request, runs.first_page, runs.length)
-        ).to(tables.device, non_blocking=True)
+    def _write(self, runs: torch.Tensor, total: int, tables: torch.Tensor) -> None:
+        group, request, first, length = runs.to(tables.device, non_blocking=True)
         run = torch.arange(len(group), device=tables.device).repeat_interleave(length, output_size=total)
         pages = tables[request[run], first[run] + _ranks(length, run)].long()
         # Requests of a group can share pages (a common prefix); sorted, the copies are neighbours.
@@ -218,16 +207,6 @@ class FlexBuffers:
         place = torch.where(fresh, group * self.capacity.row_stride + slot, len(self._flat) - 1)
         self._flat[place] = torch.where(fresh, pages, NULL_PAGE).int()
         self.kv_num_blocks.copy_(counts)
-
-
-@dataclass(frozen=True)
-class _PageRuns:
-    """Pages ``first_page .. first_page + length - 1`` of ``request``'s sequence, seen from ``group``."""
-
-    group: torch.Tensor
-    request: torch.Tensor
-    first_page: torch.Tensor
-    length: torch.Tensor
 
 
 def _host(lengths: Sequence[int] | torch.Tensor) -> torch.Tensor:

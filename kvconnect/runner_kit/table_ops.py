@@ -40,31 +40,19 @@ class TableOps(Protocol):
         """Carry out records; in their order if ``keep_order``, else they name different entries."""
         ...
 
-    def indices(self, given: object) -> torch.Tensor:
-        """Numbers as an int64 tensor on the device; a tensor there stays what it is."""
-        ...
-
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
         """Fill the batch tables."""
         ...
 
     def compute_slots(
-        self,
-        request_indices: torch.Tensor,
-        query_start: torch.Tensor,
-        positions: torch.Tensor,
-        num_tokens: int,
+        self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
         """Fill the slots."""
         ...
 
 
 def make_table_ops(kernels: str, memory: TableMemory) -> TableOps:
-    """The operations for these tensors.
-
-    Raises:
-        ConfigError: ``kernels`` is unknown, or Triton is not installed.
-    """
+    """The operations for these tensors; errors as for ``wants_triton``."""
     if not wants_triton(kernels, bool(memory.tables) and memory.tables[0].is_cuda):
         return TorchTableOps(memory)
     from kvconnect.runner_kit.table_ops_triton import TritonTableOps
@@ -99,16 +87,8 @@ class TorchTableOps:
                 _, last = np.unique(target[::-1], return_index=True)
                 keep = len(target) - 1 - last
                 target, values = target[keep], values[keep]
-            table.view(-1)[torch.from_numpy(target).to(table.device)] = torch.from_numpy(values).to(
-                table.device
-            )
-
-    def indices(self, given: object) -> torch.Tensor:
-        """See ``TableOps``."""
-        device = self._tables[0].device
-        if isinstance(given, torch.Tensor):
-            return given.to(device, torch.int64)
-        return torch.as_tensor(np.asarray(given, dtype=np.int64)).to(device)
+            entry = torch.from_numpy(target).to(table.device)
+            table.view(-1)[entry] = torch.from_numpy(values).to(table.device)
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
         """See ``TableOps``."""
@@ -118,25 +98,18 @@ class TorchTableOps:
             batch[count:num_rows] = 0
 
     def compute_slots(
-        self,
-        request_indices: torch.Tensor,
-        query_start: torch.Tensor,
-        positions: torch.Tensor,
-        num_tokens: int,
+        self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
         """See ``TableOps``."""
+        for slots in self._slots:
+            slots[:num_tokens] = PAD_SLOT
+        if not len(indices):
+            return
         tokens = torch.arange(len(positions), device=positions.device)
         request = torch.searchsorted(query_start, tokens, right=True) - 1
-        known = (request >= 0) & (request < len(request_indices))
-        rows = (
-            request_indices[request.clamp(0, max(len(request_indices) - 1, 0))]
-            if len(request_indices)
-            else request
-        )
+        known = (request >= 0) & (request < len(indices))
+        rows = indices[request.clamp(0, len(indices) - 1)]
         for table, slots, size in zip(self._tables, self._slots, self._sizes, strict=True):
-            slots[:num_tokens] = PAD_SLOT
-            if not len(request_indices):
-                continue
             block = torch.div(positions, size, rounding_mode="floor")
             held = known & (positions >= 0) & (block < table.shape[1])
             picked = table[rows, block.clamp(0, table.shape[1] - 1)].long()

@@ -171,12 +171,6 @@ class TritonTableOps:
             self._counting = np.arange(2 * num_records + 1, dtype=np.int32)
         return self._counting[: num_records + 1]
 
-    def indices(self, given: object) -> torch.Tensor:
-        """See ``TableOps``."""
-        if isinstance(given, torch.Tensor):
-            return given.to(self._device, torch.int64)
-        return torch.as_tensor(np.asarray(given, dtype=np.int64)).to(self._device)
-
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
         """See ``TableOps``."""
         if num_rows:
@@ -192,23 +186,19 @@ class TritonTableOps:
             )
 
     def compute_slots(
-        self,
-        request_indices: torch.Tensor,
-        query_start: torch.Tensor,
-        positions: torch.Tensor,
-        num_tokens: int,
+        self, indices: torch.Tensor, query_start: torch.Tensor, positions: torch.Tensor, num_tokens: int
     ) -> None:
         """See ``TableOps``."""
-        grid = (len(request_indices) + 1, len(self._widths))
+        grid = (len(indices) + 1, len(self._widths))
         _slots_kernel[grid](
             self._tables,
             self._slots,
             self._widths,
             self._sizes,
-            request_indices,
+            indices,
             query_start,
             positions,
-            len(request_indices),
+            len(indices),
             num_tokens,
             self._max_requests,
             PAD=-1,

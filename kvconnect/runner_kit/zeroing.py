@@ -40,7 +40,7 @@ class KVBlockZeroer:
 
     Raises:
         LayoutError: ``runner_only_layers`` names a layer that the table does not have.
-        ConfigError: ``kernels`` is unknown, or Triton is not installed.
+        ConfigError: as for ``wants_triton``.
     """
 
     def __init__(
@@ -56,7 +56,13 @@ class KVBlockZeroer:
         if unknown := runner_only_layers - set(table.layers):
             raise LayoutError(f"runner_only_layers {sorted(unknown)} are not layers of the table")
         self.pages = logical_pages(table, runner_only_layers)
-        self.num_blocks = _num_blocks(table)
+        counts = {
+            region.num_blocks // table.geometry_of(region.group).blocks_per_kv_block
+            for region in table.regions
+        }
+        if len(counts) != 1:
+            raise LayoutError(f"the layers of one cache have different block counts: {sorted(counts)}")
+        (self.num_blocks,) = counts
         self._ops: _ZeroOps
         if use_triton:
             from kvconnect.runner_kit.zeroing_triton import TritonZeroOps
@@ -82,10 +88,8 @@ class KVBlockZeroer:
             return
         blocks = np.asarray(ids, dtype=np.int64)
         if blocks.min() < 0 or blocks.max() >= self.num_blocks:
-            raise LocalError(
-                f"block ids {blocks.min()}..{blocks.max()} are to be zeroed, "
-                f"the cache has 0..{self.num_blocks - 1}"
-            )
+            given = f"{blocks.min()}..{blocks.max()}"
+            raise LocalError(f"block ids {given} are to be zeroed, the cache has 0..{self.num_blocks - 1}")
         if len(self.pages):
             self._ops.zero(blocks)
 
@@ -116,15 +120,6 @@ def logical_pages(table: RegionTable, runner_only_layers: frozenset[str] = froze
 def word_bytes(pages: PageTable) -> int:
     """The largest power of two up to 8 that divides every address, stride and size."""
     return math.gcd(8, *(int(value) for value in pages.reshape(-1)))
-
-
-def _num_blocks(table: RegionTable) -> int:
-    counts = {
-        region.num_blocks // table.geometry_of(region.group).blocks_per_kv_block for region in table.regions
-    }
-    if len(counts) != 1:
-        raise LayoutError(f"the layers of one cache have different block counts: {sorted(counts)}")
-    return counts.pop()
 
 
 class _CpuZeroOps:
