@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # What everything is computed in; the cache is coarser.
 COMPUTE_DTYPE = torch.float64
+# Query rows in one call: bounds the score matrix of a long prompt's chunk.
+QUERY_SLICE = 256
 
 
 @dataclass(frozen=True)
@@ -178,13 +180,15 @@ class SegmentAttention:
             ids = self._table[segment.row, read.start : read.stop].long()
             keys = pages.keys.gather(ids)
             values = keys[..., :value_width] if pages.values is None else pages.values.gather(ids)
-            position = torch.arange(segment.start, segment.start + segment.length, device=ids.device)[:, None]
+            positions = torch.arange(segment.start, segment.start + segment.length, device=ids.device)
             key = torch.arange(read.start * self.page_tokens, read.stop * self.page_tokens, device=ids.device)
-            visible = key <= position
-            if window is not None:
-                visible &= key > position - window
-            mixed = attend_rows(query[segment.span][None], keys[None], values[None], visible[None])
-            outputs.append(mixed[0])
+            whole = (query[segment.span], positions[:, None])
+            for part, position in zip(*(torch.split(one, QUERY_SLICE) for one in whole), strict=True):
+                visible = key <= position
+                if window is not None:
+                    visible &= key > position - window
+                mixed = attend_rows(part[None], keys[None], values[None], visible[None])
+                outputs.append(mixed[0])
         return torch.cat(outputs)
 
 

@@ -21,6 +21,8 @@ from kvconnect.runner_kit.flex_capacity import NULL_PAGE, FlexBuffers, FlexCapac
 
 # Query groups are as long as a kernel page, up to this: a decode step's few tokens are padded to a group.
 MAX_QUERY_BLOCK = 64
+# Query-key pairs per head in one call: bounds the score matrix, which exists in full.
+PAIRS_PER_CALL = 1 << 19
 
 # The compiler's stance belongs to the process: two nodes in one process take turns.
 _stance_lock = threading.Lock()
@@ -60,18 +62,22 @@ def flex_backend(backend: Backend, options: NodeOptions) -> FlexBackend:
     )
 
 
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class FlexAttention:
     """Attention over the pages in ``buffers``, for the layers of one cache group and backend.
 
-    Of each query group of the batch it has the ids of its pages, ``(groups, width)`` with null pages at the
-    end, how many of them count, ``(groups,)``, and which rows of them each token sees,
+    Of the query groups of each call it has the ids of their pages, ``(groups, width)`` with null pages at
+    the end, how many of them count, ``(groups,)``, and which rows of them each token sees,
     ``(groups, q_block_size, width * page_tokens)``.
     """
 
     def __init__(self, buffers: FlexBuffers) -> None:
         self.buffers = buffers
         self._segments: Sequence[Segment] = ()
-        self._table = self._pages = self._num_pages = self._visible = torch.empty(0)
+        self._table = torch.empty(0)
+        self._parts: list[_Part] = []
         self._filled_for: tuple[int | None, int] | None = None
 
     def begin(self, segments: Sequence[Segment], table: torch.Tensor) -> None:
@@ -89,27 +95,36 @@ class FlexAttention:
             self._filled_for = wanted
         tokens, heads, width = query.shape
         limits = self.buffers.capacity
-        groups, num_pages = self._pages.shape
-        padded = query.new_zeros((groups * limits.q_block_size, heads, width))
+        counts = [len(ids) for ids, _, _ in self._parts]
+        padded = query.new_zeros((sum(counts) * limits.q_block_size, heads, width))
         padded[:tokens] = query
-        grouped = padded.view(groups, limits.q_block_size, heads, width).transpose(1, 2)
-        keys = self._gather(pages.keys.gather(self._pages))
+        grouped = padded.view(-1, limits.q_block_size, heads, width).transpose(1, 2)
+        parts = zip(torch.split(grouped, counts), self._parts, strict=True)
+        outputs = [self._attend_part(part, one, pages, value_width) for part, one in parts]
+        return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[:tokens]
+
+    def _attend_part(
+        self, query: torch.Tensor, part: _Part, pages: AttentionPages, value_width: int | None
+    ) -> torch.Tensor:
+        """``(groups, heads, q_block_size, width)`` to the same with the values' width."""
+        ids, num_pages, visible = part
+        keys = self._gather(pages.keys.gather(ids), num_pages)
         if pages.values is None:
             values = keys[..., :value_width]
         else:
-            values = self._gather(pages.values.gather(self._pages))
+            values = self._gather(pages.values.gather(ids), num_pages)
+        limits, (groups, width) = self.buffers.capacity, ids.shape
         # The pages were gathered in the order of their indices, so the mask's blocks are 0, 1, ..
-        order = torch.arange(num_pages, dtype=torch.int32, device=query.device)
+        order = torch.arange(width, dtype=torch.int32, device=query.device)
         block_mask = BlockMask.from_kv_blocks(
-            self._num_pages.view(groups, 1, 1),
-            order.expand(groups, 1, 1, num_pages),
+            num_pages.view(groups, 1, 1),
+            order.expand(groups, 1, 1, width),
             BLOCK_SIZE=(limits.q_block_size, limits.page_tokens),
-            mask_mod=lambda batch, _head, row, column: self._visible[batch, row, column],
-            seq_lengths=(limits.q_block_size, num_pages * limits.page_tokens),
+            mask_mod=lambda batch, _head, row, column: visible[batch, row, column],
+            seq_lengths=(limits.q_block_size, width * limits.page_tokens),
             compute_q_blocks=False,
         )
-        out = _flex_attention(grouped, keys, values, block_mask)
-        return out.transpose(1, 2).flatten(0, 1)[:tokens]
+        return _flex_attention(query, keys, values, block_mask)
 
     def _fill(self, window: int | None, num_pages: int) -> None:
         device, limits = self._table.device, self.buffers.capacity
@@ -122,7 +137,7 @@ class FlexAttention:
             sliding_window=window,
         )
         logical = _logical_pages(segments, tables, num_pages, limits.page_tokens, window)
-        used, width = len(blocks.kv_num_blocks), int(blocks.most_kv_blocks.max())
+        used, most = len(blocks.kv_num_blocks), blocks.most_kv_blocks
         # A padded token belongs to the first request and stands before its start, so it sees nothing.
         request = torch.zeros(used * limits.q_block_size, dtype=torch.int64)
         position = torch.full_like(request, -1)
@@ -131,19 +146,24 @@ class FlexAttention:
             position[segment.span] = torch.arange(segment.start, segment.start + segment.length)
         shape = (used, limits.q_block_size)
         request, position = request.view(shape).to(device), position.view(shape).to(device)
-        self._pages, self._num_pages = blocks.kv_indices[:, :width].long(), blocks.kv_num_blocks
-        place = logical[request[:, :, None], self._pages[:, None, :]]
-        beyond = torch.arange(width, device=device) >= self._num_pages[:, None]
-        place.masked_fill_(beyond[:, None, :], -1)
-        self._visible = _visible(place, position, limits.page_tokens, window)
+        groups = max(1, PAIRS_PER_CALL // (limits.q_block_size * int(most.max()) * limits.page_tokens))
+        whole = (request, position, blocks.kv_indices, blocks.kv_num_blocks, most)
+        parts = zip(*(torch.split(one, groups) for one in whole), strict=True)
+        self._parts = []
+        for rows, places, indices, count, widths in parts:
+            ids = indices[:, : int(widths.max())].long()
+            place = logical[rows[:, :, None], ids[:, None, :]]
+            beyond = torch.arange(ids.shape[1], device=device) >= count[:, None]
+            place.masked_fill_(beyond[:, None, :], -1)
+            self._parts.append((ids, count, _visible(place, places, limits.page_tokens, window)))
 
-    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def _gather(self, rows: torch.Tensor, num_pages: torch.Tensor) -> torch.Tensor:
         """``(groups, rows, heads, width)`` to ``(groups, heads, rows, width)``, as a kernel would see it.
 
         It does not visit the pages after the last that counts. Here they are in the product, where only
         a zero leaves no trace whatever the page holds.
         """
-        count = self._num_pages.long()[:, None] * self.buffers.capacity.page_tokens
+        count = num_pages.long()[:, None] * self.buffers.capacity.page_tokens
         beyond = torch.arange(rows.shape[1], device=rows.device) >= count
         return rows.masked_fill_(beyond[:, :, None, None], 0).transpose(1, 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -156,6 +158,31 @@ def test_only_the_places_that_a_request_sees_count_in_its_row(window):
         results.append(part.attend(pages, query, window=window, value_width=None))
     assert torch.equal(results[0], results[1])
     assert results[0].abs().min() > 0
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "sliding"])
+@pytest.mark.parametrize(
+    ("backend", "calls", "most_pairs"),
+    [
+        ("sdpa", "attention.scaled_dot_product_attention", 256 * 1024),
+        ("flex", "flex_attention.flex_attention", 1 << 19),
+    ],
+)
+def test_one_call_has_a_bounded_number_of_scores(monkeypatch, name, backend, calls, most_pairs):
+    prompt = make_prompt(900)
+    expected = make_client(model=name, max_num_batched_tokens=100).complete(prompt, 2)
+    module, function = calls.split(".")
+    module = importlib.import_module(f"kvconnect.node.{module}")
+    attend, pairs = getattr(module, function), []
+
+    def look(query, keys, *rest, **named):
+        pairs.append(query.shape[0] * query.shape[2] * keys.shape[2])
+        return attend(query, keys, *rest, **named)
+
+    monkeypatch.setattr(module, function, look)
+    client = make_client(model=name, attention_backend=backend, max_num_batched_tokens=1024)
+    assert client.complete(prompt, 2) == expected
+    assert 0 < max(pairs) <= most_pairs
 
 
 def test_what_the_null_page_holds_does_not_matter():
