@@ -41,6 +41,8 @@ REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
 # A body has a prompt that fits the model, in JSON, and not much more: so many bytes, and more for each token.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
+# Of each body, and not counted among those of all that are being read: small ones always pass.
+_FREE_BODY_BYTES = 64 << 10
 _BACKLOG = 1024
 # Of the engine, peers and tiers, beside the clients' connections.
 _OTHER_FILES = 512
@@ -56,7 +58,8 @@ class HttpLimits:
 
     Attributes:
         max_connections: open at once; more are answered with 503 and closed.
-        max_requests: whose bodies are read, or that the engine has not ended; more are answered with 503.
+        max_requests: given to the engine and not ended by it; more are answered with 503.
+        max_bodies_bytes: of large bodies being read, but at least the largest one; more get 503.
         max_params_bytes: of a request's transfer parameters, as JSON.
         body_timeout_s: for a client to send its whole body.
         idle_timeout_s: after which a connection without a request is closed.
@@ -64,6 +67,7 @@ class HttpLimits:
 
     max_connections: int = 4096
     max_requests: int = 2048
+    max_bodies_bytes: int = 256 << 20
     max_params_bytes: int = 64 << 10
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
@@ -118,7 +122,7 @@ class NodeServer:
         self._serials = itertools.count()
         # Of every request that the engine has not ended, by its id.
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
-        self._in_flight = 0
+        self._in_flight = self._reading_bytes = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
@@ -194,15 +198,15 @@ class NodeServer:
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         if self._draining:
             return _error("the node is stopping", "server_error", 503)
-        if max(self._in_flight, len(self._outputs)) >= self._limits.max_requests:
+        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
+        body = await self._read(http)
+        if len(self._outputs) >= self._limits.max_requests:
             text = f"the node serves {self._limits.max_requests} requests already"
             return _error(text, "server_error", 503)
-        request_id = check_request_id(http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex)
         # Clients may reuse an id; the engine and the peers need one per request.
         engine_id = f"{request_id}-{next(self._serials)}"
         self._in_flight += 1
         try:
-            body = await self._read(http)
             request = self._request(engine_id, body)
             returns_ids = bool(body.return_kv_block_ids)
             answer = Answer(request_id, self._engine.options.model, int(time.time()), returns_ids)
@@ -218,13 +222,30 @@ class NodeServer:
 
     async def _read(self, http: web.Request) -> CompletionBody:
         try:
-            decoded = json.loads(await asyncio.wait_for(http.read(), self._limits.body_timeout_s))
+            decoded = json.loads(await asyncio.wait_for(self._read_bytes(http), self._limits.body_timeout_s))
         except asyncio.TimeoutError:
             text = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
             raise BadRequest(text, status=408) from None
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not valid JSON: {error}") from error
         return parse_completion(decoded, model=self._engine.options.model)
+
+    async def _read_bytes(self, http: web.Request) -> bytearray:
+        body, counted, longest = bytearray(), 0, http.client_max_size
+        try:
+            while chunk := await http.content.readany():
+                body += chunk
+                if len(body) > longest:
+                    raise web.HTTPRequestEntityTooLarge(longest, len(body))
+                more = max(0, len(body) - _FREE_BODY_BYTES) - counted
+                if self._reading_bytes + more > max(self._limits.max_bodies_bytes, longest):
+                    text = f"the node reads {self._reading_bytes} bytes of large bodies already"
+                    raise BadRequest(text, status=503)
+                counted += more
+                self._reading_bytes += more
+            return body
+        finally:
+            self._reading_bytes -= counted
 
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
         """A request that the engine can serve. Raises BadRequest: it cannot, and the text says why."""

@@ -133,17 +133,48 @@ def test_connections_are_bounded():
     run(test, max_connections=3)
 
 
-def test_bodies_are_bounded_each_by_the_longest_prompt_and_together_by_their_number():
+def test_bodies_are_bounded_each_by_the_longest_prompt_and_together_by_their_bytes():
     async def test(node):
         large, _ = await node.raw(HEAD % 300_000 + b" " * 300_000)
         assert await status_of(large) == 413, "a prompt of the model's length is far smaller"
-        begun = [await node.raw(HEAD % 200_000 + b" " * 1000) for _ in range(2)]
+        begun = [await node.raw(HEAD % 250_000 + b" " * 200_000) for _ in range(2)]
         await asyncio.sleep(0.1)
-        assert (await node.post())[0] == 503
+        refused, _ = await node.raw(HEAD % 250_000 + b" " * 200_000)
+        assert await status_of(refused) == 503
+        small = asyncio.create_task(node.post())
+        await node.submitted(1)
+        node.engine.end(node.engine.ids[0])
+        assert (await small)[0] == 200
         begun[0][1].close()
         await asyncio.sleep(0.1)
         whole, _ = await node.raw(HEAD % 200_000 + b" " * 200_000)
         assert await status_of(whole) == 400, "all of it was read, and it is no JSON"
+
+    run(test, max_bodies_bytes=300_000)
+
+
+def test_a_body_of_the_longest_prompt_is_read_whatever_the_bound():
+    async def test(node):
+        whole, _ = await node.raw(HEAD % 260_000 + b" " * 260_000)
+        assert await status_of(whole) == 400
+
+    run(test, max_bodies_bytes=1)
+
+
+def test_bodies_that_never_arrive_keep_nobody_out_and_hold_up_no_stop():
+    async def test(node):
+        begun = [await node.raw(HEAD % 100 + b"{") for _ in range(3)]
+        await asyncio.sleep(0.1)
+        served = asyncio.create_task(node.post())
+        submitted = asyncio.create_task(node.submitted(1))
+        await asyncio.wait([served, submitted], return_when=asyncio.FIRST_COMPLETED)
+        assert not served.done()
+        node.engine.end(node.engine.ids[0])
+        assert (await served)[0] == 200
+        started = asyncio.get_running_loop().time()
+        await node.server.stop(10.0)
+        assert asyncio.get_running_loop().time() - started < 5.0
+        assert len(begun) == 3
 
     run(test, max_requests=2)
 
