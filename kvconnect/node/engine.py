@@ -53,7 +53,6 @@ class Engine:
         self.snapshot = self._take_snapshot(0)
         # A request that arrived, the id of one that is aborted, or None to wake the loop.
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
-        self._arriving: Request | None = None
         self._lock = threading.Lock()
         self._stopping = False
         self._failed: str | None = None
@@ -139,10 +138,12 @@ class Engine:
     def _take(self, item: Request | str | None) -> None:
         """Hand what arrived to the scheduler."""
         if isinstance(item, Request):
-            # Kept where ``_end`` finds it: a request that was taken must be answered, whatever happens.
-            self._arriving = item
-            self.scheduler.add(item)
-            self._arriving = None
+            try:
+                self.scheduler.add(item)
+            except Exception:
+                # Where ``_end`` finds it once: a request that was taken must be answered, whatever happens.
+                self.scheduler.requests.setdefault(item.request_id, item)
+                raise
         elif item is not None:
             self.scheduler.abort(item)
 
@@ -211,9 +212,8 @@ class Engine:
             self._failed = reason
         failure = Failure(status, reason, "server_error")
         self.scheduler.fail_all(failure)
-        unanswered = [self._arriving, *self._drained()]
-        outputs = [(one, Output(failure=failure)) for one in unanswered if isinstance(one, Request)]
-        self.scheduler.outputs += outputs
+        unanswered = [item for item in self._drained() if isinstance(item, Request)]
+        self.scheduler.outputs += [(request, Output(failure=failure)) for request in unanswered]
         self._deliver()
 
     def _take_snapshot(self, steps: int) -> Snapshot:

@@ -6,6 +6,7 @@ Owns connections and answers, on one event loop; the engine's thread queues outp
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import itertools
@@ -122,6 +123,9 @@ class NodeServer:
         self._serials = itertools.count()
         # Of every request that the engine has not ended, by its id.
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
+        # From the engine's thread, which wakes the event loop once for all that are there.
+        self._delivered: collections.deque[tuple[str, Output]] = collections.deque()
+        self._is_woken = False
         self._in_flight = self._reading_bytes = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
@@ -273,14 +277,22 @@ class NodeServer:
     # --- answers ----------------------------------------------------------------------------------
 
     def _deliver(self, engine_id: str, output: Output) -> None:
-        """Called on the engine's thread."""
-        # A loop that was closed has no client left.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue, engine_id, output)
+        """Called on any thread."""
+        self._delivered.append((engine_id, output))
+        if not self._is_woken:
+            self._is_woken = True
+            # A loop that was closed has no client left.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._queue)
 
-    def _queue(self, engine_id: str, output: Output) -> None:
-        outputs = self._outputs.pop(engine_id) if output.is_last else self._outputs[engine_id]
-        outputs.put_nowait(output)
+    def _queue(self) -> None:
+        # First: what is delivered from here on may miss this round, and wakes the loop again.
+        self._is_woken = False
+        while self._delivered:
+            engine_id, output = self._delivered.popleft()
+            outputs = self._outputs.pop(engine_id, None) if output.is_last else self._outputs.get(engine_id)
+            if outputs is not None:
+                outputs.put_nowait(output)
 
     async def _until_last(self, request: Request) -> AsyncIterator[Output]:
         """What the engine answers, or its refusal."""
@@ -288,8 +300,7 @@ class NodeServer:
         try:
             self._engine.submit(request)
         except LocalError as error:
-            refusal = Output(failure=Failure(503, str(error), "invalid_request_error"))
-            self._queue(request.request_id, refusal)
+            request.sink(Output(failure=Failure(503, str(error), "invalid_request_error")))
         is_last = False
         while not is_last:
             output = await outputs.get()

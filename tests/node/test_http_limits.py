@@ -179,6 +179,38 @@ def test_bodies_that_never_arrive_keep_nobody_out_and_hold_up_no_stop():
     run(test, max_requests=2)
 
 
+def test_the_event_loop_is_woken_once_for_all_outputs_that_are_there(monkeypatch):
+    async def test(node):
+        posts = [asyncio.create_task(node.post()) for _ in range(5)]
+        await node.submitted(5)
+        loop = asyncio.get_running_loop()
+        wake, woken = loop.call_soon_threadsafe, []
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", lambda *call: (woken.append(call), wake(*call)))
+            for request in node.engine.requests.values():
+                request.sink(Output((3,)))
+                request.sink(Output((7,), finish_reason="length"))
+        assert len(woken) == 1
+        for status, answer in await asyncio.gather(*posts):
+            assert status == 200
+            assert answer["choices"][0]["token_ids"] == [3, 7]
+
+    run(test)
+
+
+def test_a_second_last_output_is_dropped(caplog):
+    async def test(node):
+        post = asyncio.create_task(node.post())
+        await node.submitted(1)
+        request = node.engine.requests[node.engine.ids[0]]
+        for _ in range(2):
+            request.sink(Output((7,), finish_reason="length"))
+        assert (await post)[0] == 200
+
+    run(test)
+    assert not caplog.records
+
+
 def test_a_body_that_does_not_arrive_is_given_up():
     async def test(node):
         reader, _ = await node.raw(HEAD % 100 + b'{"prompt"')

@@ -299,6 +299,28 @@ def test_a_broken_engine_answers_and_is_unhealthy():
     run(test)
 
 
+def test_a_request_that_the_connector_broke_on_is_answered_once():
+    connector = CopyConnector()
+
+    async def test(session):
+        def fail(request):
+            raise RuntimeError("the scheduler has it already")
+
+        connector.new_request = fail
+        delivered, deliver = [], session.server._deliver
+
+        def look(engine_id, output):
+            delivered.append(output)
+            deliver(engine_id, output)
+
+        session.server._deliver = look
+        assert (await session.post({"prompt": PROMPT}))[0] == 500
+        session.engine.stop()
+        assert len(delivered) == 1
+
+    run(test, Connector(connector, connector))
+
+
 def test_stopping_ends_what_runs():
     async def main():
         async with Session() as session:
