@@ -30,6 +30,7 @@ class Transfers:
         self._states = [index for index, group in enumerate(config.groups) if group.is_state]
         self._align = align_tokens(config)
         self.recompute_failed_loads = recompute_failed_loads
+        self._has_warned = False
         # Loads under way, those among them whose request was aborted, and ended requests to be fetched.
         self.loading: dict[str, Request] = {}
         self.abandoned: dict[str, Request] = {}
@@ -100,6 +101,7 @@ class Transfers:
                 ended.append((self.loading.pop(request_id), results.failed.get(request_id)))
             else:
                 unknown.append(request_id)
-        if unknown:
+        if unknown and not self._has_warned:
+            self._has_warned = True
             logger.error("the connector reported requests that nothing is awaited for: %s", unknown)
         return freed, ended

@@ -197,3 +197,12 @@ def test_every_request_is_finished_exactly_once():
     client.run(*map(str, range(12)))
     for index in range(12):
         assert connector.finished_calls(str(index)) == [index not in (0, 5, 11)]
+
+
+def test_results_that_nothing_awaits_are_logged_once(caplog):
+    connector = CopyConnector()
+    client = connector.attach()
+    for _ in range(2):
+        connector.sent.append("stranger")
+        client.steps(1)
+    assert caplog.text.count("that nothing is awaited for: ['stranger']") == 1
