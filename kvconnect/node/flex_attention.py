@@ -26,6 +26,7 @@ PAIRS_PER_CALL = 1 << 19
 
 # The compiler's stance belongs to the process: two nodes in one process take turns.
 _stance_lock = threading.Lock()
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,6 @@ def flex_backend(backend: Backend, options: NodeOptions) -> FlexBackend:
         max_model_len=options.max_model_len,
         device=torch.device(options.device),
     )
-
-
-_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class FlexAttention:

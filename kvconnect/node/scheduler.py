@@ -168,15 +168,8 @@ class Scheduler:
     def _add_chunk(self, request: Request, count: int, step: Step) -> None:
         assert request.row is not None
         start, end = request.num_computed_tokens, request.num_computed_tokens + count
-        step.chunks.append(
-            Chunk(
-                request.request_id,
-                request.row,
-                start,
-                request.token_ids[start:end],
-                end == request.num_tokens,
-            )
-        )
+        token_ids, samples = request.token_ids[start:end], end == request.num_tokens
+        step.chunks.append(Chunk(request.request_id, request.row, start, token_ids, samples))
 
     def _grow_running(self, request: Request, count: int, step: Step) -> bool:
         """Blocks for the next tokens of a running request, at the cost of later ones. False: preempted."""

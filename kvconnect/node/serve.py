@@ -12,12 +12,7 @@ import torch
 
 from kvconnect.errors import ConfigError
 from kvconnect.node.blocks import BlockManager, BlockPool
-from kvconnect.node.cache import (
-    NodeCache,
-    needs_zeroing,
-    parse_cache_dtype,
-    restricted_backend,
-)
+from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype, restricted_backend
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_backend
