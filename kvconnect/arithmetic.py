@@ -1,4 +1,4 @@
-"""Integer arithmetic whose rounding is said by its name."""
+"""Integer arithmetic whose rounding is stated by its name."""
 
 from __future__ import annotations
 

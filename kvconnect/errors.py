@@ -1,4 +1,4 @@
-"""The errors of kvconnect. The class says who must act, the text says on what.
+"""The errors of kvconnect. The class states who must act, the text on what.
 
 Every error that reaches a user names the field, the value and what would have been accepted.
 """

@@ -176,7 +176,7 @@ class MetricSet:
         revision = self.revision
         if revision == self._seen_revision:
             return None
-        # Taken before the numbers: what is written meanwhile is told now, and looked for again.
+        # Taken before the numbers: what is written meanwhile is reported now, and looked for again.
         self._seen_revision = revision
         counters: dict[str, dict[str, float]] = {}
         gauges: dict[str, float] = {}
@@ -272,7 +272,7 @@ class OffloadMetrics(MetricSet):
     )
 
     def moved(self, move: str, tier: str, rows: int, length_bytes: int, seconds: float | None = None) -> None:
-        """So many rows were moved; by a job that took so long, if that is told."""
+        """So many rows were moved; by a job that took so long, if that is known."""
         if rows:
             self.rows.labels(move, tier).inc(rows)
             self.row_bytes.labels(move, tier).inc(length_bytes)

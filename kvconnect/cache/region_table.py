@@ -80,7 +80,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     divided by head (latent and state pages). ``first_plane`` is the first of the planes that a page
     holds; only a region split by plane starts above 0. ``scales`` are those of the layer's quantised
     values. ``key_bytes`` of each row, from its start on, are K's where K and V share rows; None where a
-    row is of one kind.
+    row holds one kind.
     """
 
     layer: str
@@ -126,7 +126,7 @@ class GroupGeometry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_state(self) -> bool:
-        """One block per request, whatever its length."""
+        """One block per request, of any length."""
         return not self.rule.by_position
 
 
@@ -159,7 +159,7 @@ class RegionTable:
         """Describe the cache of this worker.
 
         ``kernel_block_sizes`` are tokens by group index. ``tensors`` may lack layers that live on
-        other ranks. ``heads`` says which heads of the model a layer's tensor holds, where that is not
+        other ranks. ``heads`` states which heads of the model a layer's tensor holds, where that is not
         all of them from 0. ``scales`` are those of K and of V by layer, 1 where none are given; they mean
         nothing to layers whose values are wider than a byte, and are not kept for them. Raises
         ``LayoutError``: a tensor does not match its spec or cannot be expressed.
@@ -357,7 +357,7 @@ class _TensorView:
 
 
 def _check_page(layer: str, spec: LayerSpec, ratio: int, made: Sequence[Region]) -> None:
-    """The tensor's pages hold what the spec says, and a split into kernel blocks is true in bytes."""
+    """The tensor's pages hold what the spec states, and a split into kernel blocks is true in bytes."""
     found = sum(region.page_bytes for region in made) * ratio
     if found != spec.content_bytes:
         raise LayoutError(

@@ -1,7 +1,7 @@
 """What a logical block of one layer's cache holds, and which layers share block ids.
 
 ``KVCacheConfig.num_blocks`` is the only source of the block count: with padded pages, kernel blocks or heads
-in front, the shape of a tensor says something else.
+in front, the shape of a tensor states something else.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class StateSpec(_PagedSpec):
     """The state of a recurrent layer (Mamba, GDN): opaque bytes, one page and row per request.
 
     ``shapes`` and ``dtypes`` list the states that lie one after the other in the page.
-    ``block_size`` says how many tokens the request's block covers to the scheduler; the page does
+    ``block_size`` states how many tokens the request's block covers to the scheduler; the page does
     not grow with it and is never split.
     """
 

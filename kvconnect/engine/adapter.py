@@ -26,7 +26,7 @@ _Card = TypeVar("_Card", bound=msgspec.Struct)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Flight:
-    """A batch that was not answered yet. ``error`` says why it must fail, whatever comes of it."""
+    """A batch that was not answered yet. ``error`` states why it must fail, with any outcome."""
 
     batch: Batch
     submitted_at: float
@@ -60,7 +60,7 @@ class Adapter:
 
     @staticmethod
     def _load() -> Any:
-        """Import the library. Raises ``EngineError`` that says what to install."""
+        """Import the library. Raises ``EngineError`` that names what to install."""
 
     @classmethod
     def problem(cls) -> str:

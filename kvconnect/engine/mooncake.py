@@ -7,7 +7,7 @@ Observed with mooncake-transfer-engine 0.3.13.post1, which made the code what it
 - Registering an overlapping range returns -7. Unregistering a batch with one unknown address leaves
   the others half gone for ever. Over TCP, memory that was never registered is sent gladly. So every
   range is checked against our own ``SpanSet`` first.
-- The listening engine binds all interfaces, and lets anybody who reaches its port read and write
+- The listening engine binds all interfaces, and lets any client that reaches its port read and write
   registered memory. Keep it on a private network.
 """
 
@@ -65,11 +65,11 @@ class MooncakeEngine(Adapter):
     Args:
         host: the address at which peers reach this node.
         protocol: ``"tcp"``, ``"rdma"``, or ``"nvlink"`` between GPUs of one host; another transport than
-            this one is never used. ``"auto"`` takes what ``mooncake_library.choose_protocol`` says.
+            this one is never used. ``"auto"`` takes what ``mooncake_library.choose_protocol`` returns.
         device_name: the RDMA adapters to use, separated by commas; empty for all.
-        settle_s: how long a batch that failed may take to be proven quiet.
+        settle_s: how long a batch that failed may take to be proven quiescent.
         library_timeout_s: when the library gives up a transfer by itself (``MC_TRANSFER_TIMEOUT``).
-            What it has not given up cannot be proven quiet.
+            What it has not given up cannot be proven quiescent.
         max_copies, max_bytes: the bounds to announce; 0 bytes for what suits the protocol.
 
     Raises ``EngineError``: Mooncake is missing, cannot start, or would use another protocol.
@@ -241,7 +241,7 @@ class MooncakeEngine(Adapter):
         return self._take_finished()
 
     def _shut_down(self) -> None:
-        """What the library does not let go of in time is not quiet; its thread is left to end by itself."""
+        """What the library does not let go of in time is not quiescent; its thread ends by itself."""
         until = time.monotonic() + _CLOSE_S
         while self._flights and time.monotonic() < until:
             # In two steps: ``poll`` gives the list away.
@@ -268,7 +268,7 @@ class MooncakeEngine(Adapter):
     def _take(self, outcome: Outcome) -> None:
         job = outcome.job
         if self._flights.get(job.batch.batch_id) is not job:
-            return  # answered before, as one that is not quiet
+            return  # answered before, as one that is not quiescent
         error = job.error or outcome.error
         if not error and time.monotonic() >= job.deadline:
             error = f"ended after its timeout of {job.batch.timeout_s:g} s"

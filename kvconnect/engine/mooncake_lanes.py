@@ -161,7 +161,7 @@ def ask(session: str, until: float, stop: Callable[[], bool] = lambda: False) ->
 
     The library's own ``send_probe`` takes up to 60 s and cannot be interrupted, and a thread that
     returns from it while the interpreter ends aborts the process. So its message is sent from here.
-    Any reaction counts, also a hang-up: it takes a running engine to give one, whatever its version.
+    Any reaction counts, also a hang-up: it takes a running engine to give one, of any version.
     """
     host, _, port = session.rpartition(":")
     try:

@@ -27,7 +27,7 @@ from kvconnect.errors import EngineError
 log = logging.getLogger("kvconnect.engine.mooncake")
 
 NVLINK = "nvlink"
-"""Between GPUs of one host. The library is told by its environment alone."""
+"""Between GPUs of one host. The library takes it from its environment alone."""
 
 Range = tuple[int, int]
 """An address and a length in bytes."""
@@ -132,7 +132,7 @@ def nvlink_problem(host: str) -> str:
         return "memory in expandable segments cannot be shared"
     if forced := [name for name in _FORCED if os.environ.get(name)]:
         return f"{forced[0]} is set"
-    # Of a single visible GPU cannot be told what links it has to those that peers see.
+    # The links of a single visible GPU to those that peers see are unknown.
     pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if pairs and not any(torch.cuda.can_device_access_peer(here, there) for here, there in pairs):
         return "no GPU here can access another one's memory (nvidia-smi topo -p2p r)"
@@ -184,7 +184,7 @@ def _check_adapters(device_name: str) -> None:
 
 
 def load_library() -> Any:
-    """Import the extension module. Raises ``EngineError`` that says what to install."""
+    """Import the extension module. Raises ``EngineError`` that names what to install."""
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
@@ -198,7 +198,7 @@ def load_library() -> Any:
 
 
 def built_for_cuda() -> bool:
-    """Whether the wheel that is installed was built with CUDA; the module itself does not say."""
+    """Whether the wheel that is installed was built with CUDA; the module itself does not report it."""
     for name in ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"):
         try:
             importlib.metadata.version(name)

@@ -2,8 +2,8 @@
 
 The library holds Python's lock while it is set up and closed, for a minute and more where its master does not
 answer, and ends its process if it is used once it was closed. So it lives in a child process, which gets
-orders and gives answers over sockets that it inherits, and shares memory for the bytes themselves. Whatever
-happens to it, its parent only loses a cache.
+orders and gives answers over sockets that it inherits, and shares memory for the bytes themselves. Its
+failure costs its parent only a cache.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _serve(store: MooncakeStore, lane: socket.socket) -> None:
 
 
 def main() -> None:
-    """Set up the store, say so on every lane, and serve them. The argument is the settings as JSON."""
+    """Set up the store, report it on every lane, and serve them. The argument is the settings as JSON."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
     if os.getppid() != settings.parent:

@@ -13,7 +13,7 @@ Observed with nixl 1.5.1 and UCX, which made the code what it is:
 - After a disconnect every post fails, with a healthy peer too, until the agent is removed and added. That
   ends every transfer to the peer, so it waits until those under way have ended or the link stands still.
 - Releasing a handle that is in progress succeeds, but what is in the kernel's socket buffers still
-  lands when the peer wakes. Such a failure is not quiet.
+  lands when the peer wakes. That memory is not quiescent.
 - To make a transfer takes several times as long as to post it, so those of one copy, which come again and
   again between the same slots, are kept. A transfer that was done can be posted again.
 - Over shared memory nothing checks the peer's registration but our copy of its card, so ranges are
@@ -60,7 +60,7 @@ class NixlEngine(Adapter):
         protocol: the NIXL backend that moves the bytes; ``"auto"`` for UCX.
         device_name: the device that UCX uses in place of that of ``host``.
         backend_options: parameters of the backend, added to ours.
-        settle_s: how long a batch that failed may wait for the proof that it is quiet, while no other
+        settle_s: how long a batch that failed may wait for the proof that it is quiescent, while no other
             batch to its peer ends.
         max_copies, max_bytes: the bounds to announce.
 
@@ -267,7 +267,7 @@ class NixlEngine(Adapter):
         return True
 
     def _settle(self, flight: Flight, now: float) -> None:
-        """Answer a failed batch once it is proven quiet, or when it had its time.
+        """Answer a failed batch once it is proven quiescent, or when it had its time.
 
         While other batches to its peer end, its turn comes too: it is waited for until its own deadline.
         """

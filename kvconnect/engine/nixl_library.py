@@ -122,7 +122,7 @@ class Flight(adapter.Flight):
     """A batch that was not answered yet.
 
     ``handles`` are those which may still be in progress. Once ``error`` is set the batch is answered when it
-    is proven quiet, or once it had its time, ``settle_until`` at the earliest. ``copy`` is set where its
+    is proven quiescent, or once it had its time, ``settle_until`` at the earliest. ``copy`` is set where its
     handle can be posted again. ``is_posted`` is False while it waits for its peer's link to be renewed.
     """
 

@@ -2,7 +2,7 @@
 
 An engine is an entry point of the group ``kvconnect.engines``, in any distribution: a class with the verbs of
 ``kvconnect.engine.base.Engine`` that is made from a host, a protocol, and options by keyword. Its static
-``problem()`` says why it does not work here, and what to install. Only that and making one import a library.
+``problem()`` states why it does not work here and what to install. Only that and making one import a library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def create_engine(
 
     Raises:
         ConfigError: no engine has this name, or it does not take an option.
-        EngineError: the engine does not work here; the text says what to install.
+        EngineError: the engine does not work here; the text names what to install.
     """
     if name == "auto":
         name = _choose()

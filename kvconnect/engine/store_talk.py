@@ -1,4 +1,4 @@
-"""What a store's process and its parent say to each other: frames of a length and a message."""
+"""What a store's process and its parent send each other: frames of a length and a message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Verb(str, enum.Enum):
-    """What a store can be told to do."""
+    """What a store can be ordered to do."""
 
     PUT = "put"
     GET = "get"
@@ -56,7 +56,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of an order: the library's code for each key, or an error. Also said once at the start."""
+    """What became of an order: the library's code for each key, or an error. Also sent once at the start."""
 
     codes: tuple[int, ...]
     error: str = ""

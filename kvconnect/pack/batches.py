@@ -31,7 +31,7 @@ Blocks = Mapping[PageRange, BlockIds]
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What like lanes move in one chunk, whichever request it is of.
+    """What like lanes move in one chunk, of any request.
 
     Lane ``i`` of ``lanes[which]`` has its first row at ``wire[i]`` bytes into the slot. The first of the
     pages begins ``-lead`` rows before the chunk, which has ``rows`` rows.
@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class ChunkLayout:
-    """What a chunk is on one side, whichever request it is of.
+    """What a chunk is on one side, for any request.
 
     For kernels it has launches and their ``numbers``, with room at ``places`` for those of each page range.
     """

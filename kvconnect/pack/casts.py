@@ -6,7 +6,7 @@ A cast of at most 16 bits is one look-up. What the entries are is the contract o
     from float8_e4m3fn: value * scale, in float32, then the nearest value, ties to even
     bfloat16, float16:  the nearest value, ties to even; infinite where it is out of range
 
-What is no number stays none, and is one pattern of bits whatever it was: 0x7f, 0x7fc0 or 0x7e00.
+What is no number stays none, and is always one pattern of bits: 0x7f, 0x7fc0 or 0x7e00.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The digest of a packed chunk: 64 bits that tell a whole slot from a torn, late or foreign one.
+"""The digest of a packed chunk: 64 bits that distinguish a whole slot from a torn, late or foreign one.
 
 Every word of the wire is mixed with a seed and with its place, and the results are summed, in any order. A
 changed word always changes the sum, since the mix is one to one. It guards against accidents, not against an
@@ -10,7 +10,7 @@ attacker, who knows the formula.
 A stream's words have its ``word_bytes``, and are little endian. Bytes between streams do not count.
 
 On a CPU only the words of one line of ``LINE_BYTES`` in so many count: of lines that lie in one stream, and
-whose number in the slot, plus the seed, is a multiple of that. So whatever is torn or stale over as many
+whose number in the slot, plus the seed, is a multiple of that. So all that is torn or stale over as many
 lines is still found for sure, and each generation of a slot looks at others.
 """
 
@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 15
 
 # What a processor reads at once.
 LINE_BYTES = 64
-# A digest is of so many lines at least, or of all: a small chunk costs little.
+# A digest covers so many lines at least, or of all: a small chunk costs little.
 LEAST_LINES = 256
 # One line in so many, which is one in 16 KiB, costs some hundredths of what a transfer takes.
 CPU_DIGEST_SAMPLE = 256

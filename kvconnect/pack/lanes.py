@@ -2,7 +2,7 @@
 
 A lane is a region with the stream that it feeds or is fed by. A page of a lane is rows by token, head
 and plane, each a run of bytes; both the memory and the wire are walked with strides over these axes.
-Where this side's values are not of the type that travels, a lane also says how they are cast.
+Where this side's values are not of the type that travels, a lane also defines how they are cast.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _lane(
 
 
 def _check_lanes(stream: WireStream, geometry: GroupGeometry | None, lanes: Sequence[Lane]) -> None:
-    """The lanes hold what the stream says: its tokens, and its rows exactly once."""
+    """The lanes hold what the stream states: its tokens, and its rows exactly once."""
     filled = sum(lane.walk.page_bytes // lane.walk.tokens for lane in lanes)
     if geometry is None or filled != stream.width_bytes:
         rows = f"a row of the wire has {stream.width_bytes} bytes, one of this table {filled}"

@@ -7,7 +7,7 @@ block id and additions. Programs take items in turn, so that any number of progr
 All numbers of a request's chunks are one int64 tensor: for each chunk a row of ``FIELDS`` per batch, an
 address and a place in the slot per lane, and block ids. Lanes whose values are cast have a third number.
 Pages lie one after the other in a slot, or, if they are ``PLACED``, each where the numbers after its batch's
-block ids say: so one kernel packs the chunks of a transfer and the rows of an offload.
+block ids place it: so one kernel packs the chunks of a transfer and the rows of an offload.
 Casts are arithmetic on bits, since not every device has the types; ``casts.py`` defines them.
 """
 
@@ -77,7 +77,7 @@ def _fields_of(item, table, num_batches, FIELDS: tl.constexpr):
 
 @triton.jit
 def _item_of(item, fields, num_pages, PLACED: tl.constexpr):
-    """Which lane of a batch an item is of, which units of its pages, its first page and the one behind it."""
+    """An item's lane in its batch, which units of its pages, its first page and the one behind it."""
     place = item - tl.load(fields).to(tl.int32)
     outer = tl.load(fields + 1).to(tl.int32)
     inner = tl.load(fields + 2).to(tl.int32)

@@ -145,7 +145,7 @@ Keyring = SharedKeys | NodeKeys
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:
     """The keys that are configured, or those of this user where only this machine can be meant.
 
-    None where the configuration says ``insecure``. Raises ``ConfigError``: there are none, or they are wrong.
+    None where the configuration sets ``insecure``. Raises ``ConfigError``: there are none, or they are wrong.
     """
     where = "kv_connector_extra_config"
     if extra.insecure:

@@ -71,7 +71,7 @@ class Quarantine:
         """What may still write need not be waited for longer than until then.
 
         The first proof replaces what was believed, further ones only bring the end forward; what is likely
-        cannot shorten what a proof said.
+        cannot shorten what a proof set.
         """
         if proven and self.is_unproven:
             self.until, self.is_unproven = until, False

@@ -39,7 +39,7 @@ PROTOCOL_VERSION = 5
 """Peers with another version are refused. Our own number, so that serving stacks may differ."""
 
 OTHER_WEIGHTS = "peer has other weights"
-"""What every refusal for that reason says, as while servers are updated one by one."""
+"""What every refusal for that reason states, as while servers are updated one by one."""
 
 OTHER_PROMPT = "the transfer was announced with another prompt"
 """Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
@@ -150,9 +150,9 @@ class CreditGrant(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
-    """P to D: a fetch has begun. What it sends is of the lease of this epoch, and of no other.
+    """P to D: a fetch has begun. What it sends belongs to the lease of this epoch, and to no other.
 
-    Left out where chunks follow at once, which say the same.
+    Left out where chunks follow at once, which state the same.
     """
 
     transfer_id: int
@@ -180,7 +180,7 @@ class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     """P to D: a chunk lies in the slot of this generation, and P writes to it no more.
 
     ``digest`` is that of its bytes as they were packed, with the generation as seed; None for none.
-    ``epoch`` says what ``Accepted`` says, where that was not sent.
+    ``epoch`` is that of ``Accepted``, where that was not sent.
     """
 
     transfer_id: int
@@ -198,7 +198,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag="written"):
     ``ok`` implies it, and that every byte was written under the lease of ``epoch``. ``again``: what was
     sent came from blocks that the prefill has lost since; it is being computed anew, and D may fetch it anew.
     ``unsettled``, where it is not quiescent, are the generations of the slots that may still be written; None
-    where P cannot say.
+    where P does not know them.
     """
 
     transfer_id: int
@@ -229,7 +229,7 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     """D to P: hold these requests on, I will still fetch them. Answered by ``Renewed``.
 
-    A handle that is not held yet is remembered: D is told when it is, or never will be.
+    A handle that is not held yet is remembered: D is notified when it is, or never will be.
     """
 
     handles: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)]
@@ -238,7 +238,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """P to D: the leases that go on, each with its epoch, and those that are over, each with the reason.
 
-    A handle that P has not heard of is in ``unknown``; one whose prefill is under way in none of them. Also
+    A handle that P does not know is in ``unknown``; one whose prefill is under way in none of them. Also
     sent unasked, when a lease that D has renewed is over, or begins.
     """
 
@@ -304,7 +304,7 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
 
 
 def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:
-    """Why KV of one side's weights is of no use to the other's; None if they are the same."""
+    """Why KV of one side's weights is useless to the other's; None if they are the same."""
     if ours.weights == theirs.weights:
         return None
     return f"{OTHER_WEIGHTS}: {theirs.weights!r} asks {ours.weights!r}"

@@ -1,4 +1,4 @@
-"""Is anybody still listening? Asked a few times without waiting, since a process does not end at once."""
+"""Does a process still listen? Asked a few times without waiting, since it does not end at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PortProbe:
             self._attempts, self._began_at = [], now - _GIVE_UP_S
 
     def step(self, now: float) -> bool | None:
-        """True: it is closed. False: it cannot be said. None: it is not known yet."""
+        """True: it is closed. False: it cannot be proven. None: it is not known yet."""
         passed_s = now - self._began_at
         if self._socket is not None and self._is_refused(
             self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

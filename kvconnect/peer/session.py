@@ -1,4 +1,4 @@
-"""One connection between two workers, without any I/O: what may be said when.
+"""One connection between two workers, without any I/O: what may be sent when.
 
 A session takes frames and the time, and gives events and frames to send. Legal moves are one table: an
 illegal message changes nothing, and is answered with a ``Bad`` that names state and message.
@@ -136,7 +136,7 @@ class Session:
         self._push(Hello(PROTOCOL_VERSION, self.ours))
 
     def greet_anew(self, ours: Introduction) -> None:
-        """D's introduction has changed: say so, if it greeted already."""
+        """D's introduction has changed: send it, if it greeted already."""
         self.ours = ours
         if self.side is Side.DECODE and self.state in (State.GREETED, State.READY):
             self._unanswered_greetings += 1
@@ -149,14 +149,14 @@ class Session:
         self._push(message)
 
     def owe(self, owed: bool, now: float) -> None:
-        """D says whether the peer owes it an answer; only then is silence a failure."""
+        """D states whether the peer owes it an answer; only then is silence a failure."""
         if not owed:
             self._owed_since = None
         elif self._owed_since is None:
             self._owed_since = self._asked_at = now
 
     def refuse(self, reason: str) -> None:
-        """P ends the conversation, and tells D why."""
+        """P ends the conversation, and sends D the reason."""
         self.state = State.ENDED
         self._push(Refused(PROTOCOL_VERSION, reason))
 
@@ -166,7 +166,7 @@ class Session:
         return frames
 
     def receive(self, frame: bytes, now: float) -> list[Event]:
-        """Take one frame of the other side. Raises nothing, whatever is in it."""
+        """Take one frame of the other side. Raises nothing, for any content."""
         if self.state is State.ENDED:
             return []
         try:

@@ -41,7 +41,7 @@ _EVENTS = (
 class ZapAuthenticator:
     """Guards a listening socket, whose ``port`` is set once it is bound.
 
-    Without a ``keyring`` it admits everybody, without encryption. Connections beyond ``max_connections`` are
+    Without a ``keyring`` it admits all clients, unencrypted. Connections beyond ``max_connections`` are
     closed at once. ``count`` is called with the reason whenever a client is refused.
     """
 
@@ -71,7 +71,7 @@ class ZapAuthenticator:
             listener.setsockopt(zmq.CURVE_PUBLICKEY, keyring.server.public)
             listener.setsockopt(zmq.CURVE_SERVER, 1)
             listener.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-            # Without an answer to its question ZeroMQ would let everybody in.
+            # Without an answer to its request ZeroMQ would admit every client.
             listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         name = f"inproc://kvconnect-zap-{id(self)}"
         listener.monitor(name, _EVENTS)

@@ -2,7 +2,7 @@
 
 One ROUTER socket takes what peers send; one DEALER per connection that we open. ZeroMQ reconnects by
 itself and would hide that a peer went away, so each DEALER is monitored: a lost connection is
-reported, with whether the peer's port is closed now, and why if that can be said.
+reported, with whether the peer's port is closed now, and why if that is known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HIGH_WATER_MARK = 10_000
 _CONNECTIONS_PER_PEER = 4
 _HEARTBEAT_MS = 2_000
 _RECONNECT_MS = 100
-"""ZeroMQ connects anew by itself, no sooner; what comes then is of another conversation, and is not read."""
+"""ZeroMQ connects anew by itself, no sooner; what comes then is another conversation, and is not read."""
 _HANDSHAKE_EVENTS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -70,7 +70,7 @@ class ZmqChannel:
     Args:
         extra: where to listen, and the limits. A connection is lost after ``peer_timeout_s`` of silence on
             the TCP level, and closed where it is not ready a second after ``handshake_timeout_s``: the
-            session's message says better what did not come.
+            session's message names better what did not come.
         keyring: our keys and our peers'; None for neither authentication nor encryption.
         allowed: what we connect to; empty for everything.
         count: called with the reason whenever a peer is turned away.
@@ -207,7 +207,7 @@ class ZmqChannel:
             if link.monitor in ready or link.probe is not None:
                 lost = self._lost(name, link)
                 if lost is not None:
-                    # A process that is gone said all of it before: often that it has sent everything.
+                    # A process that is gone sent all of it before: often that it has sent everything.
                     arrived += link.doubtful if lost.loss is PeerLoss.PROCESS_GONE else ()
                     arrived.append(lost)
                     link.doubtful.clear()

@@ -23,7 +23,7 @@ NULL_BLOCK = 0
 class BlockPairs:
     """Kernel block ids, int64 of one length: ``source[i]`` holds what ``target[i]`` is to hold.
 
-    Sorted by source, so that runs of adjacent blocks are found whatever order they were allocated in.
+    Sorted by source, so that runs of adjacent blocks are found for any order of allocation.
     """
 
     source: BlockIds

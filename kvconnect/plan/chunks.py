@@ -25,7 +25,7 @@ from kvconnect.plan.wire import Wire
 from kvconnect.runner_kit.block_table import BlockIds
 
 SECONDS_PER_CHUNK = 400e-6
-"""What a chunk costs whatever its size: a launch, a post and a message on either side."""
+"""What a chunk of any size costs: a launch, a post and a message on either side."""
 
 _MOST_CHUNKS = 16
 ALIGN_BYTES = 16

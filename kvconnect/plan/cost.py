@@ -48,7 +48,7 @@ DEFAULT_ROUND_TRIP_S = 400e-6
 def fit(samples: Sequence[Sample]) -> EngineRates:
     """The rates that explain these probes best; what they do not show stays near the defaults.
 
-    Probes tell the three rates apart if some are one small copy, some many small copies and some few large
+    Probes separate the three rates if some are one small copy, some many small copies and some few large
     ones. Several of one shape count as their median; what cannot be a measurement is left out.
     """
     shapes: dict[tuple[int, int], list[float]] = {}

@@ -1,4 +1,4 @@
-"""What the bytes of a packed transfer mean, whatever pages they come from and go to.
+"""What the bytes of a packed transfer mean, for any pages that they come from and go to.
 
 Either side of a pair of workers makes the same wire, a list of streams. In the order ``rows`` a stream is a
 layer: rows by token, of the heads that both sides keep, and for each head K before V. Block sizes, kernel
@@ -28,7 +28,7 @@ class WireStream(msgspec.Struct, frozen=True, array_like=True):
 
     A row stands for ``row_tokens`` tokens and has ``width_bytes``: ``head_bytes`` for each of ``heads``,
     or, where pages cannot be divided by head, all of what is kept. A state's one row stands for the
-    request. ``first_plane`` tells regions apart in the order ``pages``. ``word_bytes`` is the largest
+    request. ``first_plane`` distinguishes regions in the order ``pages``. ``word_bytes`` is the largest
     power of two up to 8 that divides every run of bytes on either side; digests are made of such words.
     With a ``conversion`` all of these count bytes of the type that travels.
     """
@@ -57,7 +57,7 @@ def align_wire(source: TableCard, target: TableCard, order: str | None = None, c
     """The wire of two workers; left open, the order is ``pages`` where pages are equal, else ``rows``.
 
     With ``convert`` token rows of unlike types are converted where that is possible, in the order
-    ``rows``. Both sides must say the same. Raises ``LayoutError`` that lists why layers cannot be matched.
+    ``rows``. Both sides must pass the same. Raises ``LayoutError`` that lists why layers cannot be matched.
     """
     if order not in (None, *ORDERS):
         raise LocalError(f"wire order is {order!r}; accepted: {', '.join(ORDERS)}")

@@ -16,7 +16,7 @@ import torch
 from kvconnect.arithmetic import div_ceil
 from kvconnect.errors import ConfigError, LocalError
 
-# Kernels may be told to read this page: it exists in every cache and holds nothing.
+# Kernels may be made to read this page: it exists in every cache and holds nothing.
 NULL_PAGE = 0
 # Rows of kv_indices begin at multiples of 16 bytes.
 ROW_ALIGNMENT = 4

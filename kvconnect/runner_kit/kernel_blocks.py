@@ -129,7 +129,7 @@ def prepare_kernel_block_sizes(
 
 
 def sync_block_size(configured: int, kernel: int) -> int:
-    """The block size in tokens that a worker uses: the kernel's. Says so if it is not the configured one.
+    """The block size in tokens that a worker uses: the kernel's. Logs if it is not the configured one.
 
     Called once, when the worker is created, so that everything built after it agrees.
 

@@ -1,4 +1,4 @@
-"""The block tables' operations as Triton kernels: one launch each, whatever the number of groups.
+"""The block tables' operations as Triton kernels: one launch each, for any number of groups.
 
 Kernels find the tables through a tensor of absolute addresses, since the groups' tables are separate
 allocations of different widths.

@@ -1,4 +1,4 @@
-"""Zeroing of fresh blocks, whatever the number of layers, groups and allocations: one launch.
+"""Zeroing of fresh blocks, for any number of layers, groups and allocations: one launch.
 
 A block that is given out still holds what its last owner wrote. Attention kernels read whole pages
 and mask what lies beyond the sequence, and a masked score of 0 times a NaN is NaN: with an fp8 cache,

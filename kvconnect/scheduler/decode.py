@@ -149,7 +149,7 @@ class DecodeRequests:
         if share is None or request.request_id not in share.undecided or count <= 0:
             return 0
         # After a failure every sibling orders a load, which can only be refused: whether it is computed then
-        # is for the serving stack's policy to say.
+        # is for the serving stack's policy to decide.
         if share.is_spent and not (share.loader or share.failure):
             return 0
         if share.loader or not (share.is_spent or self._may_load(share, request.num_tokens)):
@@ -201,7 +201,7 @@ class DecodeRequests:
         return is_loading
 
     def ordered(self) -> None:
-        """The draft is about to be taken: the loads that it aborts say nothing of their handles any more."""
+        """The draft is about to be taken: the loads that it aborts decide nothing about their handles."""
         for request_id in self._draft.aborted:
             share = self._loading.get(request_id)
             if share is not None and share.loader == request_id:

@@ -1,4 +1,4 @@
-"""Handles: what P says about a request that it holds, so that no router or client can change it.
+"""Handles: what P states about a request that it holds, so that no router or client can change it.
 
 A handle is text for ``kv_transfer_params``: a version, the claims, and a code over both. With a secret
 the code is HMAC-SHA256, and only who has the secret can make one; without it, it is a plain checksum.
@@ -33,9 +33,9 @@ NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a handle says: under which name P holds how many tokens of a request, and where.
+    """What a handle states: under which name P holds how many tokens of a request, and where.
 
-    ``epoch`` is of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
+    ``epoch`` is that of P's scheduler, made at its start. ``name`` is random, made anew for each request, or
     stands for the router's transfer id. ``prompt`` is the digest of those tokens: a handle opens one load of
     one prompt. ``expires_at`` is in seconds of the wall clock.
     """
@@ -60,7 +60,7 @@ class Handles:
     def __init__(self, secret: bytes = b"", clock: Callable[[], float] = lambda: 0.0) -> None:
         self._secret, self._clock = secret, clock
         self.are_signed = bool(secret)
-        """Whether what they say is beyond doubt."""
+        """Whether what they state is beyond doubt."""
 
     def expiry(self, lease_s: float) -> float:
         """When a handle that is made now expires."""

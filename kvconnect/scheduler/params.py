@@ -1,7 +1,7 @@
 """The dictionary that travels with a request through a router, as P and D read it.
 
 It comes from a client: nothing in it is trusted further than its type and size, but for what a signed
-handle says.
+handle states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRANSFER_KEY = "transfer_id"
 """What a router names a transfer, when it asks P and D at once."""
 
 PEER_KEY = "kvconnect_peer"
-"""Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is told."""
+"""Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is given."""
 
 _TRANSFER_PREFIX = "transfer:"
 # Signed handles have no colon: no client can name one of them with a transfer id.
@@ -48,10 +48,10 @@ _PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 class RemotePrefill(msgspec.Struct, frozen=True):
     """Where the KV of a request waits, or will.
 
-    ``engine_id`` empty: whichever engine answers there. ``num_tokens`` 0: not told. ``vouched``: a signed
+    ``engine_id`` empty: any engine that answers there. ``num_tokens`` 0: unknown. ``vouched``: a signed
     handle named the address, and no client did. ``is_announced``: P may be computing it yet.
-    ``is_of_other_prompt``: the handle was made for another prompt. ``refusal`` says why the dictionary is of
-    no use. With either of these two the others mean nothing.
+    ``is_of_other_prompt``: the handle was made for another prompt. ``refusal`` states why the dictionary is
+    unusable. With either of these two the others mean nothing.
     """
 
     handle: str = ""
@@ -92,7 +92,7 @@ def read_remote_prefill(
 
     ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
     handle stands for, which a transfer id without a handle does not name then. With a handle all is in it,
-    whatever routers write beside it. With a transfer id alone P is computing meanwhile, and neither its
+    also if routers write more beside it. With a transfer id alone P is computing meanwhile, and neither its
     engine id nor its count of tokens need be known.
     """
     if not params or not params.get("do_remote_prefill"):
@@ -111,7 +111,7 @@ def transfer_name(handle: str) -> str:
 
 
 def announced_id(handle: str) -> str:
-    """The router's transfer id in a name, whatever prompt it is of; empty for other handles."""
+    """The router's transfer id in a name, for any prompt; empty for other handles."""
     if not handle.startswith(_TRANSFER_PREFIX):
         return ""
     name = handle.removeprefix(_TRANSFER_PREFIX)
@@ -134,7 +134,7 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
 
 
 def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
-    """What a router says while P is computing."""
+    """What a router states while P is computing."""
     remote = RemotePrefill(
         handle=read_transfer_id(params, prompt),
         engine_id="" if params.get("remote_engine_id") is None else _read(params, "remote_engine_id"),
@@ -145,7 +145,7 @@ def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Re
     )
     if params.get(PEER_KEY) is None:
         return remote
-    # It was made for another request, so of that it says nothing.
+    # It was made for another request, so of that it states nothing.
     _claims(params, PEER_KEY, handles, same=("remote_host", "remote_port"), even_expired=True)
     return msgspec.structs.replace(remote, vouched=handles.are_signed)
 
@@ -153,7 +153,7 @@ def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Re
 def _claims(
     params: Mapping[str, Any], key: str, handles: Handles, *, same: Sequence[str], even_expired: bool = False
 ) -> tuple[str, Claims]:
-    """A handle and what it says. Routers repeat that beside it: what is ``same`` must not contradict."""
+    """A handle and what it states. Routers repeat that beside it: what is ``same`` must not contradict."""
     handle: str = _read(params, key)
     try:
         claims = handles.read(handle, even_expired=even_expired)

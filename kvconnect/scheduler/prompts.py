@@ -1,6 +1,6 @@
 """What a prompt is called: one digest of its tokens, and of all else that their KV depends on.
 
-Both nodes of a pair work it out for themselves, whatever their serving stacks and versions: only what is
+Both nodes of a pair work it out for themselves, with any serving stacks and versions: only what is
 given here counts, and how it is written down is ours.
 """
 

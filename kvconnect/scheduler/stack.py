@@ -1,4 +1,4 @@
-"""The contract of a serving stack and the connector: what a stack calls, in which order, and what it tells.
+"""The contract of a serving stack and the connector: what a stack calls, in which order, and what it reports.
 
 A stack has a request scheduler, and workers, one a rank, that hold its tensors. ``SchedulerHooks`` lives
 beside the scheduler and ``WorkerHooks`` beside each worker. Of a request:
@@ -16,7 +16,7 @@ and of a step, in this order:
                 start              after that
                 results            taken with every step, and whenever ``on_results`` wakes the stack
 
-Blocks are named by cache group and position. What a block id means in one group says nothing of another:
+Blocks are named by cache group and position. What a block id means in one group does not hold in another:
 groups may share a pool, or have pools of their own. A stack with a scheduler in every rank makes a scheduler
 half in each, and gives it its own engine id; no hook waits for anything but ``drain``.
 """
@@ -52,7 +52,7 @@ class RequestView(Protocol):
 
 PromptDigest = Callable[[Any, int], bytes | None]
 """The digest of a request's first so many tokens. None for a request that stands for another one, without its
-tokens, and ends at once. Raises nothing, whatever a client sent."""
+tokens, and ends at once. Raises nothing, for any input of a client."""
 
 
 class LongestRequest(NamedTuple):
@@ -64,7 +64,7 @@ class LongestRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class StackTraits:
-    """What a serving stack says of itself, once.
+    """What a serving stack states of itself, once.
 
     ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
     caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests that were made
@@ -73,7 +73,7 @@ class StackTraits:
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
-    # Of a stack that does not say what its tokens are all prompts of a length count as one.
+    # Of a stack that does not state what its tokens are all prompts of a length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
     longest: LongestRequest | None = None
 
@@ -81,7 +81,7 @@ class StackTraits:
 class Computed(NamedTuple):
     """What the device was given makes so many tokens of a request.
 
-    ``new_block_ids`` are the blocks since its admission, those included, or since the last step told of it;
+    ``new_block_ids`` are the blocks since its admission, those included, or since its last reported step;
     None for no new ones.
     """
 

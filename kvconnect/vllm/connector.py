@@ -128,7 +128,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._awaits_workers:
             self._early[request.request_id] = request
         if half.transfer and getattr(request, "resumable", False) and request.kv_transfer_params:
-            # More of its prompt comes later, and vLLM does not say when it is whole.
+            # More of its prompt comes later, and vLLM does not report when it is whole.
             logger.warning("request %s streams its input: it is neither held nor fetched", request.request_id)
             request.kv_transfer_params = None
         introduce(half, request)
@@ -157,7 +157,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self._kept if is_restored else transferred_groups(self._cache)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
-        """The tiers that a hit came from, as far as vLLM tells them apart."""
+        """The tiers that a hit came from, as far as vLLM distinguishes them."""
         return hit_sources(self._half.sources(request.request_id, num_external_tokens))
 
     def update_state_after_alloc(
@@ -252,7 +252,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.
 
-        Of a ``MultiConnector`` vLLM passes on to all children what the first that answers says, and not all
+        Of a ``MultiConnector`` vLLM passes on to all children what the first to answer returns, and not all
         bear what is not their own. A worker that listens nowhere leaves it to others, and waits to be asked.
         """
         listens = self._own is not None and self._own.address is not None

@@ -49,7 +49,7 @@ def make_scheduler_half(
     transfer = None
     if extra.engine != "none":
         traits = StackTraits(
-            # vLLM before 0.31 does not say how far ahead; it would say 1, as several modules are refused.
+            # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             parent_of=parent_of,
             prompt_digest=prompt_digest,
@@ -150,7 +150,7 @@ def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:
 
     vLLM makes the worker's connector after it has measured the device and sized the cache, and asks none for
     a share: slots live outside of ``gpu_memory_utilization``. Where the cache's size was given in bytes the
-    setting says nothing of the rest, and the caches that are there may have passed it.
+    setting does not bound the rest, and the caches that are there may have passed it.
     """
     if device.type != "cuda":
         return 0

@@ -93,7 +93,7 @@ def group_spec(group: Any, layer: str = "") -> Any:
 
 
 def is_state(spec: Any) -> bool:
-    """A layer that keeps one page per request, whatever its length.
+    """A layer that keeps one page per request, of any length.
 
     Recurrent layers (Mamba, GDN) list the shapes of their states; ring buffers are known by name.
     """
@@ -130,7 +130,7 @@ def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> 
 
 
 def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
-    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and not said."""
+    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and left out."""
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         block_size, spec = int(group.kv_cache_spec.block_size), group_spec(group)
@@ -185,7 +185,7 @@ def worker_cache(
             ratios.add(ratio)
             count = head_counts.of(name, theirs)
             owned = None if count is None else shard_heads(count, rank, world_size)
-            # Otherwise which of its model's heads it has cannot be told.
+            # Otherwise which of its model's heads it has is unknown.
             owned = owned if owned is not None and len(owned) == tensor.shape[1] else None
             by_block = is_by_block(layer) and not is_state(theirs)
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)

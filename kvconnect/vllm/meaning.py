@@ -24,7 +24,7 @@ def fingerprint(
 
     Nothing of a model's path counts, since paths differ between hosts, and weights have a name of their own.
     ``bound_to`` is the number of ranks where some layer can only travel between equal ones. With
-    ``convert_dtype`` the types that are converted count as one, so that a peer must say the same of itself.
+    ``convert_dtype`` the types that are converted count as one, so that a peer must convert them too.
     """
     model = vllm_config.model_config
     text = model.hf_text_config

@@ -29,7 +29,7 @@ from kvconnect.orders import OffloadReport, Orders, RankAddress, TierChange
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
-    # Before 0.32 hits are not told apart by source.
+    # Before 0.32 hits are not distinguished by source.
     PEER_SOURCE = None
     _SOURCES: dict[str, Any] = {}
 else:

@@ -1,4 +1,4 @@
-"""What vLLM's cache configuration says to the tiers below the device's memory.
+"""What vLLM's cache configuration means to the tiers below the device's memory.
 
 Which cache groups are kept, in blocks of how many tokens and hashes, which of them a draft model reads ahead
 in, and what else the bytes of a block depend on besides its tokens.
@@ -23,13 +23,13 @@ from kvconnect.vllm.versions import vllm_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# What of a layer's spec says how to read its bytes, as far as a vLLM's specs have it.
+# What of a layer's spec defines how to read its bytes, as far as a vLLM's specs have it.
 _READ_OF_SPECS = (
     *("dtype", "head_size", "head_size_v", "kv_quant_mode", "cache_dtype_str"),
     *("tokens_per_state", "state_content_bytes", "sliding_window", "attention_chunk_size"),
     *("model_version", "mamba_type", "shapes", "dtypes"),
 )
-# Facts of a model's configuration that say nothing of its values.
+# Facts of a model's configuration that do not affect its values.
 _OF_NO_EFFECT = ("_name_or_path", "transformers_version", "_commit_hash")
 
 
@@ -162,7 +162,7 @@ def _model_facts(model: Any) -> dict[str, Any]:
     stated = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_NO_EFFECT}
     text = json.dumps(stated, sort_keys=True, default=str)
     return {
-        # For people who look: all that it says is in the digest of the configuration.
+        # For operators: all that it states is in the digest of the configuration.
         "name": str(getattr(model.hf_config, "model_type", "")),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),

@@ -61,7 +61,7 @@ def shorten(request: Request, excess: int) -> None:
 
 
 def prompt_digest(request: Request, num_tokens: int) -> bytes | None:
-    """The digest of a request's first tokens, and of what vLLM tells equal blocks apart by.
+    """The digest of a request's first tokens, and of what vLLM distinguishes equal blocks by.
 
     The same for every version of vLLM, which each hash otherwise. None for what vLLM submits, and aborts, in
     place of a request that ended before it came here: it has its parameters, and a prompt of one token.

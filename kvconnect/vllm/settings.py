@@ -25,7 +25,7 @@ _OURS = (
 
 
 def log_like_vllm() -> None:
-    """vLLM gives handlers to its own loggers only: what we say would be lost."""
+    """vLLM gives handlers to its own loggers only: what we log would be lost."""
     ours, theirs = logging.getLogger("kvconnect"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)
@@ -106,9 +106,9 @@ def outermost(connector: Any) -> Any:
 
 
 def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) -> None:
-    """Say so where the policy for loads from peers is also that for restores.
+    """Warn where the policy for loads from peers is also that for restores.
 
-    vLLM has one policy, that of the outermost connector, and a connector cannot tell it which load it is for.
+    vLLM has one policy, that of the outermost connector, and a connector cannot name the load that it is for.
     """
     policy = outer._kv_transfer_config.kv_load_failure_policy
     is_alone = outer is connector and config.extra.engine == "none"

@@ -1,4 +1,4 @@
-"""vLLM's scheduler output, read once a step and told to the scheduler half one step later.
+"""vLLM's scheduler output, read once a step and reported to the scheduler half one step later.
 
 By then it has been launched: a connector's part of a step is handed out beside the step, not after it, and
 a new request may find blocks in the prefix cache that another one computes in the same step. Imports no vLLM.
@@ -29,7 +29,7 @@ class Steps:
     def __init__(self, *, is_zeroed_first: bool) -> None:
         self._is_zeroed_first = is_zeroed_first
         self._requests: dict[str, Any] = {}
-        # Requests of which blocks were told.
+        # Requests of which blocks were reported.
         self._known: set[str] = set()
         self._computed: dict[str, Computed] = {}
         self._states: dict[str, list[StateBlock]] = {}
@@ -40,11 +40,11 @@ class Steps:
         return len(self._requests)
 
     def begin(self, request: Any) -> None:
-        """A request arrived. vLLM's own object: it is read whenever something is told of it."""
+        """A request arrived. vLLM's own object: it is read whenever something is reported of it."""
         self._requests[request.request_id] = request
 
     def admitted(self, request_id: str) -> None:
-        """A request gets a new table of blocks. What it did before it was preempted is of its old one.
+        """A request gets a new table of blocks. What it did before it was preempted belongs to its old one.
 
         vLLM preempts and admits a request within one ``schedule`` when its caches are reset under load.
         """
@@ -53,7 +53,7 @@ class Steps:
         self._known.discard(request_id)
 
     def end(self, half: SchedulerHooks, request_id: str) -> None:
-        """A request ends, and its blocks are about to be freed: what is left of it is told now."""
+        """A request ends, and its blocks are about to be freed: what is left of it is reported now."""
         if request_id in self._computed or request_id in self._states:
             half.launched(self._launched([request_id]))
         request = self._requests.pop(request_id, None)
@@ -63,7 +63,7 @@ class Steps:
         self.admitted(request_id)
 
     def tell(self, half: SchedulerHooks, scheduler_output: Any) -> None:
-        """A step was scheduled: what was scheduled before it is told."""
+        """A step was scheduled: what was scheduled before it is reported."""
         if self.refusal:
             return
         if self._computed or self._states:
@@ -76,7 +76,7 @@ class Steps:
             self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
             overwritten = _overwritten(scheduler_output) if self._is_zeroed_first else set()
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            # What a scheduler tells is no stable interface, and must not end a server.
+            # What a scheduler outputs is no stable interface, and must not end a server.
             self.refusal = f"{type(error).__name__}: {error}"
             logger.warning(
                 "this vLLM's scheduler output cannot be read (%s): prompts are sent once they are computed, "

@@ -65,7 +65,7 @@ def is_by_block(layer: Any) -> bool:
 
 
 def read_quantised(layer: Any, tensor: torch.Tensor) -> Quantised | None:
-    """What a layer says of its cache of bytes; None where it says nothing, or not enough."""
+    """What a layer states of its cache of bytes; None where it states nothing, or not enough."""
     scales = _scales(layer)
     if scales is None or tensor.dtype not in BYTES or getattr(layer, "kv_cache_dtype", None) not in _E4M3:
         return None

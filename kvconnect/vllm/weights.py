@@ -1,4 +1,4 @@
-"""What the weights that a server runs with are called, whatever path they came from.
+"""The name of the weights that a server runs with, wherever they were loaded from.
 
 The name is that of the checkpoint's tensors where its files can be read, and of the tensors in memory where
 they cannot, or after these were replaced in place. It is a sample: no file is read whole.
@@ -32,7 +32,7 @@ _READ_FROM_FILES = {
 }
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INDEX = "model.safetensors.index.json"
-# Training changes nearly every value, so that few samples of a tensor tell two checkpoints apart; their
+# Training changes nearly every value, so that few samples of a tensor distinguish two checkpoints; their
 # number is bounded because folders lie on slow shares too.
 _SAMPLE_BYTES = 512
 _MOST_SAMPLES = 2048
@@ -51,7 +51,7 @@ Gather = Callable[[Any], list[Any]]
 class LoadedWeights:
     """One name on all tensor-parallel ranks, equal on two servers wherever the weights are.
 
-    ``checkpoint`` is that of the files, None where they cannot be told; ``models`` may be out of reach.
+    ``checkpoint`` is that of the files, None where it is unknown; ``models`` may be out of reach.
     """
 
     def __init__(self, checkpoint: str | None, models: Sequence[nn.Module], gather: Gather) -> None:
@@ -188,7 +188,7 @@ def _local_path(source: str, revision: str | None, cache_dir: str | None) -> Pat
     if path.exists():
         return path
     if "://" in source:
-        # Streamed from an object store, in which an address says nothing of what it holds today.
+        # Streamed from an object store, in which an address does not identify what it holds today.
         return None
     try:
         from huggingface_hub import snapshot_download
@@ -220,7 +220,7 @@ def files_name(path: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM reads of a folder: of one kind, and none that says the same once more."""
+    """The files that vLLM reads of a folder: of one kind, and none that repeats others."""
     for suffix in _SUFFIXES:
         files = sorted(path for path in folder.iterdir() if path.suffix == suffix and path.is_file())
         if suffix == ".safetensors" and (folder / _INDEX).is_file():
@@ -235,7 +235,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> list[_Tensor]:
-    """What the header of a safetensors file says; nothing if there is none that can be read."""
+    """The tensors that the header of a safetensors file names; nothing if there is none that can be read."""
     if path.suffix != ".safetensors":
         return []
     with path.open("rb") as file:

@@ -44,9 +44,9 @@ class ProbeOutbox(PageOutbox):
     ) -> None:
         self.samples: list[Sample] = []
         pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
-        # The first batch makes the connection, and tells nothing.
+        # The first batch makes the connection, and measures nothing.
         shapes = [(1, page_bytes)]
-        # Each kind three times: one that was disturbed says nothing of the link.
+        # Each kind three times: one that was disturbed does not measure the link.
         shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
         shapes = [(copies, length) for copies, length in shapes if copies]

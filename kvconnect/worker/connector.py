@@ -116,7 +116,7 @@ class WorkerConnector:
 
     @property
     def engine_name(self) -> str:
-        """The engine that is used, also where the configuration says ``auto``."""
+        """The engine that is used, also where the configuration names ``auto``."""
         return self._engine.capabilities.name
 
     @property
@@ -144,7 +144,7 @@ class WorkerConnector:
     ) -> None:
         """Describe the caches, register them with the engine in one call, and begin to serve peers.
 
-        ``heads`` says which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
+        ``heads`` states which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
         quantised values are to be multiplied with: of K and of V, 1 by default. ``reserved_bytes``
         of the device's free memory are not for slots: the serving stack is still to take them.
 
@@ -157,7 +157,7 @@ class WorkerConnector:
         if self._transfers is not None:
             raise LocalError("register_kv_caches was called twice")
         table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
-        # The tensors must outlive the registration, whatever the serving stack does with its own.
+        # The tensors must outlive the registration, also where the serving stack drops its own.
         self._tensors = dict(tensors)
         introduction = Introduction(
             engine_id=self._config.engine_id,
@@ -180,7 +180,7 @@ class WorkerConnector:
     def replace_weights(self, weights: str) -> None:
         """The model runs with other weights from now on: what is held or being loaded is void.
 
-        Before ``start`` of the first orders whose KV is of the new ones.
+        Before ``start`` of the first orders whose KV belongs to the new ones.
         """
         self._metrics.failures.labels("weights_replaced").inc()
         if self._transfers is None:
@@ -239,7 +239,7 @@ class WorkerConnector:
         """Begin no lease any more, and wait until everything that is held was fetched, or is given up.
 
         What is not fetched within ``drain_s`` is given up, and the peers that count on it get a message. Not
-        for a hook: it waits, for ``drain_s`` and a little more if ``timeout_s`` says nothing else. Results
+        for a hook: it waits, for ``drain_s`` and a little more unless ``timeout_s`` is given. Results
         are to be taken meanwhile. False: not everything ended in that time.
         """
         if self._transfers is None:
@@ -271,7 +271,7 @@ class WorkerConnector:
             )
 
     def _release(self) -> None:
-        """Close what was opened, each whatever becomes of the others."""
+        """Close what was opened, each also where another fails to."""
         with ExitStack() as opened:
             opened.callback(self._metrics.retire)
             opened.callback(self._channel.close)

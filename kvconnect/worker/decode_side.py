@@ -205,7 +205,7 @@ class DecodeSide:
         loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
         for load in loads:
             fetch = load.fetches.get(rank)
-            # Until the peer said how many ranks it has, a load hangs on rank 0.
+            # Until the peer reported how many ranks it has, a load hangs on rank 0.
             hangs = rank == 0 and not load.fetches
             if hangs or (fetch is not None and fetch.state is RankFetchState.MEETING):
                 load.fail(reason)
@@ -285,7 +285,7 @@ class DecodeSide:
             count_loaded(self._metrics, load, now)
             self._metrics.loads.set(len(self.loads))
         finally:
-            # The owner finds it counted. Whatever fails: a request that is forgotten unreported is lost.
+            # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
             self._reports.received(request_id, load.error)
         if load.error:
             level = logging.DEBUG if load.aborted else logging.WARNING

@@ -1,6 +1,6 @@
 """P serves fetches: each waits for its KV, is sent over one of two paths, and is answered exactly once.
 
-A landing slot of D is of use only for a chunk that can be packed: what D lends for others is given back, and
+A landing slot of D serves only a chunk that can be packed: what D lends for others is given back, and
 requested as credit once they can be. Where all can be packed when the fetch comes, no credit is requested.
 Owned by the transfer thread.
 """

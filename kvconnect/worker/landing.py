@@ -38,8 +38,8 @@ class _Unpacking:
 class Landing:
     """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
 
-    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer said it wrote, ``due`` how
-    many of them it can send by now, as far as it said. Once the fetch is over it is ``closed``; it stays as
+    ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
+    many of them it can send by now, as it reports. Once the fetch is over it is ``closed``; it stays as
     long as its slots are unpacked, or in ``quarantine`` since the peer may still write to what it was lent.
     """
 
@@ -130,7 +130,7 @@ class LandingBay:
             self._hungry.append(landing)
 
     def landed(self, landing: Landing | None, message: Landed) -> str:
-        """A peer says that a chunk lies in its slot: begin to unpack it. Why it is no use, or nothing."""
+        """A peer reports that a chunk lies in its slot: begin to unpack it. Why it is void, or nothing."""
         if landing is None or landing.closed:
             return "nothing is fetched under this number"
         slot = landing.lent.get(message.generation)
@@ -150,7 +150,7 @@ class LandingBay:
         try:
             ticket = landing.packer.unpack(slot.address, staged, seed)
         except Exception as error:
-            # Whatever it is, a device out of memory included, only this request is lost by it.
+            # Any error, a device out of memory included, loses only this request.
             logger.exception("a chunk could not be unpacked")
             self._pool.move(slot, SlotEvent.RETURN)
             return f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
@@ -180,7 +180,7 @@ class LandingBay:
     ) -> None:
         """A fetch is over. Slots that it was lent are free, or in quarantine until ``lost_until``.
 
-        ``unsettled`` are the generations that the peer may still write, as far as it said; None for all.
+        ``unsettled`` are the generations that the peer may still write, as far as it reported; None for all.
         """
         if landing is None or landing.closed:
             return
@@ -211,7 +211,7 @@ class LandingBay:
             self.settle(landing)
 
     def settle(self, landing: Landing | None) -> None:
-        """The peer of a fetch that was lost says, or time proves, that it writes no more."""
+        """The peer of a fetch that was lost reports, or time proves, that it writes no more."""
         if landing is not None and landing.quarantine is not None:
             self._free(landing, ())
 

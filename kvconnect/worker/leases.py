@@ -26,13 +26,13 @@ class Lease:
     """What P computes or holds for the ranks of one engine (``owner``), each of its ``consumers`` once.
 
     Computed: ``ready_tokens`` of ``num_tokens`` are, in ``blocks`` by group; ``marks`` are tokens that the
-    device was given, each with what says whether they are computed. Until the request is held it may lose
+    device was given, each with a check whether they are computed. Until the request is held it may lose
     its blocks, and nothing that was sent of them counts. ``epoch`` is another whenever they are others.
 
-    Held: ``hold`` is set, and ``is_computed`` says whether all of it is. The lease ends at ``expires_at``,
+    Held: ``hold`` is set, and ``is_computed`` returns whether all of it is. The lease ends at ``expires_at``,
     which may be moved as far as ``last_until``, and not before ``busy_until``, since a library that could not
     prove that it stopped may read the blocks until then. ``renewers`` are the connections over which a peer
-    renewed it. ``revoked`` says why it is given up before its time.
+    renewed it. ``revoked`` states why it is given up before its time.
     """
 
     handle: str
@@ -58,7 +58,7 @@ class Lease:
         return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"
 
     def claim(self, consumer: Consumer, consumers: int) -> None:
-        """A rank fetches, and says how many ranks of its engine will.
+        """A rank fetches, and states how many ranks of its engine will.
 
         Raises:
             PeerError: it has no right to.
@@ -90,7 +90,7 @@ class Lease:
         return True
 
     def clear(self, epoch: int) -> None:
-        """Its blocks are lost: what is computed from now on is of another epoch."""
+        """Its blocks are lost: what is computed from now on belongs to another epoch."""
         self.epoch = epoch
         self.ready_tokens = 0
         self.blocks.clear()

@@ -58,7 +58,7 @@ class Local:
         self.introduction = msgspec.structs.replace(ours, meaning=meaning)
 
     def packer(self, source: Introduction, target: Introduction, side: str, convert: bool) -> Packer:
-        """A packer of ours for one peer; ``side`` says which of the two we are.
+        """A packer of ours for one peer; ``side`` states which of the two we are.
 
         ``convert``: values of another dtype than ours are converted on the way.
 

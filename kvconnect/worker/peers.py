@@ -44,7 +44,7 @@ PackedPath = tuple[RequestCutter, Packer]
 
 @dataclass(eq=False)
 class RankLink:
-    """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or says why it is closed.
+    """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
     The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
     """
@@ -69,7 +69,7 @@ class Peer:
     ``partners`` are the ranks that ours fetches from, ``unused`` replicas whose leases ours ends. ``let_go``
     are handles that will not be fetched; ``releases`` the same per rank, once the ranks are known.
     ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
-    as long as it is of interest after that; ``is_warm`` where an operator wants it met in any case.
+    as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
     """
 
     key: PeerKey
@@ -89,13 +89,13 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """The node that slots are lent to, whatever it calls itself."""
+        """The node that slots are lent to, under any engine id."""
         _, host, port = self.key
         return f"{host}:{port}"
 
     @property
     def is_ready(self) -> bool:
-        """Rank 0 has said how many ranks there are, and is connected."""
+        """Rank 0 has reported how many ranks there are, and is connected."""
         return 0 in self.links and self.links[0].is_ready
 
     @property
@@ -189,7 +189,7 @@ class Peers:
             self.peers[key] = peer
 
     def reach(self, key: PeerKey, now: float) -> Peer:
-        """The peer of this name; it is greeted if that was not done, and is of use."""
+        """The peer of this name; it is greeted if that was not done, and its breaker permits it."""
         peer = self.peers.get(key)
         if peer is None:
             peer = self.peers[key] = Peer(key)
@@ -218,7 +218,7 @@ class Peers:
         return link if link is not None and link.is_ready else None
 
     def meet(self, link: RankLink, ready: Ready, now: float) -> str:
-        """A rank has introduced itself. Why it is of no use, or nothing."""
+        """A rank has introduced itself. Why it is unusable, or nothing."""
         peer, introduction = link.peer, ready.peer
         engine_id, host, port = peer.key
         for what, named, found in (
@@ -231,7 +231,7 @@ class Peers:
         if link.rank == 0:
             world_size = introduction.meaning.world_size
             if not {address.rank for address in ready.directory} >= set(range(1, world_size)):
-                # Its scheduler has not told it yet where its other ranks listen. It knows soon.
+                # Its scheduler has not sent it the addresses of its other ranks yet. It will soon.
                 return "the peer does not know its own ranks yet"
             if refusal := self._foreign_rank(host, ready.directory):
                 self._metrics.failures.labels("peer_not_trusted").inc()
@@ -256,7 +256,7 @@ class Peers:
         return ""
 
     def drop(self, link: RankLink) -> None:
-        """A connection is over, and with it what was to be said over it."""
+        """A connection is over, and with it what was to be sent over it."""
         if link.session.peer is not None:
             _, host, port = link.peer.key
             past = self._past.setdefault((host, port, link.rank), deque(maxlen=_PAST_LINKS))
@@ -280,17 +280,17 @@ class Peers:
         return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
     def greet_anew(self) -> None:
-        """Tell all who know us that our introduction has changed."""
+        """Send our introduction, which has changed, to all peers that we greeted."""
         for link in self.links.values():
             link.session.greet_anew(self._local.introduce())
             self.flush(link)
 
     def failed(self, peer: Peer, reason: str, now: float) -> None:
-        """A peer could not be reached, or is of no use: it is left alone for a while."""
+        """A peer could not be reached, or is unusable: it is left alone for a while."""
         peer.breaker.failed(reason, self._config.retry_max_s, self._randomness, now)
 
     def let_go(self, key: PeerKey, handle: str, now: float) -> None:
-        """Nothing will be fetched under a handle. A peer that is out of reach is told when it is back."""
+        """Nothing will be fetched under a handle. A peer that is out of reach is notified when it is back."""
         peer = self.reach(key, now)
         peer.let_go.append(handle)
         self._send_releases(peer, now)
@@ -334,7 +334,7 @@ class Peers:
             del self.peers[peer.key]
 
     def flush(self, link: RankLink) -> None:
-        """Send what a session has to say."""
+        """Send the frames that a session has queued."""
         for frame in link.session.outgoing():
             if link.name in self.links and not self._channel.send(link.name, frame):
                 self._metrics.failures.labels("side_channel_send").inc()

@@ -164,7 +164,7 @@ class PendingFetches:
         return self._watchers.pop(handle, set())
 
     def hold(self, handle: str) -> EarlyRelease | None:
-        """The request is held now. Who said before that they will not fetch it."""
+        """The request is held now. The early release of its handle, if peers sent one."""
         self._epoch = self._epoch or epoch_of(handle)
         self.expected.discard(handle)
         self._over.pop(handle, None)

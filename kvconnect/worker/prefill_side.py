@@ -118,7 +118,7 @@ class PrefillSide:
         self.book.end_if_due(lease, now)
 
     def _cut_short(self, lease: Lease | None, reason: str, *, again: bool) -> None:
-        """What is being sent of a prefill is of no use any more; ``again``: until it is computed anew."""
+        """Cancel what is being sent of a prefill, which is stale; ``again``: until it is computed anew."""
         for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
@@ -133,7 +133,7 @@ class PrefillSide:
         self._drained = drained
 
     def replace_weights(self, reason: str) -> None:
-        """What is held, and what is being computed, is of other weights than those that we have now.
+        """What is held, and what is being computed, belongs to other weights than those that we have now.
 
         What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
         """
@@ -242,7 +242,7 @@ class PrefillSide:
             self._report_over(lease.handle, text, lease.renewers)
 
     def _void(self, handle: str, reason: str) -> None:
-        """Nothing is held under a handle, nor will be: what is being sent of its prefill is of no use."""
+        """Nothing is held under a handle, nor will be: what is being sent of its prefill is stale."""
         self.pending.end(handle, reason)
         self._cut_short(self.book.streaming.pop(handle, None), reason, again=False)
         self._report_over(handle, reason, self.pending.watchers(handle))

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MOST_REPEATS = 4
 """How often a fetch is asked for anew because the peer lost what it was sending, and began again itself."""
 SILENT_S = 0.5
-"""How long a peer that cannot be heard may still write, where its writes can be kept out after that."""
+"""How long a peer that is out of reach may still write, where its writes can be kept out after that."""
 
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
@@ -147,10 +147,10 @@ class RankFetches:
     # Messages of the peer
 
     def receive(self, message: AboutFetch, link: str, now: float) -> None:
-        """A peer says something about a fetch. Only the peer that was asked can."""
+        """A peer reports on a fetch. Only the peer that was asked can."""
         fetch = self._asked.get(message.transfer_id)
         if fetch is None or fetch.link != link:
-            # Of a fetch that is over for us. Whether slots may be lent again is all that is left to hear.
+            # Of a fetch that is over for us. All that it can still report is whether slots may be lent again.
             if isinstance(message, Written):
                 self.bay.answered(message, link, now + self._config.quarantine_s)
             if self._cancelled.get(message.transfer_id) != link:
@@ -229,9 +229,9 @@ class RankFetches:
         self._end(fetch, until, written.unsettled)
 
     def _all_written(self, fetch: RankFetch, written: Written) -> None:
-        """Every byte was written: it counts if it is of the lease under which the fetch was accepted."""
+        """Every byte was written: it counts if it belongs to the lease under which the fetch was accepted."""
         load = fetch.load
-        # Over the packed path no epoch was told if no chunk has landed, which fails by itself.
+        # Over the packed path no epoch was reported if no chunk has landed, which fails by itself.
         if written.epoch != fetch.epoch and (fetch.epoch or fetch.path == "direct"):
             self._metrics.failures.labels("epoch").inc()
             load.fail("what was written is not of the lease under which the peer accepted the fetch")
@@ -302,7 +302,7 @@ class RankFetches:
     ) -> None:
         """End a fetch that failed after it was asked. ``writes_until``: the peer may write until then.
 
-        Over the packed path that is to slots only. ``unsettled`` are their generations, as far as it said.
+        Over the packed path that is to slots only. ``unsettled`` are their generations, as it reported them.
         """
         is_unpacking = fetch.is_unpacking
         self.bay.close(fetch.landing, writes_until, unsettled)

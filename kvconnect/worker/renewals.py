@@ -27,7 +27,7 @@ class Awaited:
     """D's record of a handle that a request may load under, once it gets blocks.
 
     ``epochs`` and ``renew_at`` are those of the load that follows, and with ``error`` it fails at once.
-    ``reports`` until the scheduler half, which asked for it, was told that the handle is settled.
+    ``reports`` until the scheduler half, which asked for it, was notified that the handle is settled.
     """
 
     handle: str
@@ -56,7 +56,7 @@ Renewable = Awaited | LoadRecord
 
 
 def interval_s(lease_s: float) -> float:
-    """How often a lease of this length is renewed, whatever a peer says that it is."""
+    """How often a lease of this length is renewed: within bounds, since a peer states it."""
     wanted = lease_s / 3 if math.isfinite(lease_s) and lease_s > 0 else _LONGEST_S
     return min(max(wanted, _SHORTEST_S), _LONGEST_S)
 
@@ -120,7 +120,7 @@ class Renewals:
         return {link.name for peer in known for link in peer.links.values()}
 
     def met(self, key: PeerKey, now: float) -> None:
-        """A peer was met: whatever it holds was not renewed for a while."""
+        """A peer was met: what it holds was not renewed for a while."""
         self._just_met.add(key)
         for wanted in self._all():
             if wanted.peer == key:
@@ -129,7 +129,7 @@ class Renewals:
         self._look_at = now
 
     def failed(self, key: PeerKey, reason: str) -> None:
-        """A peer is out of reach, or of no use: what it does not hold yet, and is asked for, is lost."""
+        """A peer is out of reach, or unusable: what it does not hold yet, and is asked for, is lost."""
         for awaited in self.awaited.values():
             if awaited.peer == key and awaited.reports:
                 awaited.fail(reason)
@@ -175,7 +175,7 @@ class Renewals:
             wanted.renew_at = soon if wanted.is_to_ask else now + every
 
     def renewed(self, link: RankLink, renewed: Renewed, now: float) -> None:
-        """A peer says what it still holds. What it was asked for already it answers for by itself."""
+        """A peer reports what it still holds. What it was asked for already it answers for by itself."""
         rank = link.rank
         found: dict[str, Renewable] = {
             wanted.handle: wanted
@@ -223,7 +223,7 @@ class Renewals:
             self._settled(wanted.handle)
 
     def _give_up(self, now: float) -> None:
-        """A peer that is alive may never say what becomes of a handle."""
+        """A peer that is alive may never report what becomes of a handle."""
         longest_s = self._config.lease_max_s
         for awaited in self.awaited.values():
             if awaited.reports and now >= awaited.since + longest_s:

@@ -21,7 +21,7 @@ class Reports:
         self._add("sent", request_id)
 
     def received(self, request_id: str, error: str) -> None:
-        """No peer writes to the blocks of a loaded request any more; ``error`` says why it failed."""
+        """No peer writes to the blocks of a loaded request any more; ``error`` states why it failed."""
         self._add("received", request_id, error)
 
     def settled(self, handle: str) -> None:

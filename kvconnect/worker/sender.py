@@ -168,7 +168,7 @@ class Sender:
         try:
             sending.outbox.advance(stopping=bool(sending.error))
         except Exception as error:
-            # Whatever it is, a device out of memory included, only this request is lost by it; and it is
+            # Any error, a device out of memory included, loses only this request; and it is
             # counted once: a device that failed fails at every look.
             if not isinstance(error, (LayoutError, PeerError)) and not sending.error:
                 count_error(self._metrics, error, f"transfer {sending.key[1]}")

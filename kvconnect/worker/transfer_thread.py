@@ -1,7 +1,7 @@
 """The one thread that owns the engine, the side channel and all records of a worker's transfers.
 
 Others give it orders and take reports; nothing else is shared. ``step`` does everything that can be
-done now and says how long to sleep; the thread around it only sleeps. While bytes are under way it
+done now and returns how long to sleep; the thread around it only sleeps. While bytes are under way it
 polls, with a back-off; when nothing is, it sleeps until it is woken.
 """
 
@@ -95,9 +95,9 @@ class TransferThread:
     def order(
         self, orders: Orders, ready: Callable[[], bool], computed: Callable[[], bool] | None = None
     ) -> None:
-        """Queue one step's orders. ``ready`` says when the device is done with what they name.
+        """Queue one step's orders. ``ready`` returns whether the device is done with what they name.
 
-        ``computed`` says that of what is held and what is streamed alone; left out, it is ``ready``.
+        ``computed`` returns that of what is held and what is streamed alone; left out, it is ``ready``.
         """
         self._call(lambda now: self._carry_out(orders, ready, computed or ready, now))
 
@@ -145,7 +145,7 @@ class TransferThread:
         return self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
-        """Step and sleep until told to stop. An error of ours does not end it."""
+        """Step and sleep until stopped. An error of ours does not end it."""
         try:
             stream = self.local.stream
             if stream is not None:

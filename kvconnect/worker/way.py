@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Way:
     """The paths to one peer, worked out when it first fetches. ``name`` is the engine's for the peer.
 
-    ``direct`` and ``packer`` are None where that path is closed; ``refusals`` say why. Where both are
+    ``direct`` and ``packer`` are None where that path is closed; ``refusals`` state why. Where both are
     open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
     tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
     """
