@@ -50,7 +50,7 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
 
 @cache_app.command()
 def verify(path: CachePath, name: Names = None, json_output: JsonObject = False) -> None:
-    """Read and check every record; say what is wrong. Exit 1 if anything is."""
+    """Read and check every record; report what is wrong. Exit 1 if anything is."""
     from kvconnect.offload.disk.survey import verify as verify_folder
 
     reports = []

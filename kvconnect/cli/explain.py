@@ -26,7 +26,7 @@ def explain(
     ] = None,
     json_output: JsonObject = False,
 ) -> None:
-    """Say what two nodes would exchange, by which path and how fast, or why not; neither need run."""
+    """Report what two nodes would exchange, by which path and how fast, or why not; neither need run."""
     from kvconnect.explain.runner import run_explain
 
     raise typer.Exit(run_explain(source, target, tokens=tokens, rates=rates, json_output=json_output))

@@ -137,7 +137,7 @@ def check(
         list[str] | None, typer.Option(help="HOST:PORT that the node is to fetch from (repeatable).")
     ] = None,
 ) -> None:
-    """Say whether a node could start with these keys, and fetch from its peers; exit 1 if not from all."""
+    """Report whether a node could start with these keys, and fetch from its peers; exit 1 if not from all."""
     from kvconnect.config import parse_kv_transfer_config
     from kvconnect.peer.keyring import fingerprint, load_keyring
 

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 120.0
 _TERM_GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 
-# What a child runs. This interpreter, and not whatever "kvconnect" the PATH names.
+# What a child runs. This interpreter, and not any "kvconnect" that the PATH names.
 COMMAND = (sys.executable, "-m", "kvconnect")
 # A child is one of several on a machine, and its log is read while it runs.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -94,7 +94,7 @@ def _first_difference(pair: Sequence[int], single: Sequence[int]) -> str:
 def judge_transfer(
     outcome: Outcome, before: Samples, after: Samples, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """A pair that computes everything twice is exact too: only the counters tell."""
+    """A pair that computes everything twice is exact too: only the counters differ."""
     received = {"direction": "received"}
     outcome.kv_bytes = int(growth(before, after, "kvconnect_transfer_bytes_total", **received))
     outcome.transfer_s = growth(before, after, "kvconnect_transfer_seconds_total", **received)

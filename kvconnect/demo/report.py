@@ -74,7 +74,7 @@ def report(run: Callable[[Path], Iterator[Finding]], *, json_output: bool) -> in
 
 @contextlib.contextmanager
 def judging(finding: Finding, folder: Path) -> Iterator[Children]:
-    """The processes that a finding is of. A failure is one of its problems, and their logs are shown then."""
+    """The processes behind a finding. A failure is one of its problems, and their logs are shown then."""
     started = time.monotonic()
     with Children(folder) as children:
         try:

@@ -102,7 +102,7 @@ def make_report(source: CacheFile, target: CacheFile, num_tokens: int, rates: Ra
 
 
 def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
-    """Why two workers say no when they meet, whatever their tables."""
+    """Why two workers refuse each other when they meet, for any tables."""
     engines = {source.extra.engine, target.extra.engine} - {"auto"}
     if len(engines) > 1:
         yield f"engine differs: source {source.extra.engine!r}, target {target.extra.engine!r}"
@@ -123,7 +123,7 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
             if our_value != their_value:
                 yield f"layers {label!r}: {field} differs, source {our_value!r}, target {their_value!r}"
     has_state = any(isinstance(kind, StateLayers) for kind in (*source.layers, *target.layers))
-    # No file says how state is divided over ranks.
+    # No file states how state is divided over ranks.
     if has_state and source.tp_size != target.tp_size:
         yield (
             "recurrent state travels between equal tensor-parallel sizes only: tp_size is "

@@ -54,7 +54,7 @@ class PagedRows:
         return self._as_bits()[kernel_ids, offsets].view(self.pages.dtype).flatten(1)
 
     def gather(self, kernel_ids: torch.Tensor) -> torch.Tensor:
-        """All rows of the pages in order, in float64, whatever the rows without a token hold.
+        """All rows of the pages in order, in float64; those without a token may hold any bits.
 
         Ids of shape ``(.., n)`` give ``(.., n * tokens, heads, width)``.
         """

@@ -55,10 +55,10 @@ def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = Fal
 
 
 def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
-    """Both halves as ``kv_transfer_config`` says, with the cache registered.
+    """Both halves as ``kv_transfer_config`` defines them, with the cache registered.
 
     Raises:
-        ConfigError: it is not valid, or says what cannot be done with this cache.
+        ConfigError: it is not valid, or asks for what this cache cannot do.
         EngineError: the engine is not usable on this machine.
     """
     assert options.kv_transfer_config is not None
@@ -66,7 +66,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
     recomputes, weights = config.kv_load_failure_policy == "recompute", f"seed={options.seed}"
     scheduler, worker, state = SchedulerComposite(None, None), WorkerComposite(None, None), None
     with contextlib.ExitStack() as opened:
-        # Whatever fails: a folder on disk must not stay locked, nor memory be taken.
+        # On any failure: a folder on disk must not stay locked, nor memory be taken.
         opened.callback(worker.close)
         if config.extra.offload is not None:
             # First, since no peer depends on anything yet if it fails.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Nothing waits without a bound. Transfers wake the loop; the bounds cover a wake-up that got lost.
 IDLE_WAIT_S = 5.0
 OUTSTANDING_WAIT_S = 0.5
-# The connector said "ask again": it is waiting for a peer and does not call us.
+# The connector answered "ask again": it is waiting for a peer and does not call us.
 DEFERRED_WAIT_S = 0.01
 STOP_TIMEOUT_S = 10.0
 
@@ -100,7 +100,7 @@ class Engine:
             self._inbox.put(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request at whatever stage it is."""
+        """End a request at any stage."""
         self._inbox.put(request_id)
 
     def wake(self) -> None:
@@ -141,7 +141,7 @@ class Engine:
             try:
                 self.scheduler.add(item)
             except Exception:
-                # Where ``_end`` finds it once: a request that was taken must be answered, whatever happens.
+                # Where ``_end`` finds it once: a request that was taken must be answered, also on failure.
                 self.scheduler.requests.setdefault(item.request_id, item)
                 raise
         elif item is not None:

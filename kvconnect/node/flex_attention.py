@@ -1,6 +1,6 @@
 """A whole batch attends at once with torch's flex_attention, over the pages that persistent buffers name.
 
-The buffers of ``runner_kit/flex_capacity.py`` say which kernel pages each query group may read: nothing else
+The buffers of ``runner_kit/flex_capacity.py`` name the kernel pages of each query group: nothing else
 is gathered, and a wrong entry gives wrong tokens. Within those the mask decides by request and position.
 """
 
@@ -159,7 +159,7 @@ class FlexAttention:
         """``(groups, rows, heads, width)`` to ``(groups, heads, rows, width)``, as a kernel would see it.
 
         It does not visit the pages after the last that counts. Here they are in the product, where only
-        a zero leaves no trace whatever the page holds.
+        a zero leaves no trace of any value in the page.
         """
         count = num_pages.long()[:, None] * self.buffers.capacity.page_tokens
         beyond = torch.arange(rows.shape[1], device=rows.device) >= count

@@ -74,7 +74,7 @@ def build_engine(
 
 
 async def _drain(engine: Engine) -> None:
-    """Let peers fetch what is held for them, within ``drain_s``, and tell the others. Nothing new is held."""
+    """Hold nothing new. Let peers fetch what is held for them, within ``drain_s``, and notify the others."""
     if engine.worker is None or engine.scheduler.transfers is None:
         return
     engine.scheduler.transfers.hooks.drain()
@@ -105,7 +105,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
 
 
 def serve(options: NodeOptions, *, host: str, port: int, num_threads: int | None = None) -> None:
-    """Serve a model over HTTP until SIGTERM or SIGINT; one line with the address says that it does.
+    """Serve a model over HTTP until SIGTERM or SIGINT; one line with the address reports that it is ready.
 
     Raises:
         ConfigError: the options do not fit together.

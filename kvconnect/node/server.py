@@ -252,7 +252,7 @@ class NodeServer:
             self._reading_bytes -= counted
 
     def _request(self, engine_id: str, body: CompletionBody) -> Request:
-        """A request that the engine can serve. Raises BadRequest: it cannot, and the text says why."""
+        """A request that the engine can serve. Raises BadRequest: it cannot; the message states why."""
         prompt = body.prompt_token_ids(self._engine.vocab_size)
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         refusal = self._engine.refusal(len(prompt), max_tokens)

@@ -76,7 +76,7 @@ class Transfers:
     def end(
         self, request: Request, block_ids: tuple[list[int], ...], *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Tell the connector that a request ended. Whether its blocks are free now, and parameters."""
+        """Notify the connector that a request ended. Returns if its blocks are free now, and parameters."""
         keep, params = self.hooks.request_finished(request, block_ids, delivered=delivered)
         if self.loading.pop(request.request_id, None) is not None:
             self.abandoned[request.request_id] = request

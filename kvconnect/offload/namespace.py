@@ -33,7 +33,7 @@ class Namespace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Namespace:
-        """The namespace of facts, in any order. Raises ``LocalError``: JSON cannot say one of them."""
+        """The namespace of facts, in any order. Raises ``LocalError``: JSON cannot express one of them."""
         stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
         text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return cls(text, hashlib.sha256(text.encode()).digest())

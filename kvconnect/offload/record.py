@@ -1,8 +1,8 @@
 """The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then those of a row.
 
-The header names everything that it belongs to, and has a checksum of its own, so that a scan can tell a
-header from garbage without reading rows. The checksum of the row is keyed with the header: the bytes of one
-content never verify as another's, nor as another namespace's.
+The header names everything that it belongs to, and has a checksum of its own, so that a scan recognizes
+a header without reading rows. The checksum of the row is keyed with the header: the bytes of one content
+never verify as another's, nor as another namespace's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def namespace_of(header: bytes) -> str | None:
 
 
 def _namespace(header: bytes) -> bytes | None:
-    """The digest in an intact header; empty where it is of another version, None if it is not intact."""
+    """The digest in an intact header; empty for another version, None if it is not intact."""
     body, check = header[: -_CHECK.size], header[-_CHECK.size :]
     if len(header) != HEADER_BYTES or check != _CHECK.pack(xxh3_64_intdigest(body)):
         return None

@@ -1,6 +1,6 @@
 """What a tier below host memory is: it keeps rows by content, and gives them back or reports that it cannot.
 
-A tier is a cache. Whatever goes wrong in it is a miss and a counted reason; it never raises for that, never
+A tier is a cache. Each failure in it is a miss and a counted reason; the tier never raises for that, never
 gives back bytes that are not those which were written, and never keeps its caller waiting.
 """
 

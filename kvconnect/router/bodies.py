@@ -28,7 +28,7 @@ ASK_FOR_REMOTE_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SideChannel:
-    """Where a prefill node's peers reach it, as its own answers say.
+    """Where a prefill node's peers reach it, as its own answers name it.
 
     ``handle`` is one of its signed handles: a decode node trusts an address that such a one names.
     """
@@ -51,7 +51,7 @@ _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 class BadBody(Exception):
-    """The client's body is not what a completion request can be. The text says why."""
+    """The client's body is not what a completion request can be. The message states why."""
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> di
 
 
 def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:
-    """Where the node that handed out these parameters is fetched from; None if they do not say."""
+    """Where the node that handed out these parameters is fetched from; None if they do not name it."""
     if params is None:
         return None
     host, port, engine_id = (params.get(f"remote_{name}") for name in ("host", "port", "engine_id"))

@@ -83,7 +83,7 @@ class Flow:
         self._clock = clock
         self._parallel = parallel
         self._decode_fallback = decode_fallback
-        # Where each prefill node is fetched from, as its last answer said.
+        # Where each prefill node is fetched from, as its last answer named it.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
 
@@ -308,7 +308,7 @@ class Flow:
                     "request %s was cut off in the middle of its answer: %s", exchange.request_id, error
                 )
                 if request.transport is not None:
-                    # An orderly end would tell the client that this was all of it.
+                    # An orderly end would make the answer look complete to the client.
                     request.transport.abort()
                 return response
         await response.write_eof()

@@ -92,7 +92,7 @@ class Pool:
         return None
 
     def answered(self, lease: Lease) -> bool:
-        """The node answered: it is healthy, whatever its state was. True if that is new."""
+        """The node answered: it becomes healthy from any state. True if it was not."""
         node = self._node_of(lease)
         is_new = node.state is not State.HEALTHY
         node.state, node.failures, node.probe = State.HEALTHY, 0, None

@@ -73,7 +73,7 @@ class Upstream:
 
     async def __aenter__(self) -> None:
         # Connections are not reused: a node may close an idle one at any moment, and then a request that
-        # was lost on the way cannot be told from one that the node began to work on. The number of
+        # was lost on the way looks like one that the node began to work on. The number of
         # connections is bounded by max_in_flight. Bodies pass as they are, packed or not.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -91,7 +91,7 @@ class Upstream:
     ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
         """The URL of a node of ``pool`` and its answer, its headers read and its body not.
 
-        ``lease`` is of the node to try first, and is given back as any other. Leaving the block closes the
+        ``lease`` names the node to try first, and is given back as any other. Leaving the block closes the
         connection, so a node whose answer was not read to its end sees its client leave. The block may raise
         what reading raises: ``translated`` gives it a meaning.
 

@@ -1,4 +1,4 @@
-"""The cases of the engine suite in which a peer dies, stops, says nothing, refuses or restarts."""
+"""The cases of the engine suite in which a peer dies, stops, sends nothing, refuses or restarts."""
 
 from __future__ import annotations
 

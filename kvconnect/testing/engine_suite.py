@@ -1,9 +1,9 @@
 """The contract of ``kvconnect.engine.base.Engine`` as a suite that every engine must pass.
 
-A new engine subclasses ``EngineSuite``, says how to make an engine, and inherits all cases. The peer
+A new engine subclasses ``EngineSuite``, defines how to make an engine, and inherits all cases. The peer
 is always another process, which is killed, stopped and restarted for real. Cases that need what an
 engine does not announce are skipped by its own declaration. No case asserts a speed: bounds only
-tell an engine that is slow from one that hangs.
+distinguish a slow engine from one that hangs.
 """
 
 from __future__ import annotations

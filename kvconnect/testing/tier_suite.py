@@ -1,7 +1,7 @@
 """The contract of ``kvconnect.offload.tier.LowerTier`` as a suite that every lower tier must pass.
 
-A new tier subclasses ``LowerTierSuite``, says how to make one, and inherits all cases. Cases drive a tier as
-its owner does: jobs, a wake, and ``poll``; what comes back is held against a dictionary.
+A new tier subclasses ``LowerTierSuite``, defines how to make one, and inherits all cases. Cases drive a tier
+as its owner does: jobs, a wake, and ``poll``; what comes back is held against a dictionary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model of the node is: named cached layers, and a forward pass over a step's tokens.
 
-A model says what its layers keep and how their pages are laid out; it never sees a block id.
+A model defines what its layers keep and how their pages are laid out; it never sees a block id.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class GatedLinearAttention:
         return torch.cat(outputs, dim=1).flatten(0, 1)
 
     def cached(self, block_size: int, dtype: torch.dtype) -> CachedLayer:
-        """See ``Mixer``. The state's own types stay, whatever the dtype of attention caches."""
+        """See ``Mixer``. The state's own types stay, for any dtype of attention caches."""
         shapes = ((self.TAPS - 1, self._channels), (self._heads, self._size, self._size))
         spec = StateSpec(block_size, shapes, (CACHE_DTYPE, STATE_DTYPE))
         return CachedLayer(self.name, spec, "block content", None)

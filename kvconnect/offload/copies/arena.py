@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# One call for hundreds of GiB fails with some drivers; pieces also let the log say how far it got.
+# One call for hundreds of GiB fails with some drivers; pieces also let the log report progress.
 PIN_PIECE_BYTES = 4 << 30
 
 

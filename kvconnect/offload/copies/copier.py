@@ -42,7 +42,7 @@ class CopyTicket:
     def done(self) -> bool:
         """It ended: nothing reads or writes its blocks and rows for it any more.
 
-        Once the device says that it failed, nothing runs on it any more.
+        Once the device reports a failure, nothing runs on it any more.
         """
         if self._end is None:
             return True
@@ -152,7 +152,7 @@ def make_copier(
 
 
 def failure(what: str, error: Exception) -> str:
-    """Log why a copy of blocks failed; what its ticket says of it."""
+    """Log why a copy of blocks failed; the error text of its ticket."""
     logger.error("a %s of blocks failed: %s", what, error, exc_info=not isinstance(error, KVConnectError))
     return _text(error)
 

@@ -119,7 +119,7 @@ class CudaDevice:
 class CudaQueue:
     """A stream: work is begun in the order in which it is given, none before all before it is done.
 
-    ``is_current`` says that the stream is the calling thread's.
+    ``is_current`` states that the stream is the calling thread's.
     """
 
     def __init__(self, stream: torch.cuda.Stream, device: CudaDevice, is_current: bool) -> None:

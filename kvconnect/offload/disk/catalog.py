@@ -42,14 +42,14 @@ class Catalog:
     def has(self, contents: Sequence[Content], *, is_use: bool = False) -> list[Kept | None]:
         """Those of these that are there; if they are used, these make room last."""
         with self._lock:
-            # Of a sequence the end makes room before the beginning, without which it is of no use.
+            # The end of a sequence makes room before the beginning, without which it is useless.
             for content in reversed(contents) if is_use else ():
                 if content in self._rows:
                     self._rows.move_to_end(content)
             return [self._rows.get(content) for content in contents]
 
     def begin(self, length_bytes: int) -> None:
-        """A row is about to be written: from now on its file takes room, and is of no content."""
+        """A row is about to be written: from now on its file takes room, and belongs to no content."""
         with self._lock:
             self.taken_bytes += length_bytes - self._doomed.get(UNFINISHED, 0)
             self._doomed[UNFINISHED] = length_bytes

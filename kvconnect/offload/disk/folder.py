@@ -40,7 +40,7 @@ _REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv"
 class FolderOwner:
     """Whose rows a folder holds: those of one rank of ``world_size``, in a namespace.
 
-    ``namespace`` is a digest in hexadecimal; ``facts`` are those it is of, for people who look.
+    ``namespace`` is a digest in hexadecimal; ``facts`` describe it to operators.
     """
 
     namespace: str
@@ -78,7 +78,7 @@ class DiskFolder:
 
     Raises:
         FolderHeld: another process, or another tier of this one, uses it.
-        ConfigError: the path is of no folder, or another user's.
+        ConfigError: the path names no folder, or one of another user.
         OSError: it cannot be made, opened or locked.
     """
 
@@ -183,7 +183,7 @@ class DiskFolder:
         self.is_cleared = is_cleared
 
     def describe(self, owner: FolderOwner) -> None:
-        """Leave in the folder what it is of, for people who look: the short facts."""
+        """Write the owner into the folder, for operators, with those of its facts that are short."""
         facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
         text = json.dumps({"namespace": owner.namespace, "rank": owner.rank, "facts": facts})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -256,7 +256,7 @@ def holder_of(path: Path) -> str:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What a folder says that it is of; empty if it says nothing that can be read."""
+    """The owner as ``describe`` wrote it into a folder; empty if that is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError), open(path / _FACTS, "rb") as file:
         found = json.loads(file.read(OVERHEAD_BYTES))
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Threads that take work from one queue, and outlive whatever goes wrong in it."""
+"""Threads that take work from one queue, and outlive the failures of that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a path of the disk tier, for people: what there is, whether it is right, and how it goes.
+"""What lies in a path of the disk tier, for operators: what there is, whether it is right, and how it goes.
 
 Nothing here needs the process that uses a folder to stop, but for what removes one.
 """

@@ -174,7 +174,7 @@ class DiskTier:
             self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
-        """Write rows that are not there yet, and settle them, whatever happens."""
+        """Write rows that are not there yet, and settle all of them, written or failed."""
         paused = 0
         contents = [row.content for row in rows]
         # What is there is used: it does not make room for the rest.

@@ -40,8 +40,8 @@ class RowClass(msgspec.Struct, frozen=True):
 class ArenaPlan(msgspec.Struct, frozen=True):
     """``class_of`` is the index into ``classes`` by cache group.
 
-    ``limits`` are the rows that a group can have whatever others do, those of a class add up to its rows; it
-    may take more of its class while no other group wants them.
+    ``limits`` are the rows that a group can always have; those of a class add up to its rows; a group may
+    take more of its class while no other group wants them.
     """
 
     classes: tuple[RowClass, ...]
@@ -85,10 +85,10 @@ def plan_arena(
     """Divide ``cpu_bytes`` among cache groups, in whole rows of what one block holds.
 
     Shares of the memory that add up to more than 1 are scaled down. ``least_rows`` are those without which a
-    group is of no use, 1 for a group that is left out.
+    group is useless, 1 for a group that is left out.
 
     Raises:
-        ConfigError: a group would get fewer; the text says what would do.
+        ConfigError: a group would get fewer; the message states what suffices.
         LocalError: no group is given, or the shares are of other groups.
     """
     if not row_bytes or set(row_bytes) != set(shares):

@@ -60,7 +60,7 @@ class GroupCounts:
 class TierIndex:
     """The contents of host memory: absent, pending (a row is reserved and being filled), or ready.
 
-    The least recently used makes room, whichever group it is of, among those whose rows are equally long. All
+    The least recently used makes room, from any group, among those whose rows are equally long. All
     methods take hashes of one group, in the order of the sequence where there is one: its beginning is kept
     longer than its end, which is void without it.
     """
@@ -136,7 +136,7 @@ class TierIndex:
         self._note(((group, one) for one in hashes), True)
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
-        """Forget contents: pending ones that failed, ready ones that are of no use. Absent ones are skipped.
+        """Forget contents: pending ones that failed, ready ones that are useless. Absent ones are skipped.
 
         A pinned one is absent at once, but its row is taken until it is unpinned.
         """

@@ -138,7 +138,7 @@ class HitRequirements:
     ) -> tuple[int, int]:
         """The longest hit, and how long it could be if all windows and states were known.
 
-        At most ``max_tokens``, of which ``start_tokens`` are at hand. ``known`` says of a group, from one
+        At most ``max_tokens``, of which ``start_tokens`` are at hand. ``known`` reports of a group, from one
         position to before another, which blocks are known, and ``run`` how many are, from the first on.
         """
         limit = self.last_boundary(max_tokens)

@@ -1,7 +1,7 @@
 """What of a prompt can come back from host memory, and what lower tiers have to bring there first.
 
-A hit is promised only once all of it is in host memory, and stays there from then on: whatever goes wrong
-with a lower tier is a shorter hit. Questions that are asked again cost nothing until something has changed.
+A hit is promised only once all of it is in host memory, and stays there from then on: a failing lower
+tier only shortens the hit. Questions that are asked again cost nothing until something has changed.
 """
 
 from __future__ import annotations

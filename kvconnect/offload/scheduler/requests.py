@@ -95,7 +95,7 @@ class OffloadRequest:
         self.kept = requirements.kept(self.boundaries)
 
     def checkpoints(self, requirements: HitRequirements) -> tuple[int, ...]:
-        """Where its state is of use: its boundaries, and those that an answer can make one."""
+        """Where its state is useful: its boundaries, and those that an answer can make one."""
         align, last = requirements.align_tokens, requirements.last_boundary(self.known_tokens)
         if self.boundaries and self.boundaries[-1] < last:
             return self.boundaries
@@ -131,7 +131,7 @@ class OffloadRequest:
 
     def held(self, group: HitGroup) -> tuple[range, ...]:
         """The positions of a group whose blocks were still the request's in the last ``computed`` step."""
-        # While decoding not every step is reported; a step is of one token at least.
+        # While decoding not every step is reported; a step computes at least one token.
         is_prefill = self.computed_before < self.known_tokens
         return group.held(max(0, self.computed_before if is_prefill else self.computed_tokens - 1))
 

@@ -23,7 +23,7 @@ MOST_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class _Part:
-    """Positions of a request in one group, from ``first`` on, of no use without the contents ``before``."""
+    """Positions of a request in one group, from ``first`` on, useless without the contents ``before``."""
 
     request: OffloadRequest
     first: int
@@ -64,7 +64,7 @@ class Stores:
         }
         self._collect([(request, request.final_tokens())], is_last=True)
         for group in self._host.requirements.whole:
-            # So that of a prompt the end makes room first: without its beginning it would be of no use.
+            # So that the end of a prompt makes room first: without the beginning it would be useless.
             end = request.next_position.get(group.group, 0)
             self._host.index.touch(group.group, self._host.names(request.view, group, (range(end),)))
 
@@ -106,8 +106,8 @@ class Stores:
     def settle(self, job: Job) -> None:
         """All ranks have stored what they could, or have kept it, or both.
 
-        A content is there once every rank has it. A row is out of use until no rank reads or writes it any
-        more, whatever became of its content.
+        A content is there once every rank has it. A row is not reused until no rank reads or writes it any
+        more, even if its content failed.
         """
         if job.unreported:
             return
@@ -181,7 +181,7 @@ class Stores:
         return _Part(request, first, before, names[: len(block_ids)], block_ids)
 
     def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
-        """Take of each request the positions of its part; what comes after a missing one is of no use."""
+        """Take of each request the positions of its part; those after a missing one are useless."""
         every = [name for part in parts for name in (*part.before, *part.names)]
         states = self._host.index.states(group.group, every)
         wanted: list[_Part] = []
@@ -190,7 +190,7 @@ class Stores:
             first, at = at + len(part.before), at + len(part.before) + len(part.names)
             absent = states[first:at].count(ContentState.ABSENT)
             if ContentState.ABSENT in states[first - len(part.before) : first]:
-                # What it began with has made room for others; then what follows is of no use.
+                # The contents before the part have made room for others, so the part is useless.
                 self._host.count("offload_rows_short")
                 part.request.next_position[group.group] = part.first
                 continue

@@ -251,7 +251,7 @@ class StoreTier:
             start = offset + HEADER_BYTES
             row = view[start : start + len(item.memory)]
             row[:] = item.memory
-            # Of what was copied: whatever the row becomes meanwhile, the record is one or none.
+            # Over the copied bytes: the record stays consistent if the row changes meanwhile.
             view[offset:start] = self._format.header(item.content, row)
         codes = self._link.ask(0, Order(Verb.PUT, self._keys(batch), offsets, lengths))
         for code in codes or ():

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadWorker:
-    """Everything that is ordered comes back exactly once through ``results``, whatever fails.
+    """Every order is reported exactly once through ``results``, as done or failed.
 
     Only groups that are in ``kernel_block_sizes`` are kept. ``facts``, values of JSON, are what the bytes of
     blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``.
@@ -101,7 +101,7 @@ class OffloadWorker:
         self._table = table = RegionTable.build(
             self._cache_config, self._kernel_block_sizes, tensors, heads, scales
         )
-        # The tensors must outlive the copier, whatever the serving stack does with its own.
+        # The tensors must outlive the copier, even if the serving stack drops its references.
         self._tensors = dict(tensors)
         device = next(iter(tensors.values())).tensor.device
         layout = RowLayout.build(table)
@@ -135,9 +135,9 @@ class OffloadWorker:
         return Namespace.of({**kept, **own, "stack": self._facts})
 
     def replace_weights(self, weights: str) -> None:
-        """Nothing that is kept, in any tier, is of the weights that the model runs with from now on.
+        """Move all tiers to the namespace of the weights that the model runs with from now on.
 
-        After the scheduler half was reset, and before the first orders whose KV is of the new ones.
+        After the scheduler half was reset, and before the first orders for KV of the new weights.
         """
         _, loop = self._registered()
         self._facts = {**self._facts, "weights": weights}

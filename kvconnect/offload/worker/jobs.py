@@ -71,7 +71,7 @@ class Jobs:
         """Classes of rows by cache group, once they are known."""
         self.held: Counter[HostRow] = Counter()
         """Rows that a tier or a copy may still touch although their job was given up, so that the scheduler
-        half uses them for something else: until they are released, whatever is ordered for them fails."""
+        half uses them for something else: until they are released, all orders for them fail."""
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)

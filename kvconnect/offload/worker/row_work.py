@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUTS_S = {"store": 60.0, "restore": 60.0, "write": 60.0, "read": 20.0, "seek": 20.0}
-"""By verb: copies from the device and to it; a tier writes rows, reads them, and says whether it has them."""
+"""By verb: copies from the device and to it; a tier writes rows, reads them, and reports which it has."""
 
 CPU = "cpu"
 """What metrics call host memory."""
@@ -99,7 +99,7 @@ class RowWork:
         self._jobs.forget_changes()
 
     def close_tiers(self, now: float, *, with_changes: bool = True) -> None:
-        """Close all tiers, and have none. Whatever they did not do fails."""
+        """Close all tiers, and have none. Calls that they did not finish fail."""
         for tier in self.tiers:
             is_quiescent = self._safely(tier, "close", tier.close) is True
             self._take(tier, self._poll(tier), now, with_changes=with_changes)
