@@ -104,7 +104,8 @@ def check(tier: DiskTier) -> None:
     catalog = tier._catalog
     with catalog._lock:
         assert not catalog._doomed.keys() & {row_name(content) for content in catalog._rows}
-        assert catalog.taken_bytes == sum(catalog._rows.values()) + sum(catalog._doomed.values())
+        kept_bytes = sum(kept.disk_bytes for kept in catalog._rows.values())
+        assert catalog.taken_bytes == kept_bytes + sum(catalog._doomed.values())
 
 
 def row_paths(tier: DiskTier) -> list[Path]:
