@@ -31,16 +31,17 @@ _TRANSFER_PREFIX = "transfer:"
 # Signed handles have no colon: no client can name one of them with a transfer id.
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_HANDLE, pattern=r"^[ -~]+\Z")]
-_FIELDS: Mapping[str, Any] = {
-    HANDLE_KEY: _Text,
-    TRANSFER_KEY: _Text,
-    PEER_KEY: _Text,
-    "remote_engine_id": _Text,
-    "remote_host": Host,
-    "remote_port": Port,
-    "remote_num_tokens": NumTokens,
+_TEXT = (_Text, f"printable ASCII, at most {LONGEST_HANDLE} characters")
+_FIELDS: Mapping[str, tuple[Any, str]] = {
+    HANDLE_KEY: _TEXT,
+    TRANSFER_KEY: _TEXT,
+    PEER_KEY: _TEXT,
+    "remote_engine_id": _TEXT,
+    "remote_host": (Host, "a host name or address"),
+    "remote_port": (Port, "1 to 65535"),
+    "remote_num_tokens": (NumTokens, "a number of tokens, at least 1"),
 }
-"""What is read of it, and what each has to be."""
+"""What is read of it: the type of each field, and how an error names what is accepted."""
 
 _PROMPT = re.compile(f"[0-9a-f]{{{2 * PROMPT_BYTES}}}")
 
@@ -168,12 +169,13 @@ def _claims(
 
 def _read(params: Mapping[str, Any], key: str) -> Any:
     """A field, checked. Routers that keep them in a protocol buffer know no integers, and some write text."""
+    kind, accepted = _FIELDS[key]
     try:
-        return msgspec.convert(params.get(key), _FIELDS[key], strict=False)
+        return msgspec.convert(params.get(key), kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _unusable(params, key, str(error)) from error
+        raise _unusable(params, key, f"accepted: {accepted}") from error
 
 
 def _unusable(params: Mapping[str, Any], key: str, why: str) -> PeerError:
     text = repr(params.get(key))
-    return PeerError(f"kv_transfer_params.{key} is {text if len(text) <= 80 else text[:77] + '...'}: {why}")
+    return PeerError(f"kv_transfer_params.{key} is {text if len(text) <= 80 else text[:77] + '...'}, {why}")

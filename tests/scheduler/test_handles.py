@@ -220,7 +220,7 @@ def test_a_router_vouches_for_an_address_with_an_older_handle():
     remote = read_remote_prefill(announced, later)
     assert trust.refusal(remote.host, remote.port, vouched=remote.vouched) == ""
     assert (
-        "remote_port is 5601: its handle says 5600"
+        "remote_port is 5601, its handle says 5600"
         in read_remote_prefill({**announced, "remote_port": 5601}, later).refusal
     )
     assert (
