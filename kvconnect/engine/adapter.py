@@ -109,13 +109,15 @@ class Adapter:
         in_flight = [flight.batch for flight in self._flights.values()]
         check_batch(batch, self.capabilities, self._peers, in_flight)
 
-    def _answer(self, flight: Flight, error: str, quiet: bool = True) -> None:
+    def _answer(self, flight: Flight, error: str, quiescent: bool = True) -> None:
         batch = flight.batch
         del self._flights[batch.batch_id]
         if error:
             log.debug("batch %d to %s failed: %s", batch.batch_id, batch.peer, error)
         seconds = max(self._clock() - flight.submitted_at, 0.0)
-        self._finished.append(Completion(batch.batch_id, not error, quiet, batch.total_bytes, seconds, error))
+        self._finished.append(
+            Completion(batch.batch_id, not error, quiescent, batch.total_bytes, seconds, error)
+        )
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []

@@ -1,7 +1,7 @@
 """The seam between kvconnect and the libraries that move bytes: no handle or exception of theirs crosses it.
 
 The rule that everything above relies on: a batch that was submitted comes back from ``poll``
-exactly once, and the completion states whether the memory it named is quiescent (``quiet``): no
+exactly once, and the completion states whether the memory it named is quiescent (``quiescent``): no
 byte of it will still be read or written on behalf of this batch.
 """
 
@@ -82,14 +82,14 @@ class Batch:
 class Completion:
     """The one answer to a batch.
 
-    ``ok`` implies ``quiet``. A failure that is not ``quiet`` means that the library could not prove that
-    it stopped: the caller keeps the named memory out of use.
+    ``ok`` implies ``quiescent``. A failure that is not: the library could not prove that it stopped, and the
+    caller keeps the named memory out of use.
     ``seconds`` runs from the post to the moment the engine saw the end.
     """
 
     batch_id: int
     ok: bool
-    quiet: bool
+    quiescent: bool
     total_bytes: int
     seconds: float
     error: str = ""

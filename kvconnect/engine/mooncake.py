@@ -249,7 +249,7 @@ class MooncakeEngine(Adapter):
             self._finished.extend(done)
             time.sleep(0.005)
         for job in list(self._flights.values()):
-            self._answer(job, job.error or "the engine was closed", quiet=False)
+            self._answer(job, job.error or "the engine was closed", quiescent=False)
         for sender in self._senders:
             sender.join(max(until - time.monotonic(), 0.0))
         stuck = [sender for sender in self._senders if sender.is_alive()]
@@ -272,7 +272,7 @@ class MooncakeEngine(Adapter):
         error = job.error or outcome.error
         if not error and time.monotonic() >= job.deadline:
             error = f"ended after its timeout of {job.batch.timeout_s:g} s"
-        self._answer(job, error, outcome.quiet)
+        self._answer(job, error, outcome.quiescent)
 
     def _overdue(self, job: Job, now: float) -> None:
         error = job.error or job.overdue
@@ -281,7 +281,7 @@ class MooncakeEngine(Adapter):
         elif now >= job.overdue_at + self._settle_s:
             # The library cannot be interrupted. Its thread retires the lane when it returns.
             self._leave_sender(job)
-            self._answer(job, error, quiet=False)
+            self._answer(job, error, quiescent=False)
 
     def _leave_sender(self, job: Job) -> None:
         """New batches of this peer take another thread: this one hangs in the library."""

@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
     """How a job ended: ``error`` is empty if all of it was done."""
 
     job: Job
-    quiet: bool
+    quiescent: bool
     error: str
 
 

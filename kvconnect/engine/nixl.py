@@ -299,19 +299,19 @@ class NixlEngine(Adapter):
 
     def _end_early(self, flight: Flight, error: str) -> None:
         """Answer a batch now. What is still in progress is released, which does not prove its end."""
-        quiet = not flight.severed
+        quiescent = not flight.severed
         try:
             flight.handles = [handle for handle in flight.handles if not self._ended(flight, handle)]
         except Exception as cause:
             log.debug("batch %d failed while it was given up: %r", flight.batch.batch_id, cause)
-            quiet = False
+            quiescent = False
         if flight.handles:
-            quiet = False
+            quiescent = False
             for handle in flight.handles:
                 self._release(handle)
             # Renewing the link also cuts what is still queued on it.
             self._peers[flight.batch.peer].broken = True
-        self._answer(flight, error, quiet)
+        self._answer(flight, error, quiescent)
 
     # ---- the library's objects
 

@@ -51,7 +51,7 @@ class Driver:
         """Poll once. Every answer must belong to a pending batch: none twice, none unasked."""
         for answer in self.engine.poll():
             assert answer.batch_id in self.pending, f"answered twice or never asked: {answer}"
-            assert answer.quiet or not answer.ok, f"ok but not quiet: {answer}"
+            assert answer.quiescent or not answer.ok, f"ok but not quiescent: {answer}"
             assert answer.ok == (not answer.error), f"an error text on success, or none: {answer}"
             self.pending.remove(answer.batch_id)
             self.answers[answer.batch_id] = answer

@@ -60,7 +60,7 @@ class FaultCases(EngineCases):
             answers = [driver.wait(batch) for batch in batches]
             assert after.ok, after
             assert [answer.error for answer in answers if not answer.ok] in ([], [answers[cancelled].error])
-            assert answers[cancelled].quiet, answers[cancelled]
+            assert answers[cancelled].quiescent, answers[cancelled]
             assert time.monotonic() - begun < HANG_S
         assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
 
@@ -141,7 +141,7 @@ class FaultCases(EngineCases):
         near = [driver.address, span_of(large).address]
         answer = driver.wait(driver.submit("peer", near, [nowhere, remote], [4096, size]))
         assert not answer.ok
-        if not answer.quiet:
+        if not answer.quiescent:
             pytest.skip("the engine does not claim that it is quiescent")
         large[:] = 9
         time.sleep(0.7)

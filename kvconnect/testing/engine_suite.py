@@ -76,7 +76,7 @@ class EngineSuite(FaultCases):
         stranger = random_bytes(4096, 5)
         answer = driver.wait(driver.submit("peer", [span_of(stranger).address], [remote], [4096]))
         assert not answer.ok
-        assert answer.quiet
+        assert answer.quiescent
         beyond = driver.copy("peer", remote, length=4096, offset=BUFFER_BYTES - 4095)
         assert not beyond.ok
         assert not shared_peer.content(self._buffer).any()

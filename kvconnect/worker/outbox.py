@@ -173,7 +173,7 @@ class SlotOutbox:
     def ended(self, completion: Completion) -> Parcel:
         """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
-        self._pool.move(parcel.slot, SlotEvent.RETURN if completion.quiet else SlotEvent.LOSE)
+        self._pool.move(parcel.slot, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
         return parcel
 
 

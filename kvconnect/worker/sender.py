@@ -139,9 +139,9 @@ class Sender:
         if completion.ok:
             sending.total_bytes += completion.total_bytes
         else:
-            sending.quiescent &= completion.quiet
+            sending.quiescent &= completion.quiescent
             sending.stop(completion.error or "the engine gave no reason")
-        if parcel is not None and not completion.quiet:
+        if parcel is not None and not completion.quiescent:
             self._lost.append((now + self._config.quarantine_s, parcel.slot))
             sending.unsettled.append(parcel.grant.generation)
         elif parcel is not None and not sending.error:

@@ -19,7 +19,7 @@ class _Faults:
 
     error: str = ""
     fail: bool = False
-    quiet: bool = True
+    quiescent: bool = True
     delay_s: float = 0.0
     cut_bytes: int | None = None
     flip_byte: int | None = None
@@ -45,24 +45,24 @@ class FaultyEngine(MemoryEngine):
         """End ``hold``: what waited goes on at the next ``poll``."""
         self._held = False
 
-    def fail_next(self, quiet: bool, error: str = "failed on request") -> None:
-        """Fail the next submitted batch and move none of its bytes, before ``land_late`` where not quiet."""
-        self._next.fail, self._next.quiet, self._next.error = True, quiet, error
+    def fail_next(self, quiescent: bool, error: str = "failed on request") -> None:
+        """Fail the next submitted batch. Its bytes move by ``land_late`` alone, if not quiescent."""
+        self._next.fail, self._next.quiescent, self._next.error = True, quiescent, error
 
     def delay_next(self, seconds: float) -> None:
         """Let the next submitted batch begin ``seconds`` after its submit, by the clock."""
         self._next.delay_s = seconds
 
-    def cut_next(self, after_bytes: int, quiet: bool = True, error: str = "cut on request") -> None:
+    def cut_next(self, after_bytes: int, quiescent: bool = True, error: str = "cut on request") -> None:
         """Move only the first ``after_bytes`` of the next submitted batch, then fail it."""
-        self._next.cut_bytes, self._next.quiet, self._next.error = after_bytes, quiet, error
+        self._next.cut_bytes, self._next.quiescent, self._next.error = after_bytes, quiescent, error
 
     def corrupt_next(self, byte_offset: int) -> None:
         """Flip the byte at an offset (modulo its size) of the next submitted batch, which ends well."""
         self._next.flip_byte = byte_offset
 
     def land_late(self) -> int:
-        """Move the bytes of every batch that failed without being quiet; returns how many batches."""
+        """Move the bytes of every batch that failed without being quiescent; returns how many batches."""
         late, self._late = self._late, []
         for batch, token in late:
             self._copy_here(batch, _engine_of(token))
@@ -85,7 +85,7 @@ class FaultyEngine(MemoryEngine):
         elif self._held or now < self.start_at(flight):
             return
         elif faults.fail:
-            self._answer(flight, faults.error, faults.quiet)
+            self._answer(flight, faults.error, faults.quiescent)
         elif not batch.total_bytes:
             self._answer(flight, "")
         else:
@@ -97,18 +97,18 @@ class FaultyEngine(MemoryEngine):
         if not error and faults.flip_byte is not None and batch.total_bytes:
             _flip(batch, faults.flip_byte % batch.total_bytes)
         if not error and faults.cut_bytes is not None:
-            self._answer(flight, faults.error, faults.quiet)
+            self._answer(flight, faults.error, faults.quiescent)
         else:
             self._answer(flight, error)
 
-    def _answer(self, flight: Flight, error: str, quiet: bool = True) -> None:
+    def _answer(self, flight: Flight, error: str, quiescent: bool = True) -> None:
         batch = flight.batch
         self._batch_faults.pop(batch.batch_id, None)
-        if not quiet:
+        if not quiescent:
             # To who it was submitted, whatever that name stands for by then.
             self._late.append((batch, self._peers.get(batch.peer, b"")))
             del self._late[:-64]
-        super()._answer(flight, error, quiet)
+        super()._answer(flight, error, quiescent)
 
 
 def _head(batch: Batch, cut_bytes: int | None) -> Batch:

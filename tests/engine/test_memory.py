@@ -127,25 +127,25 @@ class TestControls:
         clock.now += 0.2
         sender.poll()
         assert not sender.answers[batch_id].ok
-        assert sender.answers[batch_id].quiet
+        assert sender.answers[batch_id].quiescent
         sender.engine.release()
         sender.poll()
         assert not target.buffer.any(), "a batch that timed out moved bytes later"
 
     def test_fail_next_takes_one_batch_only(self, sender: Driver, target: Driver) -> None:
-        sender.engine.fail_next(quiet=True, error="as asked")
+        sender.engine.fail_next(quiescent=True, error="as asked")
         bad, good = self.send(sender, target), self.send(sender, target)
         sender.poll()
-        assert (sender.answers[bad].ok, sender.answers[bad].quiet) == (False, True)
+        assert (sender.answers[bad].ok, sender.answers[bad].quiescent) == (False, True)
         assert sender.answers[bad].error == "as asked"
         assert sender.answers[good].ok
         assert sender.engine.land_late() == 0
 
     def test_a_failure_that_is_not_quiet_can_land_late(self, sender: Driver, target: Driver) -> None:
-        sender.engine.fail_next(quiet=False)
+        sender.engine.fail_next(quiescent=False)
         bad = self.send(sender, target)
         sender.poll()
-        assert (sender.answers[bad].ok, sender.answers[bad].quiet) == (False, False)
+        assert (sender.answers[bad].ok, sender.answers[bad].quiescent) == (False, False)
         assert not target.buffer.any()
         sender.buffer[:] = 77
         assert sender.engine.land_late() == 1
@@ -162,11 +162,11 @@ class TestControls:
         assert sender.answers[slow].ok
 
     def test_cut_next_moves_so_much_and_fails(self, sender: Driver, target: Driver) -> None:
-        sender.engine.cut_next(PAGE + 100, quiet=False)
+        sender.engine.cut_next(PAGE + 100, quiescent=False)
         batch_id = self.send(sender, target)
         sender.poll()
         answer = sender.answers[batch_id]
-        assert (answer.ok, answer.quiet) == (False, False)
+        assert (answer.ok, answer.quiescent) == (False, False)
         expected = self.expected(sender)
         assert np.array_equal(target.buffer[: PAGE + 100], expected[: PAGE + 100])
         assert not target.buffer[PAGE + 100 :].any()

@@ -191,7 +191,7 @@ def test_a_failed_batch_is_at_rest_before_it_is_called_quiet() -> None:
                 [4096, size],
             )
         )
-        assert (answer.ok, answer.quiet) == (False, True), answer
+        assert (answer.ok, answer.quiescent) == (False, True), answer
         large[:] = 9
         time.sleep(1.0)
         assert peer.count("large", 9) == 0, "bytes written after the failure arrived"
@@ -213,7 +213,7 @@ def test_failure_by_timeout_is_not_called_quiet_while_the_library_is_in_it() -> 
         peer.stop()
         answer = driver.copy("peer", remote, 32 << 20, timeout_s=0.5)
         assert not answer.ok
-        assert not answer.quiet
+        assert not answer.quiescent
         peer.resume()
         # New work takes another lane and does not wait for the old one.
         assert driver.copy("peer", remote).ok

@@ -91,7 +91,7 @@ def test_a_timeout_is_not_called_quiet(pair: tuple[Driver, PeerProcess, int]) ->
     assert driver.copy("peer", remote).ok
     peer.stop()
     answer = driver.copy("peer", remote, 16 << 20, timeout_s=0.5)
-    assert (answer.ok, answer.quiet) == (False, False)
+    assert (answer.ok, answer.quiescent) == (False, False)
     peer.resume()
     assert driver.copy("peer", remote).ok
 
@@ -115,7 +115,7 @@ def test_batches_to_a_peer_that_stood_still_outlive_one_that_was_given_up(
         for part in range(4)
     )
     answer = driver.wait(given_up)
-    assert (answer.ok, answer.quiet) == (False, False)
+    assert (answer.ok, answer.quiescent) == (False, False)
     peer.resume()
     after = driver.copy("peer", remote)
     assert after.ok, after
@@ -134,7 +134,7 @@ def test_the_death_of_a_peer_on_this_host_is_proven_quiet(
     driver.poll()
     peer.kill()
     answer = driver.wait(batch_id)
-    assert (answer.ok, answer.quiet) == (False, True), answer
+    assert (answer.ok, answer.quiescent) == (False, True), answer
 
 
 def test_the_process_ends_cleanly() -> None:

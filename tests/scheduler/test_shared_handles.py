@@ -62,7 +62,7 @@ def test_a_first_child_that_is_aborted_leaves_the_others_to_compute():
     load(decode, first)
     end(decode, first, delivered=False)
     assert decode.build_orders().aborted == ("0_d",)
-    assert decode.matched_tokens(second, 0) == (None, False), "its blocks are not quiet yet"
+    assert decode.matched_tokens(second, 0) == (None, False), "its blocks are not quiescent yet"
     decode.update_results(Results(received=("0_d",), failed={"0_d": "the request was aborted"}))
     assert decode.matched_tokens(second, 0) == (0, False)
     decode.update_after_alloc(second, BLOCKS, 0)

@@ -263,7 +263,7 @@ class Checks:
                 )
 
     def in_time(self, worker: SimWorker, owed: Owed) -> None:
-        """4: every order ends by its deadline and what memory may need to become quiet after that.
+        """4: every order ends by its deadline and what memory may need to become quiescent after that.
 
         The time in which the worker's process was stopped does not count.
         """

@@ -1,4 +1,4 @@
-"""The memory engine on a bad day: slow, failing, cut short, or not quiet when it says that it failed.
+"""The memory engine on a bad day: slow, failing, cut short, or not quiescent when it says that it failed.
 
 The engine is the real one, without threads and sockets. What happens to a batch is drawn when it is
 submitted, and done by the engine's own controls.
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class EngineFaults:
     """How often which fault meets a batch. The rest of it are times in seconds.
 
-    ``late_s``: how long after a failure that was not quiet its bytes may still move, at most. ``resumes``:
-    how often a batch that was under way when its process was stopped goes on when that runs again, whatever
+    ``late_s``: how long after a failure that was not quiescent its bytes may still move. ``resumes``: how
+    often a batch that was under way when its process was stopped goes on when that runs again, whatever
     its time is. ``settle_s``: a library that cannot call back what it was given: a batch that is cancelled
-    ends when its bytes have moved, or is given up, not quiet, after that time; 0 for one that can.
+    ends when its bytes have moved, or is given up, not quiescent, after that time; 0 for one that can.
     """
 
     batch_s: float = 0.002
@@ -96,13 +96,13 @@ class SimEngine(FaultyEngine):
         self.delay_next(delay_s)
         if kind < faults.fail:
             what = "fails"
-            self.fail_next(quiet=True)
+            self.fail_next(quiescent=True)
         elif kind < faults.fail + faults.busy:
             what = "fails and goes on"
             if world.chance(0.5):
-                self.fail_next(quiet=False)
+                self.fail_next(quiescent=False)
             else:
-                self.cut_next(int(batch.total_bytes * world.random.random()), quiet=False)
+                self.cut_next(int(batch.total_bytes * world.random.random()), quiescent=False)
         elif kind < faults.fail + faults.busy + faults.cut:
             what = "is cut short"
             self.cut_next(int(batch.total_bytes * world.random.random()))
@@ -169,12 +169,12 @@ class SimEngine(FaultyEngine):
             if self._settling.pop(done.batch_id, None) is not None:
                 is_abandoned = not done.ok and done.error == "cancelled"
                 error = done.error or "cancelled"
-                done = replace(done, ok=False, quiet=done.quiet and not is_abandoned, error=error)
-            if done.quiet and not done.ok and self.faults.busy and self._world.chance(0.3):
+                done = replace(done, ok=False, quiescent=done.quiescent and not is_abandoned, error=error)
+            if done.quiescent and not done.ok and self.faults.busy and self._world.chance(0.3):
                 # Whatever ended it, a cancel and a timeout too: a library need not be able to call it back.
-                done = replace(done, quiet=False)
-            self._world.note(self.who, "engine ends", done.batch_id, done.ok, done.quiet, done.error)
-            if done.quiet:
+                done = replace(done, quiescent=False)
+            self._world.note(self.who, "engine ends", done.batch_id, done.ok, done.quiescent, done.error)
+            if done.quiescent:
                 del self.may_move[done.batch_id]
             else:
                 self._go_on(batch)
@@ -203,7 +203,7 @@ class SimEngine(FaultyEngine):
             world.after(0.9 * world.random.random(), functools.partial(self._land, batch, target))
 
     def _go_on(self, batch: Batch) -> None:
-        """A batch that failed without being quiet: its bytes move when nobody expects it."""
+        """A batch that failed without being quiescent: its bytes move when nobody expects it."""
         until = self._world.now + self.faults.late_s * self._world.random.random()
         target = self.target_of(batch)
         self._late.clear()

@@ -113,7 +113,7 @@ class Liar:
         return frames
 
     def _nagged(self, message: Message) -> Said:
-        """Say for a long time that what a peer asked for is not quiet yet."""
+        """Say for a long time that what a peer asked for is not quiescent yet."""
         if not isinstance(message, Landed | Accepted | Written):
             return []
         frame = encode(Written(message.transfer_id, False, False, 0, 0, 0.0, "a lie"))

@@ -207,7 +207,7 @@ def raises(patch):
 
 
 def waits_too_long(patch):
-    """D keeps blocks back long after they are quiet."""
+    """D keeps blocks back long after they are quiescent."""
     hasten = Quarantine.hasten
 
     def wait_longer(self, until, *, proven):

@@ -14,7 +14,7 @@ from tests.worker.pair import D_IDS, P_IDS, Pair, quarantined, without_renewal
 
 
 def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
-    pair.prefill.engine.fail_next(quiet=True, error="the link is down")
+    pair.prefill.engine.fail_next(quiescent=True, error="the link is down")
     pair.start()
     pair.run()
     assert pair.decode.failed == {"a": "the link is down"}
@@ -25,7 +25,7 @@ def test_a_failed_write_fails_the_load_and_frees_both_sides(pair):
 
 def test_a_direct_failure_that_left_writes_under_way_keeps_blocks_on_both_sides():
     pair = without_renewal(Pair(ExtraConfig(path="direct")))
-    pair.prefill.engine.fail_next(quiet=False)
+    pair.prefill.engine.fail_next(quiescent=False)
     pair.start()
     pair.run(ExtraConfig().quarantine_s - 1)
     assert not pair.decode.received, "D's blocks may still be written"
@@ -41,7 +41,7 @@ def test_a_direct_failure_that_left_writes_under_way_keeps_blocks_on_both_sides(
 def test_a_packed_failure_that_left_writes_under_way_keeps_only_slots():
     pair = Pair(ExtraConfig(path="packed"))
     before = pair.decode.storage.clone()
-    pair.prefill.engine.fail_next(quiet=False, error="the library lost track")
+    pair.prefill.engine.fail_next(quiescent=False, error="the library lost track")
     pair.start()
     pair.run()
     assert pair.decode.failed == {"a": "the library lost track"}
@@ -243,13 +243,13 @@ def test_whatever_fails_every_request_comes_back_once_and_everything_is_forgotte
     target = iter(rng.sample(range(1, 50), 16))
     held: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for name in names:
-        fault = rng.choice(["", "", "quiet", "busy", "cut", "delay", "hold", "release"])
+        fault = rng.choice(["", "", "quiescent", "busy", "cut", "delay", "hold", "release"])
         engine = pair.prefill.engine
         match fault:
-            case "quiet":
-                engine.fail_next(quiet=True)
+            case "quiescent":
+                engine.fail_next(quiescent=True)
             case "busy":
-                engine.fail_next(quiet=False)
+                engine.fail_next(quiescent=False)
             case "cut":
                 engine.cut_next(rng.randint(0, 300))
             case "delay":

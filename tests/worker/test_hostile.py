@@ -101,4 +101,4 @@ def test_a_cancel_of_a_fetch_that_never_came_is_answered(pair):
     prefill.fetches.not_quiescent[link, 98] = pair.clock.now + 10
     stranger.send(name, encode(Cancel(98)))
     pair.run()
-    assert len(answers()) == 1, "its last answer said that memory is not quiet, and that still holds"
+    assert len(answers()) == 1, "its last answer said that memory is not quiescent, and that still holds"

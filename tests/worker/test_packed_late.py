@@ -20,7 +20,7 @@ def scribble(worker):
     arena.view(arena.address, arena.length_bytes).random_()
 
 
-def one_late_write(fault=lambda engine: engine.fail_next(quiet=False)):
+def one_late_write(fault=lambda engine: engine.fail_next(quiescent=False)):
     """A pair that has written off one write, and lends its only slot again; the write is still to come."""
     pair = without_renewal(Pair(ONE_SLOT))
     fault(pair.prefill.engine)
@@ -66,7 +66,7 @@ def test_a_late_write_into_a_slot_that_is_lent_again_is_noticed():
 @pytest.mark.parametrize("when", ["before it is written", "after it was unpacked"])
 def test_a_late_write_at_another_time_does_no_harm(when, check_digest):
     pair = Pair(ExtraConfig(path="packed", num_slots=1, check_digest=check_digest))
-    pair.prefill.engine.fail_next(quiet=False)
+    pair.prefill.engine.fail_next(quiescent=False)
     pair.start("old", *SHORT)
     pair.settle()
     pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
@@ -91,7 +91,7 @@ def test_a_late_write_at_another_time_does_no_harm(when, check_digest):
 
 def test_a_late_write_into_quarantine_reaches_nobody():
     pair = Pair(ExtraConfig(path="packed", num_slots=3))
-    pair.prefill.engine.fail_next(quiet=False)
+    pair.prefill.engine.fail_next(quiescent=False)
     pair.start("old", *SHORT)
     pair.settle()
     (fetch,) = pair.network.heard(Fetch)
@@ -111,15 +111,15 @@ def test_a_late_write_into_quarantine_reaches_nobody():
 
 
 @pytest.mark.parametrize("after_bytes", [0, 1, 100, 383])
-@pytest.mark.parametrize("quiet", [True, False])
-def test_a_write_that_was_cut_off_is_never_used(after_bytes, quiet):
+@pytest.mark.parametrize("quiescent", [True, False])
+def test_a_write_that_was_cut_off_is_never_used(after_bytes, quiescent):
     pair = Pair(ONE_SLOT)
-    pair.prefill.engine.cut_next(after_bytes, quiet)
+    pair.prefill.engine.cut_next(after_bytes, quiescent)
     pair.start("cut", *SHORT)
     pair.start("next", (8,), (31,))
     pair.settle()
     assert pair.decode.failed == {"cut": "cut on request"}
-    assert quarantined(pair.decode.landing) == (not quiet)
+    assert quarantined(pair.decode.landing) == (not quiescent)
     pair.prefill.engine.land_late()
     pair.run(ExtraConfig().quarantine_s + 1, step_s=1)
     assert pair.landed((8,), (31,))
@@ -133,7 +133,7 @@ def test_one_chunk_of_many_fails_and_nothing_of_the_request_is_used():
     source, target = tuple(range(1, 11)), tuple(range(20, 10, -1))
     pair.start("a", source, target)
     write_until_said(pair, 2)
-    pair.prefill.engine.fail_next(quiet=True, error="the link is down")
+    pair.prefill.engine.fail_next(quiescent=True, error="the link is down")
     pair.start("b", *SHORT)
     pair.settle(20)
     assert pair.decode.failed == {"a": "the link is down"}
@@ -157,7 +157,7 @@ def test_when_the_peer_says_that_it_is_quiet_the_quarantine_ends():
 
 @pytest.mark.parametrize(("names", "lost"), [(None, 2), (0, 0), (1, 1), (2, 2)])
 def test_what_a_peer_cannot_call_back_keeps_its_slots_for_as_long_as_it_may_land(names, lost):
-    """P's answer to a cancel is that memory is not quiet: all of the slots, or those that it names."""
+    """P's answer to a cancel is that memory is not quiescent: all of the slots, or those that it names."""
     pair = Pair(ExtraConfig(path="packed", num_slots=2))
 
     def not_quiescent(message):

@@ -100,14 +100,14 @@ class Chaos:
     def engine_fails(self) -> None:
         engine = self.any_prefill_node().engine
         faults = [
-            lambda: engine.fail_next(quiet=True),
+            lambda: engine.fail_next(quiescent=True),
             lambda: engine.cut_next(self.random.randint(0, 800)),
             lambda: engine.delay_next(self.random.choice([0.5, 5.0])),
         ]
         if self.pair.path == "packed":
             # Over the direct path nothing tells a wrong byte, and a late write may be later than we think.
             faults.append(lambda: engine.corrupt_next(self.random.randint(0, 800)))
-            faults.append(lambda: engine.fail_next(quiet=False))
+            faults.append(lambda: engine.fail_next(quiescent=False))
         self.random.choice(faults)()
 
     def engine_stalls(self) -> None:

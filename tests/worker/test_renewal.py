@@ -45,7 +45,7 @@ def test_what_a_peer_writes_late_goes_nowhere(pair):
 
 
 def test_what_a_library_writes_after_it_failed_goes_nowhere_once_the_time_is_over(pair):
-    pair.prefill.engine.fail_next(quiet=False)
+    pair.prefill.engine.fail_next(quiescent=False)
     pair.start()
     pair.run(ExtraConfig().quarantine_s + 1, step_s=0.5)
     assert pair.decode.received == ["a"]

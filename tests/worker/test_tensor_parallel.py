@@ -60,13 +60,13 @@ def test_a_rank_is_served_once_while_another_is_still_to_come(path):
     ranks.assert_idle()
 
 
-@pytest.mark.parametrize("how", ["quiet", "not quiet", "death", "silence"])
+@pytest.mark.parametrize("how", ["quiescent", "not quiescent", "death", "silence"])
 def test_a_request_that_one_rank_fails_is_not_reported_while_another_rank_s_chunk_is_unpacked(how):
     ranks = Ranks(MODEL, SHAPE, SHAPE, 2, 1, ExtraConfig(path="packed"))
     (decode,) = ranks.decode
     good, bad = ranks.prefill
-    if how in ("quiet", "not quiet"):
-        bad.engine.fail_next(quiet=how == "quiet", error="the link is down")
+    if how in ("quiescent", "not quiescent"):
+        bad.engine.fail_next(quiescent=how == "quiescent", error="the link is down")
     else:
         bad.engine.hold()
     with SlowKernels("target") as kernels:
