@@ -21,6 +21,7 @@ from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import ask
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.handles import Handles
+from tests.ports import free_port
 
 PROMPT = list(range(1, 201))
 DEADLINE_S = 6
@@ -235,9 +236,7 @@ def prompt_of_its_own(other):
 def test_a_prefill_node_that_is_not_there(nodes):
     prompt = [6, *PROMPT[1:]]
     params = prefilled(nodes["prefill"], prompt)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     said = refused(nodes["decode"], signed_anew(params, port=port), prompt)
     assert f"nothing listens at 127.0.0.1:{port}" in said
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ import pytest
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import ask
+from tests.ports import free_port
 from tests.test_pair import node_options, until_ready
 
 DEADLINE_S = 8
@@ -23,9 +23,7 @@ DEADLINE_S = 8
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     """P, D, a node alone, and a router that asks P and D at once. P listens where a new one can, too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     with Children(tmp_path_factory.mktemp("parallel")) as children:
         prefill_options = [*node_options("prefill", "kv_producer"), "--port", port]
         made = {

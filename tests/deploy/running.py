@@ -7,15 +7,15 @@ What is changed is only where they listen and what they are reached at. Which pr
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvconnect.demo.children import Child, Children
 from kvconnect.peer.key_files import new_secret, write
 from tests.deploy.commands import DEPLOY, Part
+from tests.ports import free_port
 
 Server = Callable[[str, list[str]], tuple[list[str], dict[str, str]]]
 """From a part's name and its command to the command that is run here, and what its environment gets too."""
@@ -25,33 +25,23 @@ _LOCAL = {"UCX_NET_DEVICES": "lo"}
 END_TIMEOUT_S = 60.0
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for made in sockets:
-            made.bind(("127.0.0.1", 0))
-        return [made.getsockname()[1] for made in sockets]
-
-
 def localised(parts: dict[str, Part], folder: Path) -> dict[str, Part]:
     """The same parts, listening on and reached at free ports of this machine, with a key in ``folder``.
 
     The router's URLs are replaced whole, and only those that name a server of the deployment at the port
     that it listens on: a URL that leads nowhere there leads nowhere here.
     """
-    ports = iter(free_ports(5))
     here: dict[str, Part] = {}
     replaced: dict[str, str] = {}
     for name in ("prefill", "decode"):
-        part, port, config = parts[name], str(next(ports)), parts[name].transfer
+        part, port, config = parts[name], str(free_port()), parts[name].transfer
         replaced.update({f"{url}:{part.option('--port')}": f"http://127.0.0.1:{port}" for url in part.urls})
-        config["kv_connector_extra_config"].update(host="127.0.0.1", port=next(ports))
+        config["kv_connector_extra_config"].update(host="127.0.0.1", port=free_port())
         if "key_file" in config["kv_connector_extra_config"]:
             config["kv_connector_extra_config"]["key_file"] = str(_key(folder))
         values = {"--host": "127.0.0.1", "--port": port, "--kv-transfer-config": json.dumps(config)}
         here[name] = Part(_with_values(part.command, values), part.environment, [f"http://127.0.0.1:{port}"])
-    port = str(next(ports))
+    port = str(free_port())
     command = _with_values(parts["router"].command, {"--host": "127.0.0.1", "--port": port})
     command = [_replace_url(word, replaced) for word in command]
     here["router"] = Part(command, parts["router"].environment, [f"http://127.0.0.1:{port}"])

@@ -36,6 +36,9 @@ def _node(_name: str, command: list[str]) -> tuple[list[str], dict[str, str]]:
 def test_a_completion_through_the_commands_of_the_files_moves_kv(kind, tmp_path) -> None:
     parts = localised(deployment(kind, tmp_path), tmp_path)
     with running(parts, _node, tmp_path) as pair:
+        # Each by itself first: a node that ends is reported with its log, not as a router that waits for it.
+        for name in ("prefill", "decode"):
+            pair[name].wait_answer("/health", START_TIMEOUT_S)
         pair["router"].wait_answer("/ready?all", START_TIMEOUT_S)
         body = {"model": "gqa", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0}
         before = read_metrics(pair["decode"].url)

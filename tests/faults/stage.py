@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +20,7 @@ from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
 from kvconnect.demo.pair import RESERVED_BLOCKS
 from tests.faults.nursery import Nursery, is_running
-
-# Below the ports that a system lends to whoever asks for any, and above those that Mooncake takes.
-_PORTS = range(21_000, 32_000)
+from tests.ports import free_port
 
 DEADLINES: dict[str, float] = {
     "lease_s": 4.0,
@@ -279,20 +275,3 @@ def wait_until(good: Callable[[], bool], timeout_s: float, what: str) -> float:
             raise ChildFailed(f"waited {timeout_s:g} s in vain for {what}")
         time.sleep(0.02)
     return time.monotonic() - started
-
-
-_taken: set[int] = set()
-
-
-def free_port() -> int:
-    """A port that nothing listens on now, and that was not lent before in this process."""
-    while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("0.0.0.0", port))
-            except OSError:
-                continue
-        if port not in _taken:
-            _taken.add(port)
-            return port

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from tests.ports import free_port
+
 _BINARY = "mooncake_master"
 _READY_S = 30.0
 
@@ -22,13 +24,6 @@ def master_binary() -> Path | None:
         return None
     path = Path(found.origin).parent / _BINARY
     return path if os.access(path, os.X_OK) else None
-
-
-def free_port() -> int:
-    """A port without a listener just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class StoreMaster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from aiohttp import web
 
 from kvconnect.router.app import ROUTER, Router, create_router_app, router_runner
 from kvconnect.router.limits import RouterLimits
+from tests.ports import free_port
 
 PARAMS = {
     "do_remote_prefill": True,
@@ -113,9 +113,7 @@ def streams(*chunks: bytes, pause_s: float = 0.0, end: str = "eof") -> Script:
 
 def dead_url() -> str:
     """A URL on which nothing listens."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @dataclass

@@ -21,7 +21,8 @@ import zmq
 
 from kvconnect.demo.http import BadAnswer, fetch
 from tests.faults import frames
-from tests.vllm.servers import Server, free_port, members, running, transfer_config
+from tests.ports import free_port
+from tests.vllm.servers import Server, members, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
 CONNECTORS = ("NixlConnector", "kvconnect")

@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.vllm.servers import (
     ASK_FOR_KV,
     NIXL_CONNECTOR,
     Server,
-    free_port,
     members,
     random_prompt,
     running,

@@ -31,11 +31,11 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvconnect.demo.http import BadAnswer, fetch
+from tests.ports import free_port
 from tests.vllm.servers import (
     NIXL_CONNECTOR,
     ROOT,
     Server,
-    free_port,
     random_prompt,
     running,
     transfer_config,

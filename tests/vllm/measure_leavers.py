@@ -34,9 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.demo.http import BadAnswer
+from tests.ports import free_port
 from tests.vllm import measure_gpu, tiny_models
 from tests.vllm.measure_gpu import Pair, Variant, ask
-from tests.vllm.servers import ROOT, Server, free_port, random_prompt, running
+from tests.vllm.servers import ROOT, Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _BUSY = ("leases_held", "loads_in_flight", "loads_waiting", "slots_landing", "slots_send", "quarantined")

@@ -6,7 +6,6 @@ import http.client
 import json
 import random
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from kvconnect.demo.children import Child, ChildFailed
 from kvconnect.demo.http import BadAnswer, fetch
+from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
 
 START_TIMEOUT_S = 300
@@ -38,12 +38,6 @@ NIXL_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 """A connector of vLLM's own, to compare with."""
 
 _TROUBLE = re.compile(r"\bERROR\b|Traceback \(most recent|Fatal Python error|terminate called")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.demo.http import BadAnswer
 from tests.vllm.comparing import assert_bytes_landed, assert_nothing_landed, became_of
-from tests.vllm.servers import ASK_FOR_KV, free_port, members, pair, random_prompt
+from tests.vllm.servers import ASK_FOR_KV, members, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(900)

@@ -7,12 +7,14 @@ import json
 import msgspec
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 import zmq
 
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import NIXL_CONNECTOR, OBSERVED, Server, free_port, pair, random_prompt, running
+from tests.vllm.servers import NIXL_CONNECTOR, OBSERVED, Server, pair, random_prompt, running
 from tests.vllm.test_offload import (
     LENGTHS,
     USUAL_POOL,

@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.ports import free_port
+
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
 from kvconnect.demo.http import BadAnswer, fetch, fetch_json
 from tests.vllm.comparing import assert_bytes_landed
-from tests.vllm.servers import ROOT, Server, free_port, pair, random_prompt
+from tests.vllm.servers import ROOT, Server, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(900)
