@@ -146,7 +146,9 @@ class WorkerConnector:
 
         ``heads`` states which of the model's heads a layer's tensor holds on this rank, ``scales`` what its
         quantised values are to be multiplied with: of K and of V, 1 by default. ``reserved_bytes``
-        of the device's free memory are not for slots: the serving stack is still to take them.
+        of the device's free memory are not for slots: the serving stack is still to take them. An error, but
+        for that of a second call, closes the connector: a stack may drop what it could not set up, and
+        ZeroMQ's context waits for ever if it is collected before its sockets.
 
         Raises:
             LayoutError: a cache cannot be expressed.
@@ -156,6 +158,19 @@ class WorkerConnector:
         """
         if self._transfers is not None:
             raise LocalError("register_kv_caches was called twice")
+        try:
+            self._register(tensors, heads, scales, reserved_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(
+        self,
+        tensors: Mapping[str, CacheTensor],
+        heads: Mapping[str, HeadInterval] | None,
+        scales: Mapping[str, Scales] | None,
+        reserved_bytes: int,
+    ) -> None:
         table = RegionTable.build(self._cache_config, self.kernel_block_sizes, tensors, heads, scales)
         # The tensors must outlive the registration, also where the serving stack drops its own.
         self._tensors = dict(tensors)

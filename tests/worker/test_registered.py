@@ -17,6 +17,7 @@ from kvconnect.engine.memory import MemoryEngine
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
+from tests.ports import free_port
 
 SPEC = FullAttentionSpec(16, 2, 8, torch.float16)
 
@@ -113,13 +114,15 @@ def test_the_memory_of_all_slots_lives_as_long_as_the_worker(role, monkeypatch):
     worker.close()
 
 
-def test_slots_that_cannot_be_measured_leave_nothing_registered(monkeypatch):
+def test_slots_that_cannot_be_measured_leave_nothing_registered_and_nothing_open(monkeypatch):
     def out_of_memory(arena):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("kvconnect.worker.local.pack_bytes_per_s", out_of_memory)
-    engine = Recording("127.0.0.1")
+    engine, port = Recording("127.0.0.1"), free_port()
     engine.given = []
-    with pytest.raises(RuntimeError, match="out of memory"):
-        start(engine, "kv_both", slot_bytes=1 << 16)
+    for _ in range(2):
+        # What listens at the port was closed the first time.
+        with pytest.raises(RuntimeError, match="out of memory"):
+            start(engine, "kv_both", slot_bytes=1 << 16, port=port)
     assert engine.given == []
