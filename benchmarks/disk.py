@@ -19,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import option
+from benchmarks.page_cache import drop_pages
 from benchmarks.report import Report
-from benchmarks.returning.pages import drop_pages
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
@@ -34,97 +36,73 @@ _SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class DiskTiming:
-    """Writes and reads of records of one length, medians, in MB (10^6 bytes) a second.
+class Options(BaseOptions):
+    """What is measured, and where."""
 
-    ``written`` is until all rows were reported written, ``synced`` until they are on the disk; ``cached`` is
-    a read from the kernel's memory.
-    """
-
-    record_bytes: int
-    total_bytes: int
-    plain_write_mb_per_s: float
-    written_mb_per_s: float
-    synced_mb_per_s: float
-    synced_of_plain: float
-    plain_read_mb_per_s: float
-    read_mb_per_s: float
-    read_of_plain: float
-    plain_cached_mb_per_s: float
-    cached_mb_per_s: float
+    path: str = option("", "A folder on the disk that is meant; left out, one for temporary files.")
+    record_bytes: tuple[int, ...] = option((1 << 20, 64 << 10), "Bytes of a row (repeatable).", least=1)
+    total_bytes: int = option(1 << 30, "Bytes written and read each time.", least=1)
+    records: int = option(100_000, "Records to recover; 0 for none.", least=0)
+    repeat: int = option(3, "Runs of each, of which the median counts.", least=1)
 
 
-@dataclass(frozen=True)
-class RecoveryTiming:
-    """How long it takes to find what was kept, after the kernel forgot the files and when it has them."""
-
-    records: int
-    record_bytes: int
-    forgotten_s: float
-    cached_s: float
-
-
-def bench_disk(
-    *,
-    path: str,
-    record_bytes: Sequence[int],
-    total_bytes: int,
-    recovery_records: int,
-    repeat: int,
-    json_output: bool = False,
-) -> None:
+def bench_disk(options: Options, report: Report) -> None:
     """Time writes, reads and recovery in a folder below ``path``.
 
     Raises:
         ConfigError: the path is no folder, or there is too little room.
     """
+    path = options.path
     if path and not Path(path).is_dir():
         raise ConfigError(f"--path is {path!r}; accepted: a folder that is there")
     with tempfile.TemporaryDirectory(prefix="kvconnect-bench-", dir=path or None) as name:
         folder = Path(name)
         room = os.statvfs(folder)
         free_bytes = room.f_bavail * room.f_frsize
-        wanted_bytes = max(3 * total_bytes, 2 * recovery_records * _SMALL_BYTES)
+        wanted_bytes = max(3 * options.total_bytes, 2 * options.records * _SMALL_BYTES)
         if free_bytes < wanted_bytes:
             raise ConfigError(f"{folder} has {free_bytes} bytes free; this takes {wanted_bytes}")
-        report = Report("disk", json_output=json_output)
-        for one in record_bytes:
-            report.add(_time_records(folder, one, total_bytes, repeat))
-        if recovery_records:
-            report.add(_time_recovery(folder, recovery_records), "disk recovery")
-    report.show()
+        for record_bytes in options.record_bytes:
+            report.add(_time_records(folder, record_bytes, options.total_bytes, options.repeat))
+        if options.records:
+            report.add(_time_recovery(folder, options.records), "disk recovery")
 
 
-def _time_records(folder: Path, record_bytes: int, total_bytes: int, repeat: int) -> DiskTiming:
+def _time_records(folder: Path, record_bytes: int, total_bytes: int, repeat: int) -> dict[str, float]:
+    """Writes and reads of records of one length, medians, in MB (10^6 bytes) a second.
+
+    ``written`` is until all rows were reported written, ``synced`` until they are on the disk; ``cached`` is
+    a read from the kernel's memory.
+    """
     count = max(1, total_bytes // record_bytes)
     total_bytes = count * record_bytes
     memory = np.frombuffer(np.random.default_rng(0).bytes(total_bytes), dtype=np.uint8).copy()
     taken: dict[str, list[float]] = defaultdict(list)
     for _ in range(repeat):
-        taken["plain write"].append(_plain_write(folder, memory))
-        taken["plain read"].append(_plain_read(folder, memory, True))
-        taken["plain read cached"].append(_plain_read(folder, memory, False))
+        taken["plain_write"].append(_plain_write(folder, memory))
+        taken["plain_read"].append(_plain_read(folder, memory, True))
+        taken["plain_cached"].append(_plain_read(folder, memory, False))
         _remove_all(folder)
         written_s, synced_s = _tier_write(folder, memory, record_bytes)
         taken["written"].append(written_s)
         taken["synced"].append(synced_s)
         taken["read"].append(_tier_read(folder, memory, record_bytes, True))
-        taken["read cached"].append(_tier_read(folder, memory, record_bytes, False))
+        taken["cached"].append(_tier_read(folder, memory, record_bytes, False))
         _remove_all(folder)
     rate = {what: total_bytes / 1e6 / statistics.median(times) for what, times in taken.items()}
-    return DiskTiming(
-        record_bytes=record_bytes,
-        total_bytes=total_bytes,
-        plain_write_mb_per_s=round(rate["plain write"], 1),
-        written_mb_per_s=round(rate["written"], 1),
-        synced_mb_per_s=round(rate["synced"], 1),
-        synced_of_plain=round(rate["synced"] / rate["plain write"], 3),
-        plain_read_mb_per_s=round(rate["plain read"], 1),
-        read_mb_per_s=round(rate["read"], 1),
-        read_of_plain=round(rate["read"] / rate["plain read"], 3),
-        plain_cached_mb_per_s=round(rate["plain read cached"], 1),
-        cached_mb_per_s=round(rate["read cached"], 1),
-    )
+    return {
+        "record_bytes": record_bytes,
+        "total_bytes": total_bytes,
+        "plain_write_mb_per_s": round(rate["plain_write"], 1),
+        "written_mb_per_s": round(rate["written"], 1),
+        "synced_mb_per_s": round(rate["synced"], 1),
+        "synced_of_plain": round(rate["synced"] / rate["plain_write"], 3),
+        "plain_read_mb_per_s": round(rate["plain_read"], 1),
+        "read_mb_per_s": round(rate["read"], 1),
+        "read_of_plain": round(rate["read"] / rate["plain_read"], 3),
+        "plain_cached_mb_per_s": round(rate["plain_cached"], 1),
+        "cached_mb_per_s": round(rate["cached"], 1),
+    }
 
 
 # ---- plain
@@ -218,7 +196,8 @@ def _tier_read(folder: Path, memory: np.ndarray, record_bytes: int, is_forgotten
     return taken_s
 
 
-def _time_recovery(folder: Path, records: int) -> RecoveryTiming:
+def _time_recovery(folder: Path, records: int) -> dict[str, float]:
+    """Seconds to find what was kept, after the kernel forgot the files and when it has them."""
     limit_bytes = 4 * records * _SMALL_BYTES + (64 << 20)
     memory = np.zeros(_SMALL_BYTES, dtype=np.uint8)
     rows = [TierRow(0, index.to_bytes(32, "little"), memory.data) for index in range(records)]
@@ -236,7 +215,12 @@ def _time_recovery(folder: Path, records: int) -> RecoveryTiming:
         tier.close()
         if found != records:
             raise KVConnectError(f"{found} of {records} records were found")
-    return RecoveryTiming(records, _SMALL_BYTES, round(times[0], 3), round(times[1], 3))
+    return {
+        "records": records,
+        "record_bytes": _SMALL_BYTES,
+        "forgotten_s": round(times[0], 3),
+        "cached_s": round(times[1], 3),
+    }
 
 
 def _remove_all(folder: Path) -> None:

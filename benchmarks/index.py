@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import option
 from benchmarks.report import Report
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import TierIndex
 
-SIZES = (100_000, 1_000_000)
 KEYS = 8192
 _CHUNK = 512
 _AT_ONCE = 4
@@ -28,15 +29,13 @@ _GROUP = 0
 
 
 @dataclass(frozen=True)
-class IndexTiming:
-    """One kind of call with so many contents, on a full index of ``contents``."""
+class Options(BaseOptions):
+    """What is measured."""
 
-    contents: int
-    call: str
-    keys: int
-    median_us: float
-    worst_us: float
-    median_us_per_key: float
+    contents: tuple[int, ...] = option(
+        (100_000, 1_000_000), "Contents in the index (repeatable).", least=65536
+    )
+    repeat: int = option(100, "Calls of each kind; ten times as many of short ones.", least=1)
 
 
 class _Filled:
@@ -145,27 +144,25 @@ _CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]
 )
 
 
-def measure_index(contents: int, repeat: int) -> list[IndexTiming]:
-    """Time every kind of call on an index of so many contents."""
-    filled = _Filled(contents)
-    gc.collect()
-    gc.freeze()
-    results = []
-    for call, keys, timings in _CASES:
-        draw = random.Random(contents)
-        times = list(itertools.islice(timings(filled, draw), repeat if keys > 1 else 10 * repeat))
-        median = statistics.median(times)
-        results.append(
-            IndexTiming(contents, call, keys, round(median, 1), round(max(times), 1), round(median / keys, 3))
-        )
-    gc.unfreeze()
-    return results
-
-
-def bench_index(*, sizes: tuple[int, ...], repeat: int, json_output: bool) -> None:
-    """Time the index at these sizes; print microseconds of a call, median and worst."""
-    report = Report("index", json_output=json_output)
-    for size in sizes:
-        for timing in measure_index(size, repeat):
-            report.add(timing)
-    report.show()
+def bench_index(options: Options, report: Report) -> None:
+    """Time every kind of call on full indexes of so many contents, in microseconds of a call."""
+    for contents in options.contents:
+        filled = _Filled(contents)
+        gc.collect()
+        gc.freeze()
+        for call, keys, timings in _CASES:
+            draw = random.Random(contents)
+            count = options.repeat if keys > 1 else 10 * options.repeat
+            times = list(itertools.islice(timings(filled, draw), count))
+            median = statistics.median(times)
+            report.add(
+                {
+                    "contents": contents,
+                    "call": call,
+                    "keys": keys,
+                    "median_us": round(median, 1),
+                    "worst_us": round(max(times), 1),
+                    "median_us_per_key": round(median / keys, 3),
+                }
+            )
+        gc.unfreeze()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from kvconnect.errors import ConfigError
+from benchmarks.report import Report
+from kvconnect.errors import ConfigError, KVConnectError
 
 PATHS = ("direct", "packed", "auto")
 DEVICES = ("cpu", "cuda")
-JsonLines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+
+Benchmark = Callable[[Any, Report], int | None]
+"""``bench_NAME(options, report)``; it returns the exit code."""
 
 
 def option(
@@ -55,17 +59,36 @@ class Options:
                     raise ConfigError(f"{name} is {value}, it must be more than {rule['above']}")
 
 
-def add_command(app: typer.Typer, name: str, kind: type[Options], run: Callable[..., int]) -> None:
-    """Add ``run(options, json_output=...)`` as a command; its docstring begins with the help text."""
+def run_app(app: typer.Typer) -> None:
+    """Run the command that the process was given; an error of kvconnect is one line and exit code 2."""
+    try:
+        app()
+    except KVConnectError as error:
+        typer.echo(f"{error}", err=True)
+        sys.exit(2)
+
+
+def run_benchmark(name: str, run: Benchmark, options: Any, *, json_output: bool) -> int:
+    """Run a benchmark, and print what it found. Returns the exit code."""
+    report = Report(name, json_output=json_output)
+    code = run(options, report)
+    report.show()
+    return code or 0
+
+
+def add_command(app: typer.Typer, name: str, text: str, run: Benchmark) -> None:
+    """Add a benchmark as a command, whose options are the fields of its ``Options``."""
+    kind = get_type_hints(run)["options"]
     made = fields(kind)
 
     def call(*, json_output: bool, **given: Any) -> None:
         values = {one.name: _value(given[one.name], one.metadata["parse"]) for one in made}
-        raise typer.Exit(run(kind(**values), json_output=json_output))
+        raise typer.Exit(run_benchmark(name, run, kind(**values), json_output=json_output))
 
     hints = get_type_hints(kind)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("json_output", keyword, default=False, annotation=JsonLines)]
+    json_lines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+    parameters = [inspect.Parameter("json_output", keyword, default=False, annotation=json_lines)]
     for one in made:
         default: Any = one.default
         annotation, parse = hints[one.name], one.metadata["parse"]
@@ -81,7 +104,7 @@ def add_command(app: typer.Typer, name: str, kind: type[Options], run: Callable[
         parameters.append(inspect.Parameter(one.name, keyword, default=default, annotation=annotation))
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {one.name: one.annotation for one in parameters}
-    app.command(name, help=(inspect.getdoc(run) or "").partition("\n\n")[0])(call)
+    app.command(name, help=text)(call)
 
 
 def _value(given: Any, parse: Callable[[str], Any] | None) -> Any:

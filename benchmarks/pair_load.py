@@ -5,25 +5,38 @@ Seen from outside, over HTTP and the operating system's accounts, like the demo.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import option
+from benchmarks.report import Report
 from kvconnect.demo.children import Children
 from kvconnect.demo.pair import ask, start_nodes, start_reference, start_router
 from kvconnect.errors import KVConnectError
 
 
-def bench_idle(*, engine: str, model: str, seconds: float) -> int:
+@dataclass(frozen=True)
+class Options(BaseOptions):
+    """The pair, and how long it is watched."""
+
+    engine: str = option("nixl", "Engine of the pair.")
+    model: str = option("gqa", "Model of the pair.")
+    seconds: float = option(30.0, "How long to watch.", least=1.0)
+
+
+def bench_idle(options: Options, report: Report) -> None:
     """Measure the processor time of idle nodes: one without a connector, and a pair that has met.
 
-    Prints one JSON object; ``cores`` are fractions of one core. Returns the exit code, always 0.
+    ``cores`` are fractions of one core.
 
     Raises:
         KVConnectError: a node did not start.
     """
+    engine, model = options.engine, options.model
     with tempfile.TemporaryDirectory(prefix="kvconnect-bench-") as folder, Children(Path(folder)) as children:
         nodes = start_nodes(children, engine, model)
         pair = start_router(children, engine, model, nodes)
@@ -35,25 +48,22 @@ def bench_idle(*, engine: str, model: str, seconds: float) -> int:
         watched = {"alone": single, "prefill": pair.prefill, "decode": pair.decode}
         before = {name: _cpu_seconds(child.pid) for name, child in watched.items()}
         started = time.monotonic()
-        time.sleep(seconds)
+        time.sleep(options.seconds)
         waited = time.monotonic() - started
         cores = {
             name: round((_cpu_seconds(child.pid) - before[name]) / waited, 4)
             for name, child in watched.items()
         }
     extra = {side: round(cores[side] - cores["alone"], 4) for side in ("prefill", "decode")}
-    print(
-        json.dumps(
-            {
-                "engine": engine,
-                "model": model,
-                "seconds": round(waited, 1),
-                "cores": cores,
-                "more_than_alone": extra,
-            }
-        )
+    report.add(
+        {
+            "engine": engine,
+            "model": model,
+            "seconds": round(waited, 1),
+            "cores": cores,
+            "more_than_alone": extra,
+        }
     )
-    return 0
 
 
 def _cpu_seconds(pid: int) -> float:

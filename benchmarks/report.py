@@ -12,11 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 
+def note(text: str) -> None:
+    """What a reader of the figures must know, beside them."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class Report:
     """Findings of one benchmark, as dataclasses or dictionaries whose names have their units."""
 
     def __init__(self, bench: str, *, json_output: bool) -> None:
-        self._bench, self._json = bench, json_output
+        self._bench, self.json_output = bench, json_output
         self._kinds: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, finding: Any, kind: str = "") -> None:
@@ -30,11 +35,11 @@ class Report:
         """Show what could not be measured, and why; it is in no table."""
         self._line(self._bench, {**where, "error": str(error)})
         named = ", ".join(f"{key} {value}" for key, value in where.items())
-        print(": ".join(filter(None, ("not measured", named, str(error)))), file=sys.stderr, flush=True)
+        note(": ".join(filter(None, ("not measured", named, str(error)))))
 
     def show(self) -> None:
         """Print the tables: what is the same in all findings of a kind stands above its table."""
-        if self._json:
+        if self.json_output:
             return
         console = Console(width=160)
         for kind, findings in self._kinds.items():
@@ -52,7 +57,7 @@ class Report:
             console.print(table)
 
     def _line(self, kind: str, values: dict[str, Any]) -> None:
-        if self._json:
+        if self.json_output:
             print(json.dumps({"bench": kind, **values}), flush=True)
 
 

@@ -6,111 +6,66 @@ runs; the yardstick runs beside it in the same process.
 
 from __future__ import annotations
 
-import json
 import random
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from benchmarks.device import default_device, device_us, host_us
+from benchmarks.options import Options, option
+from benchmarks.report import Report
+from benchmarks.transfer.cache import BenchCache
+from benchmarks.transfer.cases import CacheShape, Layout
 from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
-_RUNS = 50
-_WARM_UP = 5
+
+@dataclass(frozen=True)
+class ZeroOptions(Options):
+    """Blocks to zero, and what else there is."""
+
+    page_bytes: int = option(16 << 10, "Bytes of a page.", least=64)
+    regions: int = option(64, "Layers, each in its own allocation.", least=1)
+    blocks: int = option(256, "Blocks to zero.", least=1)
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_us(call: Callable[[], None], device: str) -> float:
-    """Median microseconds of a call on the device; on a CPU by the clock."""
-    for _ in range(_WARM_UP):
-        call()
-    times = []
-    for _ in range(_RUNS):
-        if device == "cpu":
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-            continue
-        # The stream is kept busy meanwhile, as in a serving step: what is measured is the device, not
-        # how fast this thread launches.
-        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def bench_zero(*, page_bytes: int, regions: int, blocks: int) -> None:
+def bench_zero(options: ZeroOptions, report: Report) -> None:
     """Zero random blocks over many regions; beside it a memset of as many contiguous bytes."""
-    device = default_device()
-    num_blocks = blocks * 4
-    tokens, heads = 16, 2
-    content = page_bytes // (tokens * heads)
-    names = tuple(f"layer{index}" for index in range(regions))
-    # Each layer in an allocation of its own: the zeroer must not need them side by side.
-    tensors = {
-        name: CacheTensor(
-            torch.ones(num_blocks, tokens, heads, content, dtype=torch.uint8, device=device),
-            "block token head content",
-        )
-        for name in names
-    }
-    spec = FullAttentionSpec(tokens, heads, content // 2, torch.uint8)
-    config = KVCacheConfig(num_blocks, (KVCacheGroup(names, spec),))
-    zeroer = KVBlockZeroer(RegionTable.build(config, {0: tokens}, tensors), device=device)
-    ids = random.Random(0).sample(range(1, num_blocks), blocks)
+    device, blocks = default_device(), options.blocks
+    shape = CacheShape(options.regions, 4 * blocks, 1, options.page_bytes // 64, Layout("nhd", 16))
+    cache = BenchCache(shape, device, seed=0)
+    cache.draw(1, blocks, seed=0)
+    zeroer = KVBlockZeroer(cache.table(), device=device)
+    ids = list(cache.slots[0])
     total = blocks * zeroer.bytes_per_block
     flat = torch.ones(total, dtype=torch.uint8, device=device)
     zero_us = device_us(lambda: zeroer.zero_block_ids(ids), device)
-    memset_us = device_us(lambda: _memset(flat), device)
-    spent_us = host_us(lambda: zeroer.zero_block_ids(ids))
-    print(
-        json.dumps(
-            {
-                "bench": "zero",
-                "device": device,
-                "page_bytes": page_bytes,
-                "regions": regions,
-                "blocks": blocks,
-                "total_bytes": total,
-                "zero_us": round(zero_us, 2),
-                "memset_us": round(memset_us, 2),
-                "zero_gb_per_s": round(total / zero_us / 1e3, 1),
-                "memset_gb_per_s": round(total / memset_us / 1e3, 1),
-                "of_memset": round(memset_us / zero_us, 3),
-                "host_us": round(spent_us, 2),
-            }
-        )
+    memset_us = device_us(flat.zero_, device)
+    report.add(
+        {
+            "device": device,
+            "page_bytes": options.page_bytes,
+            "regions": options.regions,
+            "blocks": blocks,
+            "total_bytes": total,
+            "zero_us": round(zero_us, 2),
+            "memset_us": round(memset_us, 2),
+            "zero_gb_per_s": round(total / zero_us / 1e3, 1),
+            "memset_gb_per_s": round(total / memset_us / 1e3, 1),
+            "of_memset": round(memset_us / zero_us, 3),
+            "host_us": round(host_us(lambda: zeroer.zero_block_ids(ids)), 2),
+        }
     )
 
 
-def _memset(flat: torch.Tensor) -> None:
-    flat.zero_()
+@dataclass(frozen=True)
+class TablesOptions(Options):
+    """A step's tables."""
 
-
-def host_us(call: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """Median microseconds of the host in a call, the device idle before it; ``before`` is not counted."""
-    times = []
-    for run in range(_WARM_UP + _RUNS):
-        before()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if run >= _WARM_UP:
-            times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
+    requests: int = option(256, "Requests that grow in the step.", least=1)
+    groups: int = option(4, "Cache groups.", least=1)
 
 
 class _TableCase:
@@ -118,25 +73,19 @@ class _TableCase:
 
     def __init__(self, requests: int, groups: int, device: str) -> None:
         rng = random.Random(0)
-        self.groups = groups
         made = range(groups)
-        self.tables = BlockTables(
-            max_requests=requests,
-            max_blocks=dict.fromkeys(made, 4096),
-            block_sizes=dict.fromkeys(made, 32),
-            kernel_block_sizes=dict.fromkeys(made, 16),
-            device=device,
-        )
-        self.apart = [
-            BlockTables(
+
+        def tables(groups: Iterable[int]) -> BlockTables:
+            return BlockTables(
                 max_requests=requests,
-                max_blocks={0: 4096},
-                block_sizes={0: 32},
-                kernel_block_sizes={0: 16},
+                max_blocks=dict.fromkeys(groups, 4096),
+                block_sizes=dict.fromkeys(groups, 32),
+                kernel_block_sizes=dict.fromkeys(groups, 16),
                 device=device,
             )
-            for _ in made
-        ]
+
+        self.tables = tables(made)
+        self.apart = [tables((0,)) for _ in made]
         self.lists = [
             [[rng.randrange(1, 100_000) for _ in range(rng.randint(1, 8))] for _ in made]
             for _ in range(requests)
@@ -171,34 +120,28 @@ class _TableCase:
             tables.append_batch(self.rows, counts, ids)
             tables.apply()
 
-    def stage_then_clear(self, stage: Callable[[], None]) -> Callable[[], None]:
-        def prepared() -> None:
-            self.clear()
-            stage()
-
-        return prepared
+    def clear_and_stage(self) -> None:
+        self.clear()
+        self.append_columns()
 
 
-def bench_tables(*, requests: int, groups: int) -> None:
+def bench_tables(options: TablesOptions, report: Report) -> None:
     """Add one to eight blocks to every request in every group, and make them visible."""
     device = default_device()
-    case = _TableCase(requests, groups, device)
+    case = _TableCase(options.requests, options.groups, device)
     step_us = host_us(case.whole_step, case.clear)
     per_group_us = host_us(case.whole_step_per_group, case.clear)
     lists_us = host_us(case.append_lists, case.clear)
-    apply_us = host_us(case.tables.apply, case.stage_then_clear(case.append_columns))
-    print(
-        json.dumps(
-            {
-                "bench": "tables",
-                "device": device,
-                "requests": requests,
-                "groups": groups,
-                "new_blocks": int(case.counts.sum()),
-                "host_us_per_step": round(step_us, 1),
-                "of_it_apply_us": round(apply_us, 1),
-                "host_us_one_launch_per_group": round(per_group_us, 1),
-                "host_us_staging_request_by_request": round(lists_us, 1),
-            }
-        )
+    apply_us = host_us(case.tables.apply, case.clear_and_stage)
+    report.add(
+        {
+            "device": device,
+            "requests": options.requests,
+            "groups": options.groups,
+            "new_blocks": int(case.counts.sum()),
+            "host_us_per_step": round(step_us, 1),
+            "of_it_apply_us": round(apply_us, 1),
+            "host_us_one_launch_per_group": round(per_group_us, 1),
+            "host_us_staging_request_by_request": round(lists_us, 1),
+        }
     )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import Options as BaseOptions
+from benchmarks.options import option
 from benchmarks.report import Report
 from benchmarks.scheduler_offload import Keeping
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
@@ -31,6 +33,13 @@ _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
 _NOTHING = Results()
 _HANDLES = Handles(b"what the benchmark signs with")
+
+
+@dataclass(frozen=True)
+class Options(BaseOptions):
+    """Who runs."""
+
+    requests: int = option(256, "Requests that run.", least=1)
 
 
 @dataclass(frozen=True)
@@ -198,13 +207,13 @@ def _timed(name: str, running: int, changed: int, step: Callable[[], float], ste
     return StepTiming(name, running, changed, round(min(times), 2), round(statistics.median(times), 2))
 
 
-def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
-    """Time steps of a node with ``requests`` running ones; print microseconds per step, best and median."""
+def bench_scheduler(options: Options, report: Report) -> None:
+    """Time steps of a node with so many requests that run: microseconds per step, best and median."""
+    requests = options.requests
     decode, prefill = _Decode(requests, 1), _Prefill(requests, 1)
     crowd = max(1, requests // 16)
     many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
     keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
-    report = Report("scheduler", json_output=json_output)
     for name, changed, step, steps in (
         ("steady decode", 0, decode.steady, _STEPS),
         ("decode, admits with a load", 1, decode.admission, _STEPS),
@@ -220,4 +229,3 @@ def bench_scheduler(*, requests: int, json_output: bool = False) -> None:
         ("offload, admits and stores", crowd, many_keeping.fresh, _KEEPING_STEPS),
     ):
         report.add(_timed(name, requests, changed, step, steps))
-    report.show()

@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,6 @@ from kvconnect.errors import KVConnectError
 _BLOCK_TOKENS = 16
 _VOCABULARY = 512
 _WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """Prompts of one length. Times are medians in seconds.
-
-    ``alone_s`` is a prompt on the prefill node alone; ``early`` is the part of the streamed bytes that
-    left before their prefill ended. ``ratio`` is ``streamed_s / whole_s``, the median of all pairs of
-    prompts; ``least`` and ``most`` are its quartiles.
-    """
-
-    tokens: int
-    prompts: int
-    alone_s: float
-    whole_s: float
-    streamed_s: float
-    ratio: float
-    least: float
-    most: float
-    early: float
-    wrong: int
 
 
 @dataclass
@@ -76,7 +55,7 @@ class Options(BaseOptions):
     extra: Mapping[str, Any] | None = extra_option()
 
 
-def bench_streaming(options: Options, *, json_output: bool = False) -> int:
+def bench_streaming(options: Options, report: Report) -> int:
     """Time the first token of a pair that sends KV while it is computed, beside one that does not.
 
     Returns the exit code: 1 if any answers differ.
@@ -84,16 +63,15 @@ def bench_streaming(options: Options, *, json_output: bool = False) -> int:
     Raises:
         KVConnectError: a node did not start, or gave no answer.
     """
-    report, wrong = Report("streaming", json_output=json_output), 0
+    wrong = 0
     with tempfile.TemporaryDirectory(prefix="kvconnect-bench-") as folder, Children(Path(folder)) as children:
         streamed = _start(children, options, "streamed", options.min_tokens)
         whole = _start(children, options, "whole", 0)
         rng = random.Random(0)
         for tokens in options.lengths:
             case = _measure(options, streamed, whole, tokens, rng)
-            report.add({"engine": options.engine, "model": options.model, **asdict(case)})
-            wrong += case.wrong
-    report.show()
+            report.add({"engine": options.engine, "model": options.model, **case})
+            wrong += case["wrong"]
     return 1 if wrong else 0
 
 
@@ -126,7 +104,16 @@ def _start(children: Children, options: Options, name: str, min_tokens: int) -> 
     return _Side(prefill, router.url)
 
 
-def _measure(options: Options, streamed: _Side, whole: _Side, tokens: int, rng: random.Random) -> Case:
+def _measure(
+    options: Options, streamed: _Side, whole: _Side, tokens: int, rng: random.Random
+) -> dict[str, Any]:
+    """Prompts of one length. Times are medians in seconds.
+
+    ``alone_s`` is a prompt on the prefill node alone; ``early`` is the part of the streamed bytes that
+    left before their prefill ended. ``ratio`` is ``streamed_s / whole_s``, the median of all pairs of
+    prompts; ``least`` and ``most`` are its quartiles.
+    """
+
     def prompt() -> list[int]:
         return rng.choices(range(_VOCABULARY), k=tokens)
 
@@ -155,18 +142,18 @@ def _measure(options: Options, streamed: _Side, whole: _Side, tokens: int, rng: 
     least, _, most = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     sent = growth(before, after, "kvconnect_transfer_bytes_total", direction="sent")
     early = growth(before, after, "kvconnect_streamed_bytes_total")
-    return Case(
-        tokens=tokens,
-        prompts=options.prompts,
-        alone_s=round(statistics.median(alone), 4),
-        whole_s=round(statistics.median(whole.seconds), 4),
-        streamed_s=round(statistics.median(streamed.seconds), 4),
-        ratio=round(statistics.median(ratios), 4),
-        least=round(least, 4),
-        most=round(most, 4),
-        early=round(early / sent, 3) if sent else 0.0,
-        wrong=wrong,
-    )
+    return {
+        "tokens": tokens,
+        "prompts": options.prompts,
+        "alone_s": round(statistics.median(alone), 4),
+        "whole_s": round(statistics.median(whole.seconds), 4),
+        "streamed_s": round(statistics.median(streamed.seconds), 4),
+        "ratio": round(statistics.median(ratios), 4),
+        "least": round(least, 4),
+        "most": round(most, 4),
+        "early": round(early / sent, 3) if sent else 0.0,
+        "wrong": wrong,
+    }
 
 
 def _timed(options: Options, url: str, prompt: Sequence[int]) -> tuple[float, Any]:

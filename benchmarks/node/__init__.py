@@ -2,6 +2,5 @@
 
 Two child processes hold a worker each, as in ``bench_transfer``; one of them computes as well: ``model``
 and ``attention`` are a decoder of serving size, ``loops`` its steps, ``decode`` those that a CUDA graph
-holds. ``receiver`` orders requests at a rate, ``side`` is a child, ``runner`` alternates with and without,
-compares and reports.
+holds. ``side`` is a child, ``pair`` alternates with and without, compares and reports.
 """

@@ -5,17 +5,18 @@ The cache is the one that a worker has registered: what is received lies beside 
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from benchmarks.node.decode import Decoder
-from benchmarks.node.model import DTYPE, BenchModel, layer_pages, store
+from benchmarks.node.model import DTYPE, BenchModel, layer_pages
 from benchmarks.transfer.cache import BenchCache
 from kvconnect.arithmetic import div_ceil
 from kvconnect.node.cache import NodeCache
@@ -45,19 +46,38 @@ def _nothing() -> None:
     pass
 
 
-def percentile_ms(percent: float, windows: Sequence[Sequence[float]]) -> float:
-    """A percentile over all windows, of seconds, in milliseconds."""
-    return round(float(np.percentile(np.concatenate(windows), percent)) * 1e3, 4)
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps of a window: seconds from the end of one to that of the next, and those of their parts."""
+
+    step_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+    device_s: tuple[float, ...]
+
+    @classmethod
+    def within(cls, steps: Sequence[StepTime], counted_from: float, until: float = math.inf) -> StepTimes:
+        """Those that began and ended in a window."""
+        counted = [
+            (step, step.ended_at - before.ended_at)
+            for before, step in itertools.pairwise(steps)
+            if before.ended_at >= counted_from and step.ended_at <= until
+        ]
+        return cls(
+            tuple(seconds for _, seconds in counted),
+            tuple(step.host_s for step, _ in counted),
+            tuple(step.device_s for step, _ in counted if step.device_s is not None),
+        )
 
 
-class Loop(Protocol):
-    """Steps of one kind."""
-
-    tokens_per_step: int
-
-    def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
-        """Do one step, and wait until its tokens are there. ``meanwhile`` is called once it is launched."""
-        ...
+def step_percentiles(without: Sequence[StepTimes], having: Sequence[StepTimes]) -> dict[str, float | None]:
+    """Milliseconds of all steps in windows without transfers or copies, and with; None if none was timed."""
+    found: dict[str, float | None] = {}
+    for part, percent in (("step", 50), ("step", 99), ("host", 50), ("device", 50)):
+        for kind, windows in (("without", without), ("with", having)):
+            times = [seconds for one in windows for seconds in getattr(one, f"{part}_s")]
+            value = round(float(np.percentile(times, percent)) * 1e3, 4) if times else None
+            found[f"{part}_ms_p{percent}_{kind}"] = value
+    return found
 
 
 class SharedCache(NodeCache):
@@ -152,7 +172,10 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
-        """See ``Loop``. What a runner does: block tables, one upload, a replay, and reading the tokens."""
+        """Do one step, and wait until its tokens are there. ``meanwhile`` is called once it is launched.
+
+        What a runner does: block tables, one upload, a replay, and reading the tokens.
+        """
         self._watch.begin()
         step = self._next()
         self._runner.prepare(step)
@@ -195,7 +218,7 @@ class PromptLoop:
 
     @torch.inference_mode()
     def step(self, meanwhile: Callable[[], None] = _nothing) -> StepTime:
-        """See ``Loop``. Attention is over the prompt alone; its keys and values go to its blocks."""
+        """See ``DecodeLoop``. Attention is over the prompt alone; its keys and values go to its blocks."""
         self._watch.begin()
         device, tokens = self._cache.device, self.tokens_per_step
         ids = self._requests[self._turn % len(self._requests)]
@@ -213,7 +236,8 @@ class PromptLoop:
     def _attend(
         self, layer: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        store(layer_pages(self._cache, layer), self._blocks, self._offsets, keys, values)
+        pages = layer_pages(self._cache, layer)
+        pages[self._blocks, self._offsets] = torch.cat((keys, values), dim=-1)
         mixed = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],

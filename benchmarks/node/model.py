@@ -145,17 +145,6 @@ def layer_pages(cache: NodeCache, layer: str) -> torch.Tensor:
     return made.tensor.permute([axes.index(axis) for axis in ("block", "token", "head", "content")])
 
 
-def store(
-    pages: torch.Tensor,
-    blocks: torch.Tensor,
-    offsets: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Write keys and values of shape ``(tokens, kv heads, width)`` where each token lies."""
-    pages[blocks, offsets] = torch.cat((keys, values), dim=-1)
-
-
 def _attend_decode(cache: NodeCache, positions: torch.Tensor) -> Attend:
     """Over the pages of the batch tables, at the slots that were computed for the step."""
     rows, page_tokens = len(positions), cache.kernel_block_sizes[0]
@@ -166,7 +155,7 @@ def _attend_decode(cache: NodeCache, positions: torch.Tensor) -> Attend:
 
     def attend(layer: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         pages = layer_pages(cache, layer)
-        store(pages, blocks, offsets, keys, values)
+        pages[blocks, offsets] = torch.cat((keys, values), dim=-1)
         return attend_pages(query, pages, table, positions)
 
     return attend

@@ -1,6 +1,6 @@
 """Driving two children through one measurement: without and with, in turn, then a look at what arrived.
 
-Runs in the parent and only asks and compares; every clock and every byte is in the children.
+Runs in the parent and only asks, compares and reports; every clock and every byte is in the children.
 """
 
 from __future__ import annotations
@@ -10,64 +10,23 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.node.loops import percentile_ms
+from benchmarks.node.loops import step_percentiles
 from benchmarks.node.options import Options
-from benchmarks.node.side import Flow, NodeSettings, Window, WindowResult
+from benchmarks.node.side import Flow, Window, WindowResult
 from benchmarks.options import parse_environment
+from benchmarks.report import Report, note
 from benchmarks.transfer.cases import Round
-from benchmarks.transfer.pair import SEEDS, Devices, compare_pages, open_workers
+from benchmarks.transfer.pair import SEEDS, Devices, compare_pages, devices_of, open_workers
 from benchmarks.transfer.process import ChildPair, StepFailed
 
 NODE_SIDE = "benchmarks.node.side:NodeSide"
+# The part of the asked rate that counts as all of it.
+_NEARLY = 0.95
 _RAMP_S = 0.5
 # How much longer the side that receives goes on than the one that computes, so that it covers it.
 _TAIL_S = 0.25
-
-
-@dataclass(frozen=True)
-class NodeTiming:
-    """One measured setting of the transfer threads.
-
-    Rates are medians of the windows, ``tokens_per_s_windows`` by window in order, ``ratio`` that of the
-    medians. Times of steps are those of all windows of a kind: the whole step, what the host did until it
-    was launched, and what the GPU worked. ``verified`` counts the requests whose bytes were compared.
-    """
-
-    side: str
-    engine: str
-    path: str
-    path_used: str
-    device: str
-    shared_gpu: bool
-    model: str
-    batch: int
-    context: int
-    layouts: str
-    slot_bytes: int
-    num_slots: int
-    request_bytes: int
-    requests_in_flight: int
-    asked_gb_per_s: float
-    gb_per_s: float
-    gb_per_s_windows: tuple[float, ...]
-    tokens_per_s_without: float
-    tokens_per_s_with: float
-    ratio: float
-    tokens_per_s_windows_without: tuple[float, ...]
-    tokens_per_s_windows_with: tuple[float, ...]
-    steps_without: int
-    steps_with: int
-    step_ms_p50_without: float
-    step_ms_p50_with: float
-    step_ms_p99_without: float
-    step_ms_p99_with: float
-    host_ms_p50_without: float
-    host_ms_p50_with: float
-    device_ms_p50_without: float | None
-    device_ms_p50_with: float | None
-    verified: int
 
 
 class NodePair:
@@ -85,15 +44,9 @@ class NodePair:
         blocks = zip(options.request_blocks(), SEEDS, strict=True)
         pair.both("draw", *((options.in_flight, count, seed) for count, seed in blocks))
         self._node = pair.decode if options.side == "decode" else pair.prefill
-        self._node.ask(
-            "build",
-            NodeSettings(
-                options.used_model,
-                "decode" if options.side == "decode" else "prompt",
-                options.used_batch,
-                options.used_context,
-            ),
-        )
+        kind = "decode" if options.side == "decode" else "prompt"
+        self._node.ask("build", options.used_model, kind, options.used_batch, options.used_context)
+        self.shared_gpu = options.device == "cuda" and devices[0] == devices[1]
         self.slot_bytes: int = pair.decode.ask("auto_slot_bytes")
 
     @property
@@ -149,7 +102,7 @@ class NodePair:
         return Round(f"round{next(self._numbers)}", requests, options.in_flight, options.request_tokens)
 
 
-def measure_node(options: Options, devices: Devices) -> NodeTiming:
+def measure_node(options: Options, devices: Devices) -> dict[str, Any]:
     """Alternate windows without and with transfers.
 
     Raises:
@@ -167,65 +120,77 @@ def measure_node(options: Options, devices: Devices) -> NodeTiming:
             computed.append(result)
             received.append(receiver)
         verified = node.check()
-        return _timing(options, devices, node, (without, computed, received), verified)
+        return {**_timing(options, node, without, computed, received), "verified": verified}
 
 
 def _timing(
     options: Options,
-    devices: Devices,
     node: NodePair,
-    windows: tuple[Sequence[WindowResult], Sequence[WindowResult], Sequence[WindowResult]],
-    verified: int,
-) -> NodeTiming:
-    without, computed, received = windows
+    without: Sequence[WindowResult],
+    computed: Sequence[WindowResult],
+    received: Sequence[WindowResult],
+) -> dict[str, Any]:
+    """One measured setting of the transfer threads.
+
+    Rates are medians of the windows, ``tokens_per_s_windows`` by window in order, ``ratio`` that of the
+    medians. Times of steps are those of all windows of a kind: the whole step, what the host did until it
+    was launched, and what the GPU worked. ``verified`` counts the requests whose bytes were compared.
+    """
     config = options.worker_config()
     rates = tuple(round(one.received * options.request_bytes / options.seconds / 1e9, 4) for one in received)
-    before, after = _token_rates(without), _token_rates(computed)
+    before, after = (
+        tuple(round(one.tokens / one.seconds, 1) for one in windows) for windows in (without, computed)
+    )
     paths: Counter[str] = Counter()
     for one in received:
         paths.update(one.bytes_by_path)
-    return NodeTiming(
-        side=options.side,
-        engine=node.engine,
-        path=options.path,
-        path_used="+".join(path for path, _ in paths.most_common()),
-        device=options.device,
-        shared_gpu=options.device == "cuda" and devices[0] == devices[1],
-        model=options.used_model,
-        batch=options.used_batch,
-        context=options.used_context,
-        layouts=str(options.layouts),
-        slot_bytes=config.slot_bytes or node.slot_bytes,
-        num_slots=config.num_slots,
-        request_bytes=options.request_bytes,
-        requests_in_flight=options.in_flight,
-        asked_gb_per_s=options.bytes_per_s / 1e9,
-        gb_per_s=statistics.median(rates),
-        gb_per_s_windows=rates,
-        tokens_per_s_without=statistics.median(before),
-        tokens_per_s_with=statistics.median(after),
-        ratio=round(statistics.median(after) / statistics.median(before), 4),
-        tokens_per_s_windows_without=before,
-        tokens_per_s_windows_with=after,
-        steps_without=sum(len(one.step_s) for one in without),
-        steps_with=sum(len(one.step_s) for one in computed),
-        step_ms_p50_without=percentile_ms(50, [one.step_s for one in without]),
-        step_ms_p50_with=percentile_ms(50, [one.step_s for one in computed]),
-        step_ms_p99_without=percentile_ms(99, [one.step_s for one in without]),
-        step_ms_p99_with=percentile_ms(99, [one.step_s for one in computed]),
-        host_ms_p50_without=percentile_ms(50, [one.host_s for one in without]),
-        host_ms_p50_with=percentile_ms(50, [one.host_s for one in computed]),
-        device_ms_p50_without=_device_ms(without),
-        device_ms_p50_with=_device_ms(computed),
-        verified=verified,
-    )
+    return {
+        "side": options.side,
+        "engine": node.engine,
+        "path": options.path,
+        "path_used": "+".join(path for path, _ in paths.most_common()),
+        "device": options.device,
+        "shared_gpu": node.shared_gpu,
+        "model": options.used_model,
+        "batch": options.used_batch,
+        "context": options.used_context,
+        "layouts": str(options.layouts),
+        "slot_bytes": config.slot_bytes or node.slot_bytes,
+        "num_slots": config.num_slots,
+        "request_bytes": options.request_bytes,
+        "requests_in_flight": options.in_flight,
+        "asked_gb_per_s": options.bytes_per_s / 1e9,
+        "gb_per_s": statistics.median(rates),
+        "gb_per_s_windows": rates,
+        "tokens_per_s_without": statistics.median(before),
+        "tokens_per_s_with": statistics.median(after),
+        "ratio": round(statistics.median(after) / statistics.median(before), 4),
+        "tokens_per_s_windows_without": before,
+        "tokens_per_s_windows_with": after,
+        "steps_without": sum(len(one.steps.step_s) for one in without),
+        "steps_with": sum(len(one.steps.step_s) for one in computed),
+        **step_percentiles([one.steps for one in without], [one.steps for one in computed]),
+    }
 
 
-def _token_rates(windows: Sequence[WindowResult]) -> tuple[float, ...]:
-    return tuple(round(one.tokens / one.seconds, 1) for one in windows)
+def bench_node(options: Options, report: Report) -> int:
+    """Time a node's steps while KV is received without pause, beside those while it is not.
 
+    Returns 0, or 1 if it could not be measured, which is shown.
 
-def _device_ms(windows: Sequence[WindowResult]) -> float | None:
-    return (
-        percentile_ms(50, [one.device_s for one in windows]) if any(one.device_s for one in windows) else None
-    )
+    Raises:
+        ConfigError: the device is not there.
+    """
+    devices = devices_of(options.device)
+    try:
+        found = measure_node(options, devices)
+    except StepFailed as error:
+        report.failed(error)
+        return 1
+    report.add(found)
+    if found["shared_gpu"]:
+        note("both sides are on one GPU: the peer's kernels take from the node too")
+    arrived, asked = found["gb_per_s"], found["asked_gb_per_s"]
+    if arrived < _NEARLY * asked:
+        note(f"{arrived:.4g} GB/s arrived of the {asked:.4g} that were asked for")
+    return 0

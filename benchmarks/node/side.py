@@ -6,32 +6,21 @@ interpreter is shared as it is there.
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.node.loops import DecodeLoop, Loop, PromptLoop, StepTime, fill_blocks, share_cache
+from benchmarks.node.loops import DecodeLoop, PromptLoop, StepTime, StepTimes, fill_blocks, share_cache
 from benchmarks.node.model import MODEL_SIZES, BenchModel
-from benchmarks.node.receiver import Receiver
-from benchmarks.transfer.cases import Round
+from benchmarks.transfer.cases import Round, WorkerAddress
 from benchmarks.transfer.process import StepFailed
-from benchmarks.transfer.settings import WorkerAddress
+from benchmarks.transfer.receiver import Receiver
 from benchmarks.transfer.side import WorkerSide
+from kvconnect.arithmetic import div_ceil
 from kvconnect.pack.arena import auto_slot_bytes
 
 _NAP_S = 0.0005
-
-
-@dataclass(frozen=True)
-class NodeSettings:
-    """What a side computes: ``decode`` or ``prompt`` steps, of ``batch`` requests of ``tokens`` tokens."""
-
-    model: str
-    kind: str
-    batch: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -57,15 +46,12 @@ class Flow:
 class WindowResult:
     """What one side did in a window.
 
-    ``step_s`` is from the end of one step to that of the next, ``host_s`` and ``device_s`` are parts of it.
     ``seconds`` are those of the steps, or without steps the window's. ``last_in_slot`` says which request
     came to which blocks last, in and after the window.
     """
 
     seconds: float
-    step_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    device_s: tuple[float, ...]
+    steps: StepTimes
     tokens: int
     received: int
     last_in_slot: Mapping[int, int]
@@ -77,23 +63,26 @@ class NodeSide(WorkerSide):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop: Loop | None = None
+        self._loop: DecodeLoop | PromptLoop | None = None
 
     # Steps that the parent asks for
 
-    def build(self, settings: NodeSettings) -> None:
-        """Make the model, give it blocks that no request is received into, and capture its step."""
+    def build(self, model_name: str, kind: str, batch: int, tokens: int) -> None:
+        """Make the model, give it blocks that no request is received into, and capture its step.
+
+        ``kind`` is ``decode`` or ``prompt``: steps of ``batch`` requests of ``tokens`` tokens.
+        """
         cache = self.cache
-        model = BenchModel(MODEL_SIZES[settings.model], cache.shape.layout, cache.device)
+        model = BenchModel(MODEL_SIZES[model_name], cache.shape.layout, cache.device)
         taken = {block for slot in cache.slots for block in slot}
         free = [block for block in range(1, cache.shape.num_blocks) if block not in taken]
-        random.Random(settings.model).shuffle(free)
-        each = -(-settings.tokens // cache.shape.layout.block_tokens)
-        blocks = [free[row * each : (row + 1) * each] for row in range(settings.batch)]
-        shared = share_cache(model, cache, settings.batch, settings.tokens)
+        random.Random(model_name).shuffle(free)
+        each = div_ceil(tokens, cache.shape.layout.block_tokens)
+        blocks = [free[row * each : (row + 1) * each] for row in range(batch)]
+        shared = share_cache(model, cache, batch, tokens)
         fill_blocks(shared, blocks)
-        make = DecodeLoop if settings.kind == "decode" else PromptLoop
-        self._loop = make(model, shared, blocks, settings.tokens)
+        make = DecodeLoop if kind == "decode" else PromptLoop
+        self._loop = make(model, shared, blocks, tokens)
 
     def auto_slot_bytes(self) -> int:
         """The size of slots where nobody says."""
@@ -101,7 +90,9 @@ class NodeSide(WorkerSide):
 
     def measure(self, window: Window, flow: Flow | None) -> WindowResult:
         """Compute, receive, or both, and time it. Returns when nothing is under way to this side."""
-        receiver = None if flow is None else self._receiver(flow)
+        receiver = None
+        if flow is not None:
+            receiver = self._receiver(flow.requests, flow.source, flow.request_bytes, flow.bytes_per_s)
         self.connector.changes()
         began = time.perf_counter()
         until = began + window.ramp_s + window.seconds
@@ -118,38 +109,16 @@ class NodeSide(WorkerSide):
             if self._loop is not None:
                 steps.append(self._loop.step(exchange))
             else:
-                self._nap()
+                self._woken.wait(_NAP_S)
+                self._woken.clear()
                 exchange()
-        if receiver is not None:
-            self._drain(receiver)
+        deadline = time.monotonic() + self._timeout_s
+        while receiver is not None and receiver.in_flight:
+            results = self._next_results(deadline, f"{receiver.in_flight} requests have not arrived")
+            receiver.take(results, time.perf_counter())
         return self._result(steps, receiver, began + window.ramp_s, until)
 
     # What the above is made of
-
-    def _receiver(self, flow: Flow) -> Receiver:
-        tokens, source = flow.requests.tokens, flow.source
-        return Receiver(
-            flow.requests.request_ids(),
-            len(self.cache.slots),
-            lambda request_id, slot: self._load_order(request_id, slot, tokens, source),
-            flow.request_bytes,
-            flow.bytes_per_s,
-        )
-
-    def _nap(self) -> None:
-        self._woken.wait(_NAP_S)
-        self._woken.clear()
-
-    def _drain(self, receiver: Receiver) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while receiver.in_flight:
-            if time.monotonic() > deadline:
-                raise StepFailed(
-                    f"{receiver.in_flight} requests have not arrived after {self._timeout_s:g} s: "
-                    f"{self.connector.state()}"
-                )
-            self._nap()
-            receiver.take(self.connector.results(), time.perf_counter())
 
     def _result(
         self, steps: list[StepTime], receiver: Receiver | None, counted_from: float, until: float
@@ -159,23 +128,17 @@ class NodeSide(WorkerSide):
         Raises:
             StepFailed: no two steps ended in it.
         """
-        counted = [
-            (step, step.ended_at - before.ended_at)
-            for before, step in itertools.pairwise(steps)
-            if before.ended_at >= counted_from and step.ended_at <= until
-        ]
-        if self._loop is not None and not counted:
+        counted = StepTimes.within(steps, counted_from, until)
+        if self._loop is not None and not counted.step_s:
             raise StepFailed(
                 f"{len(steps)} steps ended within {until - counted_from:g} s: set seconds higher"
             )
         arrivals = receiver.arrivals if receiver else ()
         paths, _ = self._counted()
         return WindowResult(
-            seconds=sum(seconds for _, seconds in counted) or until - counted_from,
-            step_s=tuple(seconds for _, seconds in counted),
-            host_s=tuple(step.host_s for step, _ in counted),
-            device_s=tuple(step.device_s for step, _ in counted if step.device_s is not None),
-            tokens=len(counted) * (self._loop.tokens_per_step if self._loop else 0),
+            seconds=sum(counted.step_s) or until - counted_from,
+            steps=counted,
+            tokens=len(counted.step_s) * (self._loop.tokens_per_step if self._loop else 0),
             received=sum(counted_from < arrival <= until for arrival in arrivals),
             last_in_slot=receiver.last_in_slot if receiver else {},
             bytes_by_path=paths,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from benchmarks.device import run_seconds, wait_for_device
+from benchmarks.transfer.cache import BenchCache
+from benchmarks.transfer.cases import CacheShape, Layout
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
@@ -26,36 +27,8 @@ _TOKENS = 16
 _REPEATS = 7
 
 
-@dataclass(frozen=True)
-class CopyTiming:
-    """One case, both directions; rates are medians from the call until all is done, in GB/s.
-
-    ``rows`` are adjacent in host memory, or scattered. ``contiguous`` is one copy of as many bytes between
-    the device and pinned memory, ``per_page`` one copy for each page. ``host_us`` is how long calls take.
-    """
-
-    device: str
-    rows: str
-    page_bytes: int
-    regions: int
-    blocks: int
-    total_bytes: int
-    contiguous_out: float
-    contiguous_back: float
-    per_page_out: float
-    per_page_back: float
-    out: float
-    back: float
-    out_of_contiguous: float
-    back_of_contiguous: float
-    out_host_us: float
-    back_host_us: float
-    staging_waits: int
-    verified: bool
-
-
 class Case:
-    """Layers in allocations of their own, random blocks of them, and twice as many rows as are used.
+    """Random blocks of layers in allocations of their own, and twice as many rows as are used.
 
     Raises:
         ConfigError: a page of so many bytes cannot be made.
@@ -66,24 +39,13 @@ class Case:
             raise ConfigError(f"page_bytes is {page_bytes}; accepted: multiples of {4 * _TOKENS}")
         self.device, self.page_bytes, self.regions, self.blocks = device, page_bytes, regions, blocks
         self.total_bytes = page_bytes * regions * blocks
-        self.num_blocks = 2 * blocks + 1
-        names = tuple(f"layer{index}" for index in range(regions))
-        shape = (self.num_blocks, page_bytes // 2)
-        self.tensors = {
-            name: torch.randint(0, 2**15, shape, dtype=torch.int16, device=device) for name in names
-        }
-        spec = FullAttentionSpec(_TOKENS, 1, page_bytes // (4 * _TOKENS), torch.int16)
-        views = {
-            name: CacheTensor(tensor.view(self.num_blocks, _TOKENS, 1, -1), "block token head content")
-            for name, tensor in self.tensors.items()
-        }
-        config = KVCacheConfig(self.num_blocks, (KVCacheGroup(names, spec),))
-        self.table = RegionTable.build(config, {0: _TOKENS}, views)
-        self.layout = RowLayout.build(self.table)
+        shape = CacheShape(regions, 2 * blocks + 1, 1, page_bytes // (4 * _TOKENS), Layout("nhd", _TOKENS))
+        self.cache = BenchCache(shape, device, seed=0)
+        self.cache.draw(2, blocks, seed=0)
+        self.source, self.target = self.cache.slots
+        self.layout = RowLayout.build(self.cache.table())
         row_bytes = self.layout.row_bytes
         self.arena: RowArena = make_arena(plan_arena(2 * blocks * row_bytes[0], row_bytes, {0: 1.0}), device)
-        ids = random.Random(0).sample(range(1, self.num_blocks), 2 * blocks)
-        self.source, self.target = tuple(ids[:blocks]), tuple(ids[blocks:])
         scattered = random.Random(1).sample(range(2 * blocks), blocks)
         self.rows = {"scattered": tuple(scattered), "adjacent": tuple(range(blocks))}
 
@@ -92,24 +54,13 @@ class Case:
 
     def gb_per_s(self, call: Callable[[], object]) -> float:
         """The median rate of a call that returns when all is done."""
-        times = []
-        for _ in range(_REPEATS + 1):
-            self._settle()
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        return self.total_bytes / statistics.median(times[1:]) / 1e9
+        return self.total_bytes / statistics.median(run_seconds(call, 1 + _REPEATS)[1:]) / 1e9
 
     def host_us(self, call: Callable[[], object]) -> float:
         """The median time until a call returns, the device idle before it."""
-        times = []
-        for _ in range(_REPEATS):
-            self._settle()
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        self._settle()
-        return statistics.median(times) * 1e6
+        seconds = statistics.median(run_seconds(call, _REPEATS))
+        wait_for_device(self.device)
+        return seconds * 1e6
 
     def contiguous(self) -> tuple[float, float]:
         """Of one copy out of as many bytes, and of one back."""
@@ -119,7 +70,7 @@ class Case:
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(source, non_blocking=True)
-            self._settle()
+            wait_for_device(self.device)
 
         return (
             self.gb_per_s(lambda: copy(on_host, on_device)),
@@ -130,7 +81,7 @@ class Case:
         """Of one copy for each page, out and back: the pages of a block side by side in its row."""
         rows = self.layout.groups[0]
         blocks = np.array(self.source, dtype=np.int64)
-        page = np.array([region.address for region in self.table.regions], dtype=np.int64)
+        page = np.array([region.address for region in self.cache.table().regions], dtype=np.int64)
         pages: Column = (blocks[:, None] * self.page_bytes + page[None, :]).reshape(-1)
         hosts = self.arena.addresses(0, np.array(self.rows["scattered"], dtype=np.int64))
         places = np.arange(self.regions, dtype=np.int64) * self.page_bytes
@@ -159,61 +110,51 @@ class Case:
         return copy
 
     def verified(self, copier: Copier, rows: Sequence[int]) -> bool:
-        """What went out and came back to other blocks is what it was, by plain indexing."""
-        wanted = {name: tensor[list(self.source)] for name, tensor in self.tensors.items()}
+        """Whether what went out and came back to other blocks is what it was."""
+        wanted = self.cache.digests([0], _TOKENS)
         out = copier.snapshot([RowCopies(0, self.source, tuple(rows))])
         out.wait()
         back = copier.restore([RowCopies(0, self.target, tuple(rows))], copier.mark())
         back.wait()
-        return (out.error, back.error) == (None, None) and all(
-            torch.equal(tensor[list(self.target)], wanted[name]) for name, tensor in self.tensors.items()
-        )
-
-    def _settle(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        landed = self.cache.digests([1], _TOKENS)
+        return (out.error, back.error) == (None, None) and np.array_equal(wanted, landed)
 
 
-def measure_case(case: Case) -> Iterator[CopyTiming]:
-    """Rows scattered and adjacent; the yardsticks are measured once, before."""
+def measure_case(case: Case) -> Iterator[dict[str, Any]]:
+    """Both directions, rows scattered in host memory and adjacent; rates until all is done, in GB/s.
+
+    ``contiguous`` is one copy of as many bytes between the device and pinned memory, ``per_page`` one copy
+    for each page: both are measured once, before. ``host_us`` is how long calls take.
+    """
     contiguous, per_page = case.contiguous(), case.per_page()
     copier = case.copier()
-    for rows in case.rows:
-        yield _measure(case, copier, rows, contiguous, per_page)
+    for order, rows in case.rows.items():
+        verified = case.verified(copier, rows)
+        before = copier.staging_waits
+        snapshot = partial(copier.snapshot, [RowCopies(0, case.source, rows)])
+        restore = partial(copier.restore, [RowCopies(0, case.target, rows)])
+        rate_out = case.gb_per_s(lambda call=snapshot: call().wait())  # type: ignore[misc]
+        rate_back = case.gb_per_s(lambda call=restore: call().wait())  # type: ignore[misc]
+        waits = copier.staging_waits - before
+        yield {
+            "device": case.device,
+            "rows": order,
+            "page_bytes": case.page_bytes,
+            "regions": case.regions,
+            "blocks": case.blocks,
+            "total_bytes": case.total_bytes,
+            "contiguous_out": round(contiguous[0], 2),
+            "contiguous_back": round(contiguous[1], 2),
+            "per_page_out": round(per_page[0], 2),
+            "per_page_back": round(per_page[1], 2),
+            "out": round(rate_out, 2),
+            "back": round(rate_back, 2),
+            "out_of_contiguous": round(rate_out / contiguous[0], 3),
+            "back_of_contiguous": round(rate_back / contiguous[1], 3),
+            "out_host_us": round(case.host_us(snapshot), 1),
+            "back_host_us": round(case.host_us(restore), 1),
+            "staging_waits": waits,
+            "verified": verified,
+        }
     copier.close()
     case.arena.close()
-
-
-def _measure(
-    case: Case,
-    copier: Copier,
-    rows: str,
-    contiguous: tuple[float, float],
-    per_page: tuple[float, float],
-) -> CopyTiming:
-    out = [RowCopies(0, case.source, case.rows[rows])]
-    back = [RowCopies(0, case.target, case.rows[rows])]
-    verified = case.verified(copier, case.rows[rows])
-    waits = copier.staging_waits
-    rate_out = case.gb_per_s(lambda: copier.snapshot(out).wait())
-    rate_back = case.gb_per_s(lambda: copier.restore(back).wait())
-    return CopyTiming(
-        device=case.device,
-        rows=rows,
-        page_bytes=case.page_bytes,
-        regions=case.regions,
-        blocks=case.blocks,
-        total_bytes=case.total_bytes,
-        contiguous_out=round(contiguous[0], 2),
-        contiguous_back=round(contiguous[1], 2),
-        per_page_out=round(per_page[0], 2),
-        per_page_back=round(per_page[1], 2),
-        out=round(rate_out, 2),
-        back=round(rate_back, 2),
-        out_of_contiguous=round(rate_out / contiguous[0], 3),
-        back_of_contiguous=round(rate_back / contiguous[1], 3),
-        staging_waits=copier.staging_waits - waits,
-        out_host_us=round(case.host_us(lambda: copier.snapshot(out)), 1),
-        back_host_us=round(case.host_us(lambda: copier.restore(back)), 1),
-        verified=verified,
-    )

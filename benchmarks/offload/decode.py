@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.node.loops import DecodeLoop, StepTime, fill_blocks, percentile_ms, share_cache
+from benchmarks.node.loops import (
+    DecodeLoop,
+    StepTime,
+    StepTimes,
+    fill_blocks,
+    share_cache,
+    step_percentiles,
+)
 from benchmarks.node.model import BenchModel
 from benchmarks.offload.options import Options
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout
-from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import EngineError
 from kvconnect.offload.copies.copier import Copier, CopyTicket, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.orders import RowCopies
 
-FLOWS = ("out", "back", "both")
+# Directions of copies: out (True) and back (False).
+_FLOWS = {"out": (True,), "back": (False,), "both": (True, False)}
 _LAYOUT = Layout("nhd", 16)
 _RAMP_S = 0.3
 _MOST_IN_FLIGHT = 8
 _TURN_S = 0.002
-
-
-@dataclass(frozen=True)
-class DecodeTiming:
-    """Medians over rounds, and over all steps of their kind. ``out`` and ``back`` are GB/s that moved."""
-
-    device: str
-    model: str
-    batch: int
-    context: int
-    flow: str
-    asked_gb_per_s: float
-    out: float
-    back: float
-    tokens_per_s_without: float
-    tokens_per_s_with: float
-    ratio: float
-    step_ms_p50_without: float
-    step_ms_p50_with: float
-    step_ms_p99_without: float
-    step_ms_p99_with: float
-    host_ms_p50_without: float
-    host_ms_p50_with: float
-    staging_waits: int
 
 
 class _Flow:
@@ -124,8 +106,7 @@ class _Rig:
         self.loop = DecodeLoop(model, shared, blocks, options.used_context)
         self.blocks_out = ids
         self.blocks_back = list(range(1 + decoded, 1 + decoded + back))
-        self.table = table = RegionTable.build(cache.config(), {0: _LAYOUT.block_tokens}, cache.tensors)
-        self.layout = layout = RowLayout.build(table)
+        layout = RowLayout.build(cache.table())
         self.row_bytes = layout.row_bytes[0]
         plan = plan_arena(2 * self.rows_each * self.row_bytes, layout.row_bytes, {0: 1.0})
         self.arena = make_arena(plan, options.device)
@@ -135,8 +116,8 @@ class _Rig:
         self.copier.close()
         self.arena.close()
 
-    def window(self, options: Options, flows: Sequence[bool]) -> _Window:
-        """Decode for a while, with copies out (True) and back (False) meanwhile."""
+    def window(self, options: Options, flows: Sequence[bool]) -> tuple[StepTimes, dict[bool, float]]:
+        """Decode for a while with copies meanwhile; the steps, and GB/s of each direction."""
         began = time.perf_counter()
         made = [_Flow(self, out, options.bytes_per_s, began) for out in flows]
         # Blocks leave before the step that may overwrite them; what comes back waits for no step.
@@ -169,68 +150,47 @@ class _Rig:
             helper.join()
         for flow in made:
             flow.finish()
-        counted = [
-            (step, step.ended_at - before.ended_at)
-            for before, step in itertools.pairwise(steps)
-            if before.ended_at >= counted_from
-        ]
         moved = {
             out: sum(size for ended, size in flow.ended if counted_from < ended <= until)
             for out, flow in zip(flows, made, strict=True)
         }
-        return _Window(
-            tuple(seconds for _, seconds in counted),
-            tuple(step.host_s for step, _ in counted),
-            moved.get(True, 0) / options.seconds,
-            moved.get(False, 0) / options.seconds,
-        )
+        rates = {out: moved.get(out, 0) / options.seconds / 1e9 for out in (True, False)}
+        return StepTimes.within(steps, counted_from), rates
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Seconds from step to step, those of the host in each, and bytes per second that moved."""
+def measure_decode(options: Options) -> Iterator[dict[str, Any]]:
+    """Each flow in turn; without and with it alternate.
 
-    step_s: tuple[float, ...]
-    host_s: tuple[float, ...]
-    out: float
-    back: float
-
-
-def measure_decode(options: Options) -> Iterator[DecodeTiming]:
-    """Each flow in turn; without and with it alternate."""
+    Medians over rounds, and over all steps of their kind. ``out`` and ``back`` are GB/s that moved.
+    """
     rig = _Rig(options)
-    for flow in FLOWS:
+
+    def tokens_per_s(windows: Sequence[StepTimes]) -> float:
+        per_step = rig.loop.tokens_per_step
+        return statistics.median(per_step * len(one.step_s) / sum(one.step_s) for one in windows)
+
+    for flow, directions in _FLOWS.items():
         waits = rig.copier.staging_waits
-        without, having = [], []
+        without, having, moved = [], [], []
         for _ in range(options.rounds):
-            without.append(rig.window(options, ()))
-            having.append(
-                rig.window(options, {"out": (True,), "back": (False,), "both": (True, False)}[flow])
-            )
-        rates = [
-            statistics.median(
-                rig.loop.tokens_per_step * len(window.step_s) / sum(window.step_s) for window in windows
-            )
-            for windows in (without, having)
-        ]
-        yield DecodeTiming(
-            device=options.device,
-            model=options.used_model,
-            batch=options.used_batch,
-            context=options.used_context,
-            flow=flow,
-            asked_gb_per_s=options.bytes_per_s / 1e9,
-            out=round(statistics.median(window.out for window in having) / 1e9, 3),
-            back=round(statistics.median(window.back for window in having) / 1e9, 3),
-            tokens_per_s_without=round(rates[0], 1),
-            tokens_per_s_with=round(rates[1], 1),
-            ratio=round(rates[1] / rates[0], 4),
-            step_ms_p50_without=percentile_ms(50, [window.step_s for window in without]),
-            step_ms_p50_with=percentile_ms(50, [window.step_s for window in having]),
-            step_ms_p99_without=percentile_ms(99, [window.step_s for window in without]),
-            step_ms_p99_with=percentile_ms(99, [window.step_s for window in having]),
-            host_ms_p50_without=percentile_ms(50, [window.host_s for window in without]),
-            host_ms_p50_with=percentile_ms(50, [window.host_s for window in having]),
-            staging_waits=rig.copier.staging_waits - waits,
-        )
+            without.append(rig.window(options, ())[0])
+            steps, rates = rig.window(options, directions)
+            having.append(steps)
+            moved.append(rates)
+        before, after = tokens_per_s(without), tokens_per_s(having)
+        yield {
+            "device": options.device,
+            "model": options.used_model,
+            "batch": options.used_batch,
+            "context": options.used_context,
+            "flow": flow,
+            "asked_gb_per_s": options.bytes_per_s / 1e9,
+            "out": round(statistics.median(rates[True] for rates in moved), 3),
+            "back": round(statistics.median(rates[False] for rates in moved), 3),
+            "tokens_per_s_without": round(before, 1),
+            "tokens_per_s_with": round(after, 1),
+            "ratio": round(after / before, 4),
+            **step_percentiles(without, having),
+            "staging_waits": rig.copier.staging_waits - waits,
+        }
     rig.close()

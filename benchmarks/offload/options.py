@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.device import device_option
 from benchmarks.node.options import ModelOptions
-from benchmarks.options import DEVICES, option
-from benchmarks.runner_kit import default_device
+from benchmarks.options import option
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,7 @@ class Options(ModelOptions):
     Numbers of 0 and an empty model stand for what suits the device.
     """
 
-    device: str = option(
-        default_device(), "cpu or cuda; left out, the GPU if there is one.", accepted=DEVICES
-    )
+    device: str = device_option()
     page_bytes: tuple[int, ...] = option((16384,), "Bytes of a page (repeatable).")
     regions: int = option(64, "Layers, each in its own allocation.", least=1)
     blocks: tuple[int, ...] = option(

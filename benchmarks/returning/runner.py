@@ -11,14 +11,14 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks.page_cache import drop_pages, resident_share
 from benchmarks.report import Report
 from benchmarks.returning.model import PromptModel
 from benchmarks.returning.node import LAYOUT, First, Node
 from benchmarks.returning.options import BLOCK_TOKENS, Options
-from benchmarks.returning.pages import drop_pages, resident_share
 
 _SEED = 11
 _WARM_UPS = 2
@@ -26,40 +26,11 @@ _WARM_UPS = 2
 _COMPUTED_WAYS = 2
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to the first token of the prompts. Seconds are a median with the least and the most.
-
-    ``cached_tokens`` are of one prompt, those that were not computed; ``as_recomputed`` counts the prompts
-    whose token was that of the node without tiers.
-    """
-
-    way: str
-    seconds: float
-    least_s: float
-    most_s: float
-    times_faster: float
-    cached_tokens: int
-    as_recomputed: int
-    prompts: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """A run. ``page_cache`` is the part of the disk tier's files that was in memory before it was read."""
-
-    device: str
-    model: str
-    prompt_tokens: int
-    kv_bytes: int
-    page_cache: float | None
-    ways: tuple[Way, ...]
-
-
-def bench_returning(options: Options, *, json_output: bool = False) -> int:
+def bench_returning(options: Options, report: Report) -> int:
     """Time the first token of a prompt that comes back: computed anew, from the GPU, host memory, or disk.
 
-    Returns the exit code: 1 if something was not found where it was kept.
+    ``page_cache`` is the part of the disk tier's files that was in memory before it was read. Returns the
+    exit code: 1 if something was not found where it was kept.
 
     Raises:
         KVConnectError: a node could not be built, or did not answer in time.
@@ -68,20 +39,26 @@ def bench_returning(options: Options, *, json_output: bool = False) -> int:
         disk = options.disk_path
         if disk is None:
             disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvconnect-bench-")))
-        found = _measure(options, disk)
-    report = Report("returning", json_output=json_output)
-    if json_output:
-        report.add(found)
+        page_cache, seen = _measure(options, disk)
+    ways = [_way(name, firsts, seen["recomputed"]) for name, firsts in seen.items()]
+    run = {
+        "device": options.device,
+        "model": options.used_model,
+        "prompt_tokens": options.used_tokens,
+        "kv_bytes": options.used_tokens * options.size.token_bytes,
+        "page_cache": None if page_cache is None else round(page_cache, 3),
+    }
+    if report.json_output:
+        report.add({**run, "ways": ways})
     else:
-        run = asdict(found)
-        for way in run.pop("ways"):
+        for way in ways:
             report.add({**run, **way})
-    report.show()
     expected = (options.used_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return 0 if all(way.cached_tokens == expected for way in found.ways[_COMPUTED_WAYS:]) else 1
+    return 0 if all(way["cached_tokens"] == expected for way in ways[_COMPUTED_WAYS:]) else 1
 
 
-def _measure(options: Options, disk: Path) -> Found:
+def _measure(options: Options, disk: Path) -> tuple[float | None, dict[str, list[First]]]:
+    """How much of the disk tier's files was in memory, and the first tokens by the way to them."""
     model = PromptModel(options.size, LAYOUT, options.device)
     rng = random.Random(_SEED)
 
@@ -111,14 +88,7 @@ def _measure(options: Options, disk: Path) -> Found:
         _all(node.first_token, others[:1], node.settle)
         drop_pages(disk)
         seen["disk tier"] = _all(node.first_token, prompts, node.settle)
-    return Found(
-        options.device,
-        options.used_model,
-        options.used_tokens,
-        options.used_tokens * options.size.token_bytes,
-        None if page_cache is None else round(page_cache, 3),
-        tuple(_way(name, firsts, seen["recomputed"]) for name, firsts in seen.items()),
-    )
+    return page_cache, seen
 
 
 def _all(
@@ -133,16 +103,21 @@ def _all(
     return firsts
 
 
-def _way(name: str, firsts: Sequence[First], recomputed: Sequence[First]) -> Way:
+def _way(name: str, firsts: Sequence[First], recomputed: Sequence[First]) -> dict[str, Any]:
+    """One way to the first token of the prompts. Seconds are a median with the least and the most.
+
+    ``cached_tokens`` are of one prompt, those that were not computed; ``as_recomputed`` counts the prompts
+    whose token was that of the node without tiers.
+    """
     seconds = [first.seconds for first in firsts]
     median = statistics.median(seconds)
-    return Way(
-        way=name,
-        seconds=round(median, 5),
-        least_s=round(min(seconds), 5),
-        most_s=round(max(seconds), 5),
-        times_faster=round(statistics.median(first.seconds for first in recomputed) / median, 2),
-        cached_tokens=min(first.cached_tokens for first in firsts),
-        as_recomputed=sum(a.token == b.token for a, b in zip(firsts, recomputed, strict=True)),
-        prompts=len(firsts),
-    )
+    return {
+        "way": name,
+        "seconds": round(median, 5),
+        "least_s": round(min(seconds), 5),
+        "most_s": round(max(seconds), 5),
+        "times_faster": round(statistics.median(first.seconds for first in recomputed) / median, 2),
+        "cached_tokens": min(first.cached_tokens for first in firsts),
+        "as_recomputed": sum(a.token == b.token for a, b in zip(firsts, recomputed, strict=True)),
+        "prompts": len(firsts),
+    }

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.device import wait_for_device
 from benchmarks.transfer.cases import VALUE_BYTES, CacheShape
-from kvconnect.cache.region_table import CacheTensor
+from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.orders import GroupBlocks
 
@@ -22,18 +23,6 @@ Digests = NDArray[np.int64]
 _UNTOUCHED = 0x5A
 _WORD_BYTES = 8
 _DIGEST_SEED = 0xD16E57
-
-
-def use_device(device: str) -> None:
-    """Make a device current for this thread; nothing to do for a CPU."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def wait_for_device(device: str) -> None:
-    """Wait for all that was launched on a device."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class BenchCache:
@@ -49,13 +38,15 @@ class BenchCache:
         self.shape = shape
         self.device = device
         self.slots: list[tuple[int, ...]] = []
+        axes = shape.layout.axes
+        planes = 2 if "plane" in axes else 1
         sizes = {
             "block": shape.num_blocks,
+            "plane": planes,
             "token": shape.layout.block_tokens,
             "head": shape.heads,
-            "content": 2 * shape.head_size,
+            "content": 2 * shape.head_size // planes,
         }
-        axes = shape.layout.axes
         extents = [sizes[axis] for axis in axes.split()]
         generator = torch.Generator(device).manual_seed(seed or 0)
         self.tensors: dict[str, CacheTensor] = {}
@@ -64,7 +55,7 @@ class BenchCache:
             if seed is None:
                 tensor.view(torch.uint8).fill_(_UNTOUCHED)
             else:
-                tensor.view(torch.int64).random_(generator=generator)
+                tensor.view(-1).view(torch.int64).random_(generator=generator)
             self.tensors[f"layer{index}"] = CacheTensor(tensor, axes)
         wait_for_device(device)
 
@@ -73,6 +64,10 @@ class BenchCache:
         shape = self.shape
         spec = FullAttentionSpec(shape.layout.block_tokens, shape.heads, shape.head_size, torch.bfloat16)
         return KVCacheConfig(shape.num_blocks, (KVCacheGroup(tuple(self.tensors), spec),))
+
+    def table(self) -> RegionTable:
+        """What lies where."""
+        return RegionTable.build(self.config(), {0: self.shape.layout.block_tokens}, self.tensors)
 
     def draw(self, slots: int, blocks: int, seed: int) -> None:
         """Give each of so many requests random blocks of its own."""
@@ -104,8 +99,8 @@ class BenchCache:
             for cache in self.tensors.values():
                 pages = cache.tensor[ids]
                 if shape.layout.order == "hnd":
-                    pages = pages.transpose(1, 2).contiguous()
-                rows = pages.view(torch.int64).reshape(-1, row_words)
+                    pages = pages.transpose(1, 2)
+                rows = pages.flatten().view(torch.int64).view(-1, row_words)
                 made.append((rows * factors).sum(dim=1))
         columns = torch.stack(made).reshape(len(slots), shape.layers, -1)
         return np.asarray(columns.cpu().numpy(), dtype=np.int64)

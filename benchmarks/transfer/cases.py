@@ -1,4 +1,4 @@
-"""What is measured: layouts, caches, pairs and rounds, and the numbers that come out.
+"""What is measured: layouts, caches, pairs and rounds, what children are told of them and what they answer.
 
 Plain values that cross process borders. Knows no tensors and no processes.
 """
@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvconnect.errors import ConfigError
+from kvconnect.orders import RankAddress
 
 VALUE_BYTES = 2
 """The caches keep bfloat16."""
+
+AXES = {
+    "nhd": "block token head content",
+    "hnd": "block head token content",
+    "planes": "block plane head token content",
+}
+"""The dimensions of a cache tensor: tokens outside heads, inside, and inside with keys and values apart."""
 
 _ROW_BYTES = 512
 _LAYOUT = re.compile(r"(nhd|hnd)([1-9]\d*)?")
@@ -21,7 +30,7 @@ _BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """How one side keeps its pages. ``order`` is ``nhd`` (tokens outside heads) or ``hnd``."""
+    """How one side keeps its pages. ``order`` is one of ``AXES``."""
 
     order: str
     block_tokens: int
@@ -29,7 +38,7 @@ class Layout:
     @property
     def axes(self) -> str:
         """The names of a cache tensor's dimensions, in order."""
-        return "block token head content" if self.order == "nhd" else "block head token content"
+        return AXES[self.order]
 
     def __str__(self) -> str:
         return f"{self.order}{self.block_tokens}"
@@ -156,49 +165,58 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class EngineLimit:
-    """What an engine alone reaches between the two devices, in GB/s.
+    """What an engine alone reaches between the two devices.
 
     ``contiguous`` is one copy per batch of ``batch_bytes``, ``pages`` by page size one copy per page in
     random order, ``peer_copy`` a plain copy of a tensor between the devices (None without a GPU).
     """
 
     engine: str
+    device: str
     batch_bytes: int
-    contiguous: float
-    pages: Mapping[int, float]
-    peer_copy: float | None
+    contiguous_gb_per_s: float
+    pages_gb_per_s: Mapping[str, float]
+    peer_copy_gb_per_s: float | None
+
+    def rounded(self) -> EngineLimit:
+        """The rates as they are reported."""
+        pages = {size: round(rate, 3) for size, rate in self.pages_gb_per_s.items()}
+        return replace(
+            self,
+            contiguous_gb_per_s=round(self.contiguous_gb_per_s, 3),
+            pages_gb_per_s=pages,
+            peer_copy_gb_per_s=self.peer_copy_gb_per_s and round(self.peer_copy_gb_per_s, 3),
+        )
 
 
 @dataclass(frozen=True)
-class TransferTiming:
-    """One measured case.
-
-    ``total_bytes`` are the bytes of ``requests`` requests, which ``seconds`` is the median time of, over
-    ``samples`` measurements. With one request in flight a measurement is one request, so ``seconds`` is
-    its latency. ``copies`` are per request. ``of_contiguous`` is the part of the engine's contiguous rate.
-    """
+class EngineAddress:
+    """What the other side must know of an opened engine. ``max_bytes`` is the most that a batch holds."""
 
     engine: str
+    card: bytes
+    address: int
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a side is made of. ``seed`` fills the cache; None for the side that receives."""
+
+    role: str
+    engine: str
     path: str
-    path_used: str
     device: str
-    layouts: str
-    page_bytes: int
-    blocks: int
-    regions: int
-    requests: int
-    requests_in_flight: int
-    total_bytes: int
-    seconds: float
-    best_seconds: float
-    latency_ms: float
-    samples: int
-    gb_per_s: float
-    engine_contiguous_gb_per_s: float | None
-    of_contiguous: float | None
-    engine_pages_gb_per_s: float | None
-    peer_copy_gb_per_s: float | None
-    direct_gb_per_s: float | None
-    over_direct: float | None
-    copies: int
-    verified: bool
+    shape: CacheShape
+    seed: int | None
+    timeout_s: float
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a side listens, and the engine that it took."""
+
+    engine_id: str
+    engine: str
+    rank: RankAddress

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from benchmarks.transfer.cache import use_device, wait_for_device
+from benchmarks.device import use_device, wait_for_device
+from benchmarks.transfer.cases import EngineAddress
+from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import Side, StepFailed
-from benchmarks.transfer.settings import EngineAddress, EngineSettings
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.base import Addresses, Batch, Capabilities, Engine, Span
 from kvconnect.engine.registry import create_engine
@@ -34,29 +35,29 @@ class EngineSide(Side):
     """An engine and one registered buffer. ``open`` comes first; ``connect`` before anything is sent."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        super().__init__()
         self._batch_ids = itertools.count(1)
 
     # Steps that the parent asks for
 
-    def open(self, settings: EngineSettings) -> EngineAddress:
+    def open(self, options: Options, engine: str, device: str) -> EngineAddress:
         """Make the engine and register a buffer of a few batches."""
-        use_device(settings.device)
-        self._settings = settings
-        engine = self._engine = _make_engine(settings)
-        self._buffer = torch.zeros(
-            _BATCHES_IN_BUFFER * settings.batch_bytes, dtype=torch.uint8, device=settings.device
-        )
-        wait_for_device(settings.device)
-        engine.register([Span(self._buffer.data_ptr(), self._buffer.numel(), settings.device)])
-        if engine.capabilities.target_must_poll:
+        use_device(device)
+        self._options, self._device = options, device
+        self._batch_bytes = options.used_batch_bytes
+        self.engine = _make_engine(options, engine)
+        self.ends.callback(self.engine.close)
+        self._buffer = torch.zeros(_BATCHES_IN_BUFFER * self._batch_bytes, dtype=torch.uint8, device=device)
+        wait_for_device(device)
+        self.engine.register([Span(self._buffer.data_ptr(), self._buffer.numel(), device)])
+        bounds = self.engine.capabilities
+        if bounds.target_must_poll:
             self.idle_pause_s = 0.0
-        bounds = engine.capabilities
         return EngineAddress(
             bounds.name,
-            engine.card(),
+            self.engine.card(),
             self._buffer.data_ptr(),
-            min(settings.batch_bytes, bounds.max_bytes),
+            min(self._batch_bytes, bounds.max_bytes),
         )
 
     def connect(self, target: EngineAddress) -> None:
@@ -77,15 +78,14 @@ class EngineSide(Side):
 
     def peer_copy(self, device: str) -> float:
         """GB/s of copying one tensor from this side's device to another."""
-        mine = self._settings.device
-        source = self._buffer[: self._settings.batch_bytes]
+        source = self._buffer[: self._batch_bytes]
         target = torch.zeros_like(source, device=device)
 
         def copy() -> float:
             began = time.perf_counter()
             for _ in range(_BATCHES_PER_SAMPLE):
                 target.copy_(source, non_blocking=True)
-            wait_for_device(mine)
+            wait_for_device(self._device)
             wait_for_device(device)
             return time.perf_counter() - began
 
@@ -93,31 +93,19 @@ class EngineSide(Side):
 
     # What the above is made of
 
-    @property
-    def engine(self) -> Engine:
-        """The engine; a step before ``open`` is the parent's bug."""
-        assert self._engine is not None
-        return self._engine
-
     def idle(self) -> None:
         """Advance what the other side has in flight to us."""
-        if self._engine is not None:
-            self._engine.poll()
-
-    def close(self) -> None:
-        """End the engine."""
-        if self._engine is not None:
-            self._engine.close()
+        self.engine.poll()
 
     def _rate(self, batches: Callable[[], Iterator[Columns]], total_bytes: int) -> float:
         return self._median_rate(lambda: self._seconds(batches()), total_bytes)
 
     def _median_rate(self, measure: Callable[[], float], total_bytes: int) -> float:
         """GB/s, from the median of a few runs after one that does not count."""
-        until = time.monotonic() + self._settings.budget_s
+        until = time.monotonic() + self._options.budget_s
         measure()
         samples = [measure()]
-        while len(samples) < self._settings.repeat and time.monotonic() < until:
+        while len(samples) < self._options.repeat and time.monotonic() < until:
             samples.append(measure())
         return total_bytes / statistics.median(samples) / 1e9
 
@@ -145,7 +133,7 @@ class EngineSide(Side):
         Raises:
             StepFailed: the engine failed one, or did not answer in time.
         """
-        engine, timeout_s = self.engine, self._settings.timeout_s
+        engine, timeout_s = self.engine, self._options.timeout_s
         room = engine.capabilities.max_batches_per_peer
         deadline = time.monotonic() + timeout_s
         in_flight = 0
@@ -167,25 +155,25 @@ class EngineSide(Side):
     def _submit(self, columns: Sequence[Addresses]) -> None:
         source, target, length = columns
         self.engine.submit(
-            Batch(next(self._batch_ids), _PEER, source, target, length, self._settings.timeout_s)
+            Batch(next(self._batch_ids), _PEER, source, target, length, self._options.timeout_s)
         )
 
 
-def _make_engine(settings: EngineSettings) -> Engine:
+def _make_engine(options: Options, engine: str) -> Engine:
     """The engine that a worker so configured takes, with batches as large as asked if it lets us."""
     config = parse_kv_transfer_config(
-        {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": settings.engine, **settings.extra}}
+        {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": engine, **(options.extra or {})}}
     )
     extra = config.extra
-    options = dict(extra.engine_options)
+    given = dict(extra.engine_options)
     if extra.device_name:
-        options["device_name"] = extra.device_name
+        given["device_name"] = extra.device_name
     try:
         return create_engine(
             extra.engine,
             host=extra.host,
             protocol=extra.protocol,
-            options={"max_bytes": settings.batch_bytes, **options},
+            options={"max_bytes": options.used_batch_bytes, **given},
         )
     except ConfigError:
-        return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=options)
+        return create_engine(extra.engine, host=extra.host, protocol=extra.protocol, options=given)

@@ -1,6 +1,7 @@
-"""Driving two children through what is to be measured: an engine's limit, or the cases of a pair of workers.
+"""Driving two children through what is measured: an engine's limit, then the cases of a pair of workers.
 
-Runs in the parent and only asks and compares; every clock and every byte is in the children.
+Runs in the parent and only asks, compares and reports; every clock and every byte is in the children. One
+thing that fails is shown and the rest goes on; the exit code tells.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.options import parse_environment
+from benchmarks.report import Report, note
 from benchmarks.transfer.cases import (
     CacheShape,
+    EngineAddress,
     EngineLimit,
     PairCase,
     Round,
     RoundResult,
-    TransferTiming,
+    WorkerAddress,
+    WorkerSettings,
 )
 from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import ChildPair, StepFailed
-from benchmarks.transfer.settings import EngineAddress, EngineSettings, WorkerAddress, WorkerSettings
+from kvconnect.errors import ConfigError
 
 if TYPE_CHECKING:
     from benchmarks.node.options import Options as NodeOptions
@@ -42,6 +45,22 @@ class EngineUnusable(StepFailed):
     """An engine could not be opened at all, so nothing can be measured with it."""
 
 
+def devices_of(device: str) -> Devices:
+    """Where prefill and decode live: on two GPUs if there are two.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if device == "cpu":
+        return "cpu", "cpu"
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError("device is 'cuda', but torch sees no CUDA device here; accepted: cpu")
+    return "cuda:0", "cuda:1" if count > 1 else "cuda:0"
+
+
 def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimit:
     """What an engine reaches with nothing above it.
 
@@ -49,33 +68,24 @@ def measure_limit(options: Options, engine: str, devices: Devices) -> EngineLimi
         EngineUnusable: it cannot be opened here.
         StepFailed: it failed later.
     """
-    settings = EngineSettings(
-        engine,
-        devices[0],
-        options.used_batch_bytes,
-        options.timeout_s,
-        options.repeat,
-        options.budget_s,
-        dict(options.extra or {}),
-    )
     with ChildPair(ENGINE_SIDE, parse_environment(options.environment), options.timeout_s) as pair:
         source: EngineAddress
         target: EngineAddress
         try:
-            source, target = pair.both("open", (settings,), (replace(settings, device=devices[1]),))
+            source, target = pair.both("open", *((options, engine, device) for device in devices))
         except StepFailed as error:
             raise EngineUnusable(str(error)) from error
         pair.prefill.ask("connect", target)
         batch_bytes = min(source.max_bytes, target.max_bytes)
         contiguous: float = pair.prefill.ask("contiguous", batch_bytes)
-        pages: dict[int, float] = {
-            page_bytes: pair.prefill.ask("pages", page_bytes)
+        pages: dict[str, float] = {
+            str(page_bytes): pair.prefill.ask("pages", page_bytes)
             for page_bytes in dict.fromkeys(options.page_bytes)
         }
         peer_copy: float | None = None
         if options.device == "cuda":
             peer_copy = pair.prefill.ask("peer_copy", devices[1])
-    return EngineLimit(source.engine, batch_bytes, contiguous, pages, peer_copy)
+    return EngineLimit(source.engine, options.device, batch_bytes, contiguous, pages, peer_copy)
 
 
 def open_workers(
@@ -127,11 +137,6 @@ class PairRounds:
         self._source = open_workers(pair, case.engine, case.path, devices, shapes, options)
         self.bytes_per_block = shapes[0].total_bytes // shapes[0].num_blocks
 
-    @property
-    def engine(self) -> str:
-        """The engine that the workers took."""
-        return self._source.engine
-
     def draw(self, blocks: int, in_flight: int) -> None:
         """Choose blocks on both sides: of different ids, in different order."""
         both = zip((blocks, self._case.decode_blocks(blocks)), SEEDS, strict=True)
@@ -161,10 +166,59 @@ class PairRounds:
         self._pair.decode.ask("clear")
         self.check(self.round(blocks, in_flight, in_flight), in_flight)
 
+    def timing(
+        self,
+        blocks: int,
+        requests: int,
+        in_flight: int,
+        results: Sequence[RoundResult],
+        limit: EngineLimit | None,
+    ) -> dict[str, Any]:
+        """One measured case, beside what the engine alone reached.
+
+        ``total_bytes`` are the bytes of ``requests`` requests, which ``seconds`` is the median time of, over
+        ``samples`` measurements. With one request in flight a measurement is one request, so ``seconds`` is
+        its latency. ``copies`` are per request. ``of_contiguous`` is the part of the engine's own rate.
+        """
+        case, paths = self._case, results[0].bytes_by_path
+        shown = limit and limit.rounded()
+        samples = [result.seconds for result in results]
+        seconds = statistics.median(samples)
+        latency_s = statistics.median(one for result in results for one in result.latencies_s)
+        total_bytes = requests * blocks * self.bytes_per_block
+        rate = round(total_bytes / seconds / 1e9, 3)
+        return {
+            "engine": self._source.engine,
+            "path": case.path,
+            # The one with most of the bytes first.
+            "path_used": "+".join(sorted(paths, key=lambda path: -paths[path])),
+            "device": self._options.device,
+            "layouts": str(case.layouts),
+            "page_bytes": case.page_bytes,
+            "blocks": blocks,
+            "regions": self._options.regions,
+            "requests": requests,
+            "requests_in_flight": in_flight,
+            "total_bytes": total_bytes,
+            "seconds": round(seconds, 7),
+            "best_seconds": round(min(samples), 7),
+            "latency_ms": round(latency_s * 1e3, 4),
+            "samples": len(samples),
+            "gb_per_s": rate,
+            "engine_contiguous_gb_per_s": shown and shown.contiguous_gb_per_s,
+            "of_contiguous": limit and round(rate / limit.contiguous_gb_per_s, 3),
+            "engine_pages_gb_per_s": shown and shown.pages_gb_per_s[str(case.page_bytes)],
+            "peer_copy_gb_per_s": shown and shown.peer_copy_gb_per_s,
+            "direct_gb_per_s": None,
+            "over_direct": None,
+            "copies": round(results[0].copies / requests),
+            "verified": True,
+        }
+
 
 def measure_pairs(
     options: Options, cases: Sequence[PairCase], devices: Devices, limit: EngineLimit | None
-) -> Iterator[TransferTiming]:
+) -> Iterator[dict[str, Any]]:
     """Every number of blocks and of requests in flight, over a pair of workers for each case.
 
     Their rounds take turns: what disturbs the machine meanwhile disturbs all of them.
@@ -188,10 +242,8 @@ def measure_pairs(
                 requests = 1 if in_flight == 1 else max(options.requests, in_flight)
                 rounds = options.repeat * (options.requests if in_flight == 1 else 1)
                 results = _in_turn(opened, blocks, requests, in_flight, rounds, options.budget_s)
-                for measured, rounds_of, case in zip(opened, results, cases, strict=True):
-                    request_bytes = blocks * measured.bytes_per_block
-                    timing = _timing(options, case, blocks, in_flight, rounds_of, requests, request_bytes)
-                    yield _beside(replace(timing, engine=measured.engine), limit)
+                for pair, found in zip(opened, results, strict=True):
+                    yield pair.timing(blocks, requests, in_flight, found, limit)
 
 
 def _in_turn(
@@ -208,73 +260,67 @@ def _in_turn(
     return results
 
 
-def _timing(
-    options: Options,
-    case: PairCase,
-    blocks: int,
-    in_flight: int,
-    results: list[RoundResult],
-    requests: int,
-    request_bytes: int,
-) -> TransferTiming:
-    samples = [result.seconds for result in results]
-    seconds = statistics.median(samples)
-    latency_s = statistics.median(one for result in results for one in result.latencies_s)
-    total_bytes = requests * request_bytes
-    return TransferTiming(
-        engine=case.engine,
-        path=case.path,
-        path_used=_main_path(results[0].bytes_by_path),
-        device=options.device,
-        layouts=str(case.layouts),
-        page_bytes=case.page_bytes,
-        blocks=blocks,
-        regions=options.regions,
-        requests=requests,
-        requests_in_flight=in_flight,
-        total_bytes=total_bytes,
-        seconds=round(seconds, 7),
-        best_seconds=round(min(samples), 7),
-        latency_ms=round(latency_s * 1e3, 4),
-        samples=len(samples),
-        gb_per_s=round(total_bytes / seconds / 1e9, 3),
-        engine_contiguous_gb_per_s=None,
-        of_contiguous=None,
-        engine_pages_gb_per_s=None,
-        peer_copy_gb_per_s=None,
-        direct_gb_per_s=None,
-        over_direct=None,
-        copies=round(results[0].copies / requests),
-        verified=True,
-    )
-
-
-def _main_path(bytes_by_path: Mapping[str, int]) -> str:
-    """The paths that bytes took, the one with most of them first."""
-    return "+".join(sorted(bytes_by_path, key=lambda path: -bytes_by_path[path]))
-
-
-def _beside(timing: TransferTiming, limit: EngineLimit | None) -> TransferTiming:
-    """With what the engine alone reached."""
-    if limit is None:
-        return timing
-    return replace(
-        timing,
-        engine_contiguous_gb_per_s=round(limit.contiguous, 3),
-        of_contiguous=round(timing.gb_per_s / limit.contiguous, 3),
-        engine_pages_gb_per_s=round(limit.pages[timing.page_bytes], 3),
-        peer_copy_gb_per_s=None if limit.peer_copy is None else round(limit.peer_copy, 3),
-    )
-
-
-def over_direct(timing: TransferTiming, measured: Sequence[TransferTiming]) -> TransferTiming:
+def over_direct(timing: dict[str, Any], measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """With the rate of the same case on the direct path, if that was measured."""
-
-    def case(one: TransferTiming) -> tuple[object, ...]:
-        return one.engine, one.layouts, one.page_bytes, one.blocks, one.requests_in_flight
-
+    case = ("engine", "layouts", "page_bytes", "blocks", "requests_in_flight")
     for one in measured:
-        if one.path == "direct" and case(one) == case(timing):
-            ratio = round(timing.gb_per_s / one.gb_per_s, 2)
-            return replace(timing, direct_gb_per_s=one.gb_per_s, over_direct=ratio)
+        if one["path"] == "direct" and all(one[name] == timing[name] for name in case):
+            rate = one["gb_per_s"]
+            return {**timing, "direct_gb_per_s": rate, "over_direct": round(timing["gb_per_s"] / rate, 2)}
     return timing
+
+
+def _is_skipped(case: PairCase) -> bool:
+    """Whether a pair is left out, which is said: the direct path needs equal blocks."""
+    sides = case.layouts
+    skipped = case.path == "direct" and sides.prefill.block_tokens != sides.decode.block_tokens
+    if skipped:
+        note(f"left out: path direct with layouts {sides}, whose blocks differ")
+    return skipped
+
+
+def bench_transfer(options: Options, report: Report) -> int:
+    """Time the KV of requests between two workers, beside what the engine alone can do.
+
+    Returns 0, or 1 if something could not be measured.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    devices = devices_of(options.device)
+    limits: set[str] = set()
+    timings: list[dict[str, Any]] = []
+    failures = 0
+
+    def failed(error: StepFailed, engine: str, case: PairCase | None = None) -> None:
+        nonlocal failures
+        failures += 1
+        where: dict[str, Any] = {"engine": engine}
+        if case is not None:
+            where.update(path=case.path, layouts=str(case.layouts), page_bytes=case.page_bytes)
+        report.failed(error, **where)
+
+    for asked in dict.fromkeys(options.engines):
+        engine, limit = asked, None
+        try:
+            limit = measure_limit(options, asked, devices)
+            if limit.engine in limits:
+                # What auto stands for was asked for by name too.
+                continue
+            engine = limit.engine
+            limits.add(engine)
+            report.add(limit.rounded(), "engine")
+        except EngineUnusable as error:
+            failed(error, asked)
+            continue
+        except StepFailed as error:
+            failed(error, asked)
+        for cases in options.pairs_at_once(engine):
+            wanted = [case for case in cases if not _is_skipped(case)]
+            try:
+                for timing in measure_pairs(options, wanted, devices, limit):
+                    timings.append(over_direct(timing, timings))
+                    report.add(timings[-1])
+            except StepFailed as error:
+                failed(error, engine, wanted[0] if len(wanted) == 1 else None)
+    return 1 if failures else 0

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -34,16 +34,21 @@ class StepFailed(KVConnectError):
 class Side:
     """What runs in a child: its methods are the steps that the parent may ask for.
 
-    ``idle_pause_s`` is how long to wait for the next step before ``idle`` is called, None for ever.
+    ``idle_pause_s`` is how long to wait for the next step before ``idle`` is called, None for ever; ``ends``
+    is what ends with it.
     """
 
     idle_pause_s: float | None = None
+
+    def __init__(self) -> None:
+        self.ends = ExitStack()
 
     def idle(self) -> None:
         """Called while no step is asked for."""
 
     def close(self) -> None:
         """Called once at the end."""
+        self.ends.close()
 
 
 class ChildProcess:

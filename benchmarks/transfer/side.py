@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.transfer.cache import BenchCache, Digests, use_device
-from benchmarks.transfer.cases import Round, RoundResult
+from benchmarks.device import use_device
+from benchmarks.transfer.cache import BenchCache, Digests
+from benchmarks.transfer.cases import Round, RoundResult, WorkerAddress, WorkerSettings
 from benchmarks.transfer.process import Side, StepFailed
-from benchmarks.transfer.settings import WorkerAddress, WorkerSettings
+from benchmarks.transfer.receiver import Receiver
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.orders import Hold, Load, Orders, Results
 from kvconnect.peer.messages import CacheMeaning
@@ -29,8 +30,7 @@ class WorkerSide(Side):
     """A worker and its cache. ``open`` comes first, then ``draw``, then rounds."""
 
     def __init__(self) -> None:
-        self._cache: BenchCache | None = None
-        self._connector: WorkerConnector | None = None
+        super().__init__()
         self._woken = threading.Event()
         self._woken_at = 0.0
 
@@ -40,7 +40,7 @@ class WorkerSide(Side):
         """Make the cache and the worker, and begin to serve."""
         use_device(settings.device)
         self._timeout_s = settings.timeout_s
-        self._cache = BenchCache(settings.shape, settings.device, settings.seed)
+        self.cache = BenchCache(settings.shape, settings.device, settings.seed)
         config = parse_kv_transfer_config(
             {
                 "kv_role": settings.role,
@@ -53,19 +53,20 @@ class WorkerSide(Side):
                 },
             }
         )
-        connector = WorkerConnector(
+        connector = self.connector = WorkerConnector(
             config,
-            self._cache.config(),
+            self.cache.config(),
             {0: settings.shape.layout.block_tokens},
             CacheMeaning("python -m benchmarks transfer", settings.shape.heads, 1),
             registry=CollectorRegistry(),
         )
-        self._connector = connector
+        self.ends.callback(connector.close)
         connector.on_results(self._wake)
-        connector.register_kv_caches(self._cache.tensors)
+        connector.register_kv_caches(self.cache.tensors)
         # As serving stacks do: else a collection of everything that was imported stops all threads for 90 ms.
         gc.collect()
         gc.freeze()
+        self.ends.callback(gc.unfreeze)
         return WorkerAddress(config.engine_id, connector.engine_name, connector.address())
 
     def draw(self, slots: int, blocks: int, seed: int) -> None:
@@ -113,55 +114,18 @@ class WorkerSide(Side):
 
     def load(self, asked: Round, source: WorkerAddress) -> RoundResult:
         """Fetch the requests of a round, and time it."""
-        connector, ids = self.connector, asked.request_ids()
         deadline = time.monotonic() + self._timeout_s
-        indexes = {request_id: index for index, request_id in enumerate(ids)}
-        free = list(range(asked.in_flight))
-        taken: dict[str, int] = {}
-        ordered_at: dict[str, float] = {}
-        last_in_slot: dict[int, int] = {}
-        latencies: list[float] = []
-        waiting = ids[::-1]
-        connector.changes()
+        receiver = self._receiver(asked, source)
+        self.connector.changes()
         began = time.perf_counter()
-        while waiting or taken:
-            loads = []
-            while waiting and free:
-                request_id = waiting.pop()
-                taken[request_id] = free.pop()
-                ordered_at[request_id] = time.perf_counter()
-                loads.append(self._load_order(request_id, taken[request_id], asked.tokens, source))
-            connector.start(Orders(loads=tuple(loads)))
-            results = self._next_results(deadline, f"{len(taken)} requests have not arrived")
-            for request_id in results.received:
-                if request_id in results.failed:
-                    raise StepFailed(f"request {request_id} was not loaded: {results.failed[request_id]}")
-                slot = taken.pop(request_id)
-                free.append(slot)
-                last_in_slot[slot] = indexes[request_id]
-                latencies.append(self._woken_at - ordered_at[request_id])
+        while not receiver.done:
+            self.connector.start(receiver.orders(time.perf_counter()))
+            results = self._next_results(deadline, f"{receiver.in_flight} requests have not arrived")
+            receiver.take(results, self._woken_at)
         seconds = self._woken_at - began
-        return RoundResult(seconds, tuple(latencies), last_in_slot, *self._counted())
-
-    def close(self) -> None:
-        """End the worker."""
-        gc.unfreeze()
-        if self._connector is not None:
-            self._connector.close()
+        return RoundResult(seconds, tuple(receiver.latencies_s), receiver.last_in_slot, *self._counted())
 
     # What the above is made of
-
-    @property
-    def connector(self) -> WorkerConnector:
-        """The worker; a step before ``open`` is the parent's bug."""
-        assert self._connector is not None
-        return self._connector
-
-    @property
-    def cache(self) -> BenchCache:
-        """The cache; a step before ``open`` is the parent's bug."""
-        assert self._cache is not None
-        return self._cache
 
     def _wake(self) -> None:
         self._woken_at = time.perf_counter()
@@ -179,16 +143,21 @@ class WorkerSide(Side):
             self._woken.clear()
         return results
 
-    def _load_order(self, request_id: str, slot: int, tokens: int, source: WorkerAddress) -> Load:
-        return Load(
-            request_id=request_id,
-            handle=f"handle-{request_id}",
-            engine_id=source.engine_id,
-            host=source.rank.host,
-            port=source.rank.port,
-            num_tokens=tokens,
-            groups=self.cache.groups(slot),
-        )
+    def _receiver(
+        self, asked: Round, source: WorkerAddress, request_bytes: int = 0, bytes_per_s: float = 0.0
+    ) -> Receiver:
+        def load(request_id: str, slot: int) -> Load:
+            return Load(
+                request_id=request_id,
+                handle=f"handle-{request_id}",
+                engine_id=source.engine_id,
+                host=source.rank.host,
+                port=source.rank.port,
+                num_tokens=asked.tokens,
+                groups=self.cache.groups(slot),
+            )
+
+        return Receiver(asked.request_ids(), asked.in_flight, load, request_bytes, bytes_per_s)
 
     def _counted(self) -> tuple[dict[str, int], int]:
         """Bytes by path and copies since the last call."""

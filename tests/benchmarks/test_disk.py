@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from benchmarks.disk import bench_disk
+from benchmarks.disk import Options, bench_disk
+from benchmarks.options import run_benchmark
 from kvconnect.errors import ConfigError
 
 
-def run(path, **settings):
-    options = {"record_bytes": (64 << 10, 1 << 20), "total_bytes": 4 << 20, "recovery_records": 500}
+def run(path, json_output=False, **settings):
+    options = {"record_bytes": (64 << 10, 1 << 20), "total_bytes": 4 << 20, "records": 500}
     options |= {"path": str(path), "repeat": 1}
-    bench_disk(**options | settings)
+    run_benchmark("disk", bench_disk, Options(**options | settings), json_output=json_output)
 
 
 def test_every_figure_is_there(tmp_path, capsys):

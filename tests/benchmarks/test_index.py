@@ -6,11 +6,12 @@ import json
 
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
+from benchmarks.__main__ import make_app
 
 
 def test_every_kind_of_call_is_timed():
-    done = CliRunner().invoke(app, ["index", "--contents", "65536", "--repeat", "2", "--json"])
+    command = ["index", "--contents", "65536", "--repeat", "2", "--json"]
+    done = CliRunner().invoke(make_app(command), command)
     assert done.exit_code == 0, done.output
     results = [json.loads(line) for line in done.output.splitlines()]
     assert {result["contents"] for result in results} == {65536}

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from benchmarks.node import model as models
 from benchmarks.node import pair as pairs
-from benchmarks.node import runner
 from benchmarks.node.attention import attend_pages, attend_torch
 from benchmarks.node.loops import DecodeLoop, PromptLoop, fill_blocks, share_cache
 from benchmarks.node.model import MODEL_SIZES, BenchModel
 from benchmarks.node.options import Options
-from benchmarks.node.receiver import Receiver
 from benchmarks.node.side import NodeSide
+from benchmarks.options import run_benchmark
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import Layout, Layouts
 from benchmarks.transfer.process import StepFailed
+from benchmarks.transfer.receiver import Receiver
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Load, Results
 from tests.benchmarks.sides_here import PairHere
@@ -93,15 +93,15 @@ def test_both_sides_are_measured_and_right(monkeypatch, side, layouts):
     monkeypatch.setattr(pairs, "ChildPair", NodesHere)
     options = replace(TINY, side=side, layouts=Layouts.parse(layouts))
     timing = pairs.measure_node(options, CPUS)
-    assert (timing.side, timing.layouts) == (side, str(options.layouts))
-    assert timing.batch == (3 if side == "decode" else 2)
-    assert timing.verified >= 1
-    assert timing.path_used == "packed"
-    assert timing.tokens_per_s_with > 0 < timing.tokens_per_s_without
-    tokens = timing.steps_with * (3 if side == "decode" else 40)
+    assert (timing["side"], timing["layouts"]) == (side, str(options.layouts))
+    assert timing["batch"] == (3 if side == "decode" else 2)
+    assert timing["verified"] >= 1
+    assert timing["path_used"] == "packed"
+    assert timing["tokens_per_s_with"] > 0 < timing["tokens_per_s_without"]
+    tokens = timing["steps_with"] * (3 if side == "decode" else 40)
     # The last step may end up to one step before the window does.
-    assert timing.tokens_per_s_with >= 0.9 * tokens / options.seconds
-    assert timing.device_ms_p50_with is None
+    assert timing["tokens_per_s_with"] >= 0.9 * tokens / options.seconds
+    assert timing["device_ms_p50_with"] is None
 
 
 def test_wrong_bytes_are_noticed():
@@ -133,8 +133,8 @@ def test_a_failure_is_shown(monkeypatch, capsys):
     def measure_node(options, devices):
         raise StepFailed("no peer")
 
-    monkeypatch.setattr(runner, "measure_node", measure_node)
-    assert runner.bench_node(TINY, json_output=True) == 1
+    monkeypatch.setattr(pairs, "measure_node", measure_node)
+    assert run_benchmark("node", pairs.bench_node, TINY, json_output=True) == 1
     shown = capsys.readouterr()
     assert [json.loads(line)["error"] for line in shown.out.splitlines()] == ["no peer"]
     assert "not measured: no peer" in shown.err

@@ -12,6 +12,7 @@ from benchmarks.node.loops import DecodeLoop
 from benchmarks.offload.copies import Case
 from benchmarks.offload.options import Options
 from benchmarks.offload.runner import bench_offload
+from benchmarks.options import run_benchmark
 from kvconnect.errors import ConfigError
 
 
@@ -22,7 +23,8 @@ def run(capsys, json_output=True, **given):
         "regions": 3,
         "blocks": (4,),
     }
-    code = bench_offload(Options(**{**settings, **given}), json_output=json_output)
+    options = Options(**{**settings, **given})
+    code = run_benchmark("offload", bench_offload, options, json_output=json_output)
     return code, capsys.readouterr().out
 
 
@@ -59,7 +61,8 @@ def test_the_check_sees_a_wrong_byte():
 
     def spoil(copies, after=None):
         ticket = restore(copies, after)
-        case.tensors["layer1"][case.target[2], 7] += 1
+        page = case.cache.tensors["layer1"].tensor[case.target[2]].view(torch.uint8)
+        page[7, 0, 3] ^= 1
         return ticket
 
     copier.restore = spoil
@@ -75,7 +78,7 @@ def test_a_table_is_printed_for_people(capsys):
 
 def test_decode_steps_beside_copies(capsys):
     options = Options("cpu", decode=True, rounds=1, seconds=0.2, context=32, batch=2)
-    assert bench_offload(options, json_output=True) == 0
+    assert run_benchmark("offload", bench_offload, options, json_output=True) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["flow"] for one in lines] == ["out", "back", "both"]
     for one in lines:
@@ -92,7 +95,7 @@ def test_a_step_longer_than_the_window_counts(capsys, monkeypatch):
 
     monkeypatch.setattr(DecodeLoop, "step", slow)
     options = Options("cpu", decode=True, rounds=1, seconds=0.01, context=32, batch=2)
-    assert bench_offload(options, json_output=True) == 0
+    assert run_benchmark("offload", bench_offload, options, json_output=True) == 0
     for line in capsys.readouterr().out.splitlines():
         assert 0 < json.loads(line)["tokens_per_s_with"] <= 2 / 0.4
 

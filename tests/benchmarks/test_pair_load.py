@@ -22,7 +22,7 @@ def bench(*arguments):
 
 @pytest.mark.parametrize("engine", ["nixl", "mooncake"])
 def test_an_idle_pair_costs_next_to_nothing(engine):
-    code, (report,), done = bench("idle", "--engine", engine, "--seconds", "4")
+    code, (report,), done = bench("idle", "--json", "--engine", engine, "--seconds", "4")
     assert code == 0, done.stdout + done.stderr
     # The aim is 0.05 of a core over 30 s. A progress thread would take a whole one.
     assert max(report["more_than_alone"].values()) < 0.2

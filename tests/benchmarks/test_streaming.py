@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks import streaming
+from benchmarks.options import run_benchmark
 from benchmarks.streaming import Options, bench_streaming
 
 OPTIONS = Options(
@@ -21,7 +22,7 @@ OPTIONS = Options(
 
 
 def test_long_prompts_leave_early_and_short_ones_do_not(capsys):
-    assert bench_streaming(OPTIONS, json_output=True) == 0
+    assert run_benchmark("streaming", bench_streaming, OPTIONS, json_output=True) == 0
     long, short = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (long["tokens"], short["tokens"]) == (600, 50)
     assert long["early"] > 0.3
@@ -39,5 +40,5 @@ def test_an_answer_that_differs_is_counted_and_fails(capsys, monkeypatch, json_o
     monkeypatch.setattr(streaming, "read_metrics", lambda url: {})
     monkeypatch.setattr(streaming, "ask", lambda *_, **__: next(answers))
     monkeypatch.setattr(streaming, "tokens_of", lambda answer: answer)
-    assert bench_streaming(OPTIONS, json_output=json_output) == 1
+    assert run_benchmark("streaming", bench_streaming, OPTIONS, json_output=json_output) == 1
     assert "wrong" in capsys.readouterr().out

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.options import parse_environment, parse_extra
+from benchmarks.options import parse_environment, parse_extra, run_benchmark
 from benchmarks.transfer import pair as pairs
-from benchmarks.transfer import process, runner
+from benchmarks.transfer import process
 from benchmarks.transfer.cache import BenchCache
-from benchmarks.transfer.cases import CacheShape, EngineLimit, Layout, Layouts, TransferTiming
+from benchmarks.transfer.cases import CacheShape, EngineLimit, Layout, Layouts
 from benchmarks.transfer.limit import EngineSide
 from benchmarks.transfer.options import Options
 from benchmarks.transfer.process import ChildPair, ChildProcess, StepFailed
@@ -102,12 +102,12 @@ def test_every_case_of_a_pair_is_measured_and_right(monkeypatch, layouts, page_b
     options = replace(TINY, layouts=(Layouts.parse(layouts),), page_bytes=(page_bytes,), blocks=(1, 3))
     limit = pairs.measure_limit(options, "memory", CPUS)
     timings = list(pairs.measure_pairs(options, list(options.pairs(limit.engine)), CPUS, limit))
-    assert [(one.blocks, one.requests_in_flight) for one in timings] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert [(one["blocks"], one["requests_in_flight"]) for one in timings] == [(1, 1), (1, 2), (3, 1), (3, 2)]
     for one in timings:
-        assert one.total_bytes == one.requests * one.blocks * page_bytes * 2
-        assert one.gb_per_s == pytest.approx(one.total_bytes / one.seconds / 1e9, rel=0.01, abs=1e-3)
-        assert one.of_contiguous == pytest.approx(one.gb_per_s / limit.contiguous, abs=2e-3)
-        assert one.engine_pages_gb_per_s == pytest.approx(limit.pages[page_bytes], abs=1e-3)
+        assert one["total_bytes"] == one["requests"] * one["blocks"] * page_bytes * 2
+        assert one["gb_per_s"] == pytest.approx(one["total_bytes"] / one["seconds"] / 1e9, rel=0.01, abs=1e-3)
+        assert one["of_contiguous"] == pytest.approx(one["gb_per_s"] / limit.contiguous_gb_per_s, abs=2e-3)
+        assert one["engine_pages_gb_per_s"] == pytest.approx(limit.pages_gb_per_s[str(page_bytes)], abs=1e-3)
 
 
 def test_paths_can_take_turns(monkeypatch):
@@ -125,7 +125,7 @@ def test_paths_can_take_turns(monkeypatch):
 
     monkeypatch.setattr(pairs.PairRounds, "round", noted)
     timings = list(pairs.measure_pairs(options, cases, CPUS, None))
-    assert [(one.path, one.samples) for one in timings] == [("direct", 6), ("packed", 6), ("auto", 6)]
+    assert [(one["path"], one["samples"]) for one in timings] == [("direct", 6), ("packed", 6), ("auto", 6)]
     assert turns[-18:] == ["direct", "packed", "auto"] * 6
 
 
@@ -156,19 +156,14 @@ def test_the_limit_reaches_every_byte(monkeypatch):
 
 
 def test_the_direct_path_is_named_where_it_was_measured():
-    direct = TransferTiming(
-        *("memory", "direct", "direct", "cpu", "nhd16:nhd16"),
-        *(1024, 3, 2, 1, 1, 6144, 0.1, 0.1, 100.0, 8, 2.0, 4.0, 0.5, 1.0, None, None, None, 6, True),
-    )
+    case = {"engine": "memory", "layouts": "nhd16:nhd16", "page_bytes": 1024, "requests_in_flight": 1}
+    direct = {**case, "path": "direct", "blocks": 3, "gb_per_s": 2.0}
+    packed = {**direct, "path": "packed", "gb_per_s": 5.0}
     timings = []
-    for timing in (
-        direct,
-        replace(direct, path="packed", gb_per_s=5.0),
-        replace(direct, path="packed", blocks=4),
-    ):
+    for timing in (direct, packed, {**packed, "blocks": 4}):
         timings.append(pairs.over_direct(timing, timings))
-    assert [one.over_direct for one in timings] == [None, 2.5, None]
-    assert timings[1].direct_gb_per_s == 2.0
+    assert [one.get("over_direct") for one in timings] == [None, 2.5, None]
+    assert timings[1]["direct_gb_per_s"] == 2.0
 
 
 def test_pairs_begin_with_the_direct_path():
@@ -322,7 +317,7 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
             raise pairs.EngineUnusable("no library")
         if engine == "mooncake":
             raise StepFailed("too slow")
-        return EngineLimit(engine, 1, 1.0, {1024: 1.0}, None)
+        return EngineLimit(engine, "cpu", 1, 1.0, {"1024": 1.0}, None)
 
     def measure_pairs(options, cases, devices, limit):
         (case,) = cases
@@ -331,10 +326,10 @@ def test_a_failure_is_shown_and_the_rest_goes_on(monkeypatch, capsys):
         yield
 
     tried = []
-    monkeypatch.setattr(runner, "measure_limit", measure_limit)
-    monkeypatch.setattr(runner, "measure_pairs", measure_pairs)
+    monkeypatch.setattr(pairs, "measure_limit", measure_limit)
+    monkeypatch.setattr(pairs, "measure_pairs", measure_pairs)
     options = replace(TINY, engines=("nixl", "mooncake", "memory"), paths=("direct", "packed"))
-    assert runner.bench_transfer(options, json_output=True) == 1
+    assert run_benchmark("transfer", pairs.bench_transfer, options, json_output=True) == 1
     assert tried == [
         (engine, path, engine == "memory")
         for engine in ("mooncake", "memory")

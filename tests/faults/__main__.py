@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from benchmarks.command import run_app
+from benchmarks.options import run_app
 from tests.faults.reports import progress
 
 if TYPE_CHECKING:

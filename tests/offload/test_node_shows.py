@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks.node.attention import attend_torch
+from benchmarks.options import run_benchmark
+from benchmarks.page_cache import drop_pages, resident_share
 from benchmarks.returning.model import PromptAttention
 from benchmarks.returning.options import Options
-from benchmarks.returning.pages import drop_pages, resident_share
 from benchmarks.returning.runner import bench_returning
 from kvconnect.demo.offload import POOLS, run_offload
 from kvconnect.demo.runner import MODELS
@@ -35,7 +36,7 @@ def test_the_demo_knows_every_model():
 
 def test_the_benchmark_finds_every_prompt_on_every_way(capsys, tmp_path):
     options = Options(prompt_tokens=200, prompts=3, batched_tokens=64, disk_path=tmp_path)
-    assert bench_returning(options, json_output=True) == 0
+    assert run_benchmark("returning", bench_returning, options, json_output=True) == 0
     report = json.loads(capsys.readouterr().out)
     ways = {way["way"]: way for way in report["ways"]}
     assert list(ways) == ["recomputed", "computed, and kept", "own prefix cache", "CPU tier", "disk tier"]

@@ -18,7 +18,7 @@ class Receiver:
         request_ids: what may be ordered, in order.
         slots: how many requests fit in the cache.
         make_load: the order for a request and a slot.
-        request_bytes: of each.
+        request_bytes: of each; 0 orders whatever fits.
         bytes_per_s: of orders, on average. What could not be ordered in time is made up for, but never
             more than fits at once.
     """
@@ -28,13 +28,13 @@ class Receiver:
         request_ids: Sequence[str],
         slots: int,
         make_load: Callable[[str, int], Load],
-        request_bytes: int,
-        bytes_per_s: float,
+        request_bytes: int = 0,
+        bytes_per_s: float = 0.0,
     ) -> None:
         self._indexes = {request_id: index for index, request_id in enumerate(request_ids)}
         self._waiting = list(request_ids)[::-1]
         self._free = list(range(slots))
-        self._taken: dict[str, int] = {}
+        self._taken: dict[str, tuple[int, float]] = {}
         self._make_load = make_load
         self._request_bytes = request_bytes
         self._bytes_per_s = bytes_per_s
@@ -43,7 +43,13 @@ class Receiver:
         self._due_bytes = float(request_bytes)
         self._asked_at: float | None = None
         self.arrivals: list[float] = []
+        self.latencies_s: list[float] = []
         self.last_in_slot: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has arrived."""
+        return not self._waiting and not self._taken
 
     @property
     def in_flight(self) -> int:
@@ -59,10 +65,11 @@ class Receiver:
         for request_id in results.received:
             if request_id in results.failed:
                 raise StepFailed(f"request {request_id} was not loaded: {results.failed[request_id]}")
-            slot = self._taken.pop(request_id)
+            slot, ordered_at = self._taken.pop(request_id)
             self._free.append(slot)
             self.last_in_slot[slot] = self._indexes[request_id]
             self.arrivals.append(now)
+            self.latencies_s.append(now - ordered_at)
 
     def orders(self, now: float) -> Orders:
         """What is due at ``now``, in seconds of any clock, and has room."""
@@ -74,6 +81,6 @@ class Receiver:
         while self._waiting and self._free and self._due_bytes >= self._request_bytes:
             self._due_bytes -= self._request_bytes
             request_id, slot = self._waiting.pop(), self._free.pop()
-            self._taken[request_id] = slot
+            self._taken[request_id] = slot, now
             loads.append(self._make_load(request_id, slot))
         return Orders(loads=tuple(loads))
