@@ -17,16 +17,9 @@ from kvconnect.node.attention import AttentionPages, StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.request import Step
-from kvconnect.node.runner import Runner, by_request
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2
-
-
-def padded_sizes(max_num_seqs: int) -> list[int]:
-    """Powers of two up to the most requests that run at once, which is the last size."""
-    sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
-    return [*sizes, max_num_seqs]
 
 
 def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
@@ -66,14 +59,12 @@ class Decoder:
     """Runs decode steps padded to one of ``sizes`` rows; from CUDA graphs if ``captured``.
 
     Everything that a graph holds stays where it is: the cache, the tables, the inputs and the outputs.
-    ``num_runs`` counts the steps.
     """
 
     def __init__(self, model: Model, cache: NodeCache, *, sizes: Sequence[int], captured: bool) -> None:
         self.model = model
         self.cache = cache
         self.sizes = sorted(sizes)
-        self.num_runs = 0
         most, device = self.sizes[-1], cache.device
         # Token, position and block table row of every request: one copy to the device per step.
         self._staged = torch.zeros((3, most), dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -89,18 +80,6 @@ class Decoder:
                 self._capture_all()
             finally:
                 gc.enable()
-
-    @property
-    def captured_sizes(self) -> list[int]:
-        """The batch sizes that there is a graph for."""
-        return sorted(self._graphs)
-
-    def takes(self, step: Step) -> bool:
-        """Whether the step is one of decoding only, and fits."""
-        chunks = step.chunks
-        return len(chunks) <= self.sizes[-1] and all(
-            len(chunk.token_ids) == 1 and chunk.samples for chunk in chunks
-        )
 
     def run(self, step: Step) -> ModelOutput:
         """The next token of every request of the step, in order."""
@@ -120,7 +99,6 @@ class Decoder:
             graph.replay()
         else:
             output = self._forward(size)
-        self.num_runs += 1
         drafts = None if output.draft_tokens is None else output.draft_tokens[:count]
         return ModelOutput(output.tokens[:count], drafts)
 
@@ -151,18 +129,3 @@ class Decoder:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 output = self._forward(size)
             self._graphs[size] = (graph, output)
-
-
-class DecodingRunner(Runner):
-    """Takes a runner's place: ``decoder`` runs the steps that it takes, all others run as they are."""
-
-    def __init__(self, runner: Runner, decoder: Decoder) -> None:
-        super().__init__(runner.model, runner.cache, runner.zeroer)
-        self.decoder = decoder
-
-    @torch.inference_mode()
-    def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:
-        """See ``Runner``."""
-        if not self.decoder.takes(step):
-            return super().execute(step)
-        return by_request([chunk.request_id for chunk in step.chunks], self.decoder.run(step))

@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from benchmarks.node.decode import Decoder, DecodingRunner, padded_sizes
+from benchmarks.node.decode import Decoder
 from kvconnect.node.cache import needs_zeroing
+from tests.node.decoding import DecodingRunner, decode_with, padded_sizes
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 from tests.node.test_zeroing import NoZeroer, poison
 
@@ -19,13 +20,9 @@ LENGTHS = (40, 7, 129, 96, 1)
 COUNTS = (50, 9, 20, 33, 3)
 
 
-def with_graphs(client: Client) -> Decoder:
+def with_graphs(client: Client) -> DecodingRunner:
     """Have the client's decode steps replayed from CUDA graphs."""
-    runner = client.engine.runner
-    sizes = padded_sizes(client.engine.options.max_num_seqs)
-    decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=True)
-    client.engine.runner = DecodingRunner(runner, decoder)
-    return decoder
+    return decode_with(client, padded_sizes(client.engine.options.max_num_seqs), captured=True)
 
 
 def run_all(client) -> list[list[int]]:
@@ -51,12 +48,12 @@ def test_replayed_steps_give_the_eager_tokens(name, dtype):
     eager = make_client(**options)
     expected = run_all(eager)
     client = make_client(**options)
-    decoder = with_graphs(client)
-    assert decoder.captured_sizes == padded_sizes(5) == [1, 2, 4, 5]
+    runner = with_graphs(client)
+    assert sorted(runner.decoder._graphs) == padded_sizes(5) == [1, 2, 4, 5]
     if needs_zeroing(client.engine.runner.cache.config):
         poison(client, 0x7F)
     assert run_all(client) == expected
-    assert decoder.num_runs > 40
+    assert runner.num_runs > 40
 
 
 def test_capturing_changes_no_byte_of_the_cache():
@@ -105,6 +102,6 @@ def test_graphs_of_a_node_that_is_garbage_do_not_disturb_a_capture(monkeypatch):
         client.engine.runner.decoder.owner = client
         del client
         monkeypatch.setattr(Decoder, "_forward", collecting)
-        assert with_graphs(make_client(device="cuda", max_model_len=256)).captured_sizes
+        assert with_graphs(make_client(device="cuda", max_model_len=256)).decoder._graphs
     finally:
         gc.set_threshold(*thresholds)

@@ -3,20 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.node.decode import Decoder, DecodingRunner, padded_sizes
 from kvconnect.node.cache import needs_zeroing
-from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
+from tests.node.decoding import decode_with, padded_sizes
+from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 from tests.node.test_zeroing import poison
 
 LENGTHS = (40, 7, 129, 96, 1)
-
-
-def with_decoder(client: Client, *sizes: int) -> Decoder:
-    """Give the client's runner a decoder that captures nothing."""
-    runner = client.engine.runner
-    decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=False)
-    client.engine.runner = DecodingRunner(runner, decoder)
-    return decoder
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
@@ -29,7 +21,14 @@ def test_batched_decoding_gives_the_tokens_of_the_plain_path(name, dtype):
     plain = make_client(**options)
     expected = [plain.complete(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     client = make_client(**options)
-    decoder = with_decoder(client, 1, 2, 4)
+    decoder = decode_with(
+        client,
+        (
+            1,
+            2,
+            4,
+        ),
+    )
     if needs_zeroing(client.engine.runner.cache.config):
         poison(client, 0x7F)
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
@@ -54,7 +53,7 @@ def test_padded_rows_change_no_byte(name):
         client = make_client(model=name, max_model_len=256)
         client.submit("r", make_prompt(40), 20)
         client.steps(1)
-        with_decoder(client, size)
+        decode_with(client, (size,))
         client.steps(5)
         cache = client.engine.runner.cache
         storages = {t.tensor.untyped_storage().data_ptr(): t.tensor for t in cache.tensors.values()}
@@ -69,7 +68,7 @@ def test_pages_that_no_query_sees_are_not_read():
     """The null block may hold anything: rows of the batch tables end in it."""
     client = make_client(model="sliding", max_model_len=512)
     expected = make_client(model="sliding").complete(make_prompt(200), 20)
-    with_decoder(client, 2)
+    decode_with(client, (2,))
     for tensor in client.engine.runner.cache.tensors.values():
         tensor.tensor.select(tensor.axes.split().index("block"), 0).view(torch.int8).fill_(-1)
     assert client.complete(make_prompt(200), 20) == expected
@@ -77,7 +76,7 @@ def test_pages_that_no_query_sees_are_not_read():
 
 def test_steps_of_other_shapes_run_as_they_are():
     client = make_client(max_num_batched_tokens=64)
-    decoder = with_decoder(client, 2)
+    decoder = decode_with(client, (2,))
     for index in range(3):
         client.submit(str(index), make_prompt(20, seed=index), 12)
     client.steps(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.node.decoding import decode_with
 from tests.node.node_harness import CopyConnector, make_client, make_prompt
-from tests.node.test_decode import with_decoder
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
@@ -21,7 +21,7 @@ def test_batched_decoding_gives_the_tokens_of_the_plain_path():
     plain = make_client(model="wide", enable_prefix_caching=False)
     expected = [plain.complete(prompt, 20) for prompt in prompts]
     client = make_client(model="wide", enable_prefix_caching=False)
-    decoder = with_decoder(client, 1, 2, 4)
+    decoder = decode_with(client, (1, 2, 4))
     for index, prompt in enumerate(prompts):
         client.submit(str(index), prompt, 20)
         client.steps(3)
