@@ -317,6 +317,8 @@ def bench_transfer(options: Options, report: Report) -> int:
             failed(error, asked)
         for cases in options.pairs_at_once(engine):
             wanted = [case for case in cases if not _is_skipped(case)]
+            if not wanted:
+                continue
             try:
                 for timing in measure_pairs(options, wanted, devices, limit):
                     timings.append(over_direct(timing, timings))

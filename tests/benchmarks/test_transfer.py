@@ -166,6 +166,18 @@ def test_the_direct_path_is_named_where_it_was_measured():
     assert timings[1]["direct_gb_per_s"] == 2.0
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_pair_that_cannot_be_is_left_out_and_the_rest_is_measured(monkeypatch, capsys, in_turn):
+    monkeypatch.setattr(pairs, "ChildPair", WorkersHere)
+    layouts = (Layouts.parse("nhd16:nhd32"),)
+    options = replace(TINY, paths=("direct", "packed"), layouts=layouts, blocks=(2,), in_turn=in_turn)
+    assert run_benchmark("transfer", pairs.bench_transfer, options, json_output=True) == 0
+    shown = capsys.readouterr()
+    _, *timings = [json.loads(line) for line in shown.out.splitlines()]
+    assert [one["path"] for one in timings] == ["packed", "packed"]
+    assert "left out: path direct with layouts nhd16:nhd32" in shown.err
+
+
 def test_pairs_begin_with_the_direct_path():
     options = replace(TINY, paths=("packed", "auto", "direct"), page_bytes=(1024, 2048))
     assert [(case.page_bytes, case.path) for case in options.pairs("memory")] == [
