@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.node.model import BenchModel
@@ -45,9 +46,6 @@ class PromptAttention:
         self, pages: AttentionPages, query: torch.Tensor, *, window: int | None, value_width: int | None
     ) -> torch.Tensor:
         """See ``PagedAttention``. Keys and values side by side; no window."""
-        # It imports the compiler, which takes as long as all else that the commands of benchmarks import.
-        from torch.nn.attention.bias import causal_lower_right
-
         assert pages.values is not None
         mixed = []
         for segment in self._segments:
