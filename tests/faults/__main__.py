@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from benchmarks.options import run_app
-from tests.faults.reports import progress
-
-if TYPE_CHECKING:
-    from tests.faults.load import Questions
-    from tests.faults.stage import Stage, StageOptions
+from kvconnect.errors import ConfigError
+from tests.faults.damage import run_damage
+from tests.faults.disk import run_disk_kills
+from tests.faults.hostile import BATTERIES, attacked_stage, run_batteries
+from tests.faults.kills import kill_stage, run_kills
+from tests.faults.liars import run_liars
+from tests.faults.links import CUTS, Wire, link_stage, run_cut
+from tests.faults.load import Questions
+from tests.faults.neighbours import neighbour_stage, run_stopped_neighbour
+from tests.faults.reports import Report, progress
+from tests.faults.soak import run_soak, soak_stage
+from tests.faults.stage import Side, Stage, StageOptions
+from tests.faults.stops import run_stops, stop_stage
 
 app = typer.Typer(
     name="faults",
@@ -26,14 +38,11 @@ app = typer.Typer(
 
 Engine = Annotated[str, typer.Option(help="mooncake, nixl or memory.")]
 Policy = Annotated[str, typer.Option(help="The decode node's kv_load_failure_policy: recompute or fail.")]
-Path = Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")]
 Seed = Annotated[int, typer.Option(help="Seed of what is random.")]
-Side = Annotated[str, typer.Option(help="prefill or decode; left out, both.")]
+OneSide = Annotated[str, typer.Option("--side", help="prefill or decode; left out, both.")]
 
 
-def _show(reports: list[Any], stage: Stage | None = None) -> None:
-    from dataclasses import asdict
-
+def _show(reports: Sequence[Report], stage: Stage | None = None) -> None:
     for report in reports:
         typer.echo(json.dumps(asdict(report)))
     if any(report.problems for report in reports):
@@ -42,111 +51,78 @@ def _show(reports: list[Any], stage: Stage | None = None) -> None:
         raise typer.Exit(1)
 
 
-def _run(
-    options: StageOptions,
-    lengths: list[int],
-    run: Callable[[Stage, Questions], list[Any]],
-    *,
-    max_tokens: int,
-    deadline_s: float,
-    seed: int,
-) -> None:
-    from tests.faults.load import Questions
-    from tests.faults.stage import Stage
-
+def _run(options: StageOptions, seed: int, run: Callable[[Questions], Sequence[Report]]) -> None:
     with Stage(options) as stage:
-        questions = Questions(stage, lengths, max_tokens=max_tokens, deadline_s=deadline_s, seed=seed)
-        _show(run(stage, questions), stage)
+        _show(run(Questions(stage, seed)), stage)
 
 
-def _sides(side: str) -> list[Any]:
-    from kvconnect.errors import ConfigError
-
-    if side not in ("", "prefill", "decode"):
-        raise ConfigError(f"side is {side!r}; accepted: prefill, decode")
-    return [side] if side else ["prefill", "decode"]
+def _sides(side: str) -> list[Side]:
+    sides: list[Side] = ["prefill", "decode"]
+    if side and side not in sides:
+        raise ConfigError(f"side is {side!r}; accepted: {', '.join(sides)}")
+    return [one for one in sides if side in ("", one)]
 
 
 @app.command()
 def kills(
     engine: Engine = "mooncake",
     policy: Policy = "recompute",
-    side: Side = "",
+    side: OneSide = "",
     count: Annotated[int, typer.Option(min=1, help="SIGKILLs of each side.")] = 100,
     seed: Seed = 0,
 ) -> None:
     """SIGKILL in the middle of transfers; what is killed is started again, the other side is not."""
-    from tests.faults.kills import CLIENT_DEADLINE_S, kill_stage, run_kills
-
-    def run(stage: Stage, questions: Questions) -> list[Any]:
-        stage.add_router()
-        stage.add_router("parallel")
-        return [run_kills(stage, questions, one, count, seed=seed) for one in _sides(side)]
-
-    lengths = [1024, 777, 1024, 1000, 300, 40]
-    _run(kill_stage(engine, policy), lengths, run, max_tokens=8, deadline_s=CLIENT_DEADLINE_S, seed=seed)
+    sides = _sides(side)
+    _run(
+        kill_stage(engine, policy),
+        seed,
+        lambda questions: [run_kills(questions, one, count, seed=seed) for one in sides],
+    )
 
 
 @app.command()
 def stops(
     engine: Engine = "mooncake",
     policy: Policy = "fail",
-    path: Path = "auto",
-    side: Side = "",
+    path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "auto",
+    side: OneSide = "",
     count: Annotated[int, typer.Option(min=1, help="Stops of each side.")] = 10,
     stop_s: Annotated[float, typer.Option(help="Seconds that each lasts.")] = 9.0,
     seed: Seed = 0,
 ) -> None:
     """SIGSTOP in the middle of transfers for longer than every deadline, then SIGCONT."""
-    from tests.faults.stops import run_stops, stop_stage
-
-    def run(stage: Stage, questions: Questions) -> list[Any]:
-        return [run_stops(stage, questions, one, count, stop_s=stop_s, seed=seed) for one in _sides(side)]
-
-    lengths = [1024, 777, 1024, 1000]
-    options = stop_stage(engine, policy, path)
-    _run(options, lengths, run, max_tokens=48, deadline_s=25.0 + stop_s, seed=seed)
+    sides = _sides(side)
+    _run(
+        stop_stage(engine, policy, path, stop_s),
+        seed,
+        lambda questions: [run_stops(questions, one, count, stop_s=stop_s, seed=seed) for one in sides],
+    )
 
 
 @app.command()
 def neighbours(
     engine: Engine = "mooncake",
-    side: Side = "",
+    side: OneSide = "",
     windows: Annotated[int, typer.Option(min=1, help="Windows with a fault, and as many without.")] = 4,
     window_s: Annotated[float, typer.Option(help="Seconds of each.")] = 8.0,
     seed: Seed = 0,
 ) -> None:
     """Stop one of two nodes of a role, and time requests that only need the other."""
-    from tests.faults.neighbours import neighbour_stage, run_stopped_neighbour
-
     for one in _sides(side):
-        _run(
-            neighbour_stage(engine, one),
-            [1024, 777, 300, 64],
-            lambda stage, questions, one=one: [  # type: ignore[misc]
-                run_stopped_neighbour(stage, questions, one, windows=windows, window_s=window_s)
-            ],
-            max_tokens=4,
-            deadline_s=40.0,
-            seed=seed,
-        )
+        with Stage(neighbour_stage(engine, one)) as stage:
+            questions = Questions(stage, seed)
+            _show([run_stopped_neighbour(questions, one, windows=windows, window_s=window_s)], stage)
 
 
 @app.command()
 def links(engine: Engine = "mooncake", policy: Policy = "fail", seed: Seed = 0) -> None:
     """Cut the wire between two network namespaces, shortly and for long (needs root)."""
-    from tests.faults.links import CUTS, Wire, link_deadline_s, link_stage, run_cut
-
-    def run(stage: Stage, questions: Questions) -> list[Any]:
-        reports = []
-        for how, lasts_s, mid_transfer in CUTS:
-            reports.append(run_cut(stage, questions, wire, how, lasts_s, mid_transfer=mid_transfer))
-            progress(f"{reports[-1].fault}: {len(reports[-1].problems)} problems")
-        return reports
-
     with Wire() as wire:
-        options = link_stage(wire, engine, policy)
-        _run(options, [1024, 777, 1024, 300], run, max_tokens=8, deadline_s=link_deadline_s(), seed=seed)
+        _run(
+            link_stage(wire, engine, policy),
+            seed,
+            lambda questions: [run_cut(questions, wire, *cut) for cut in CUTS],
+        )
 
 
 @app.command()
@@ -163,21 +139,12 @@ def hostile(
     seed: Seed = 0,
 ) -> None:
     """Malformed, mutated, replayed and forged frames on every port, and thousands of idle connections."""
-    from tests.faults.hostile import BATTERIES, run_batteries
-
-    reports = run_batteries(
-        engine,
-        frames_per_s=rate,
-        total=total,
-        windows=windows,
-        idle=idle,
-        only=battery or BATTERIES,
-        seed=seed,
+    only = battery or BATTERIES
+    _show(
+        run_batteries(
+            engine, frames_per_s=rate, total=total, windows=windows, idle=idle, only=only, seed=seed
+        )
     )
-    for report in reports:
-        typer.echo(json.dumps(report))
-    if any(report["problems"] for report in reports):
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -187,13 +154,7 @@ def liars(
     seed: Seed = 0,
 ) -> None:
     """A prefill node whose every second answer is mutated on its way; the decode node must outlive that."""
-    from tests.faults.liars import liar_stage, run_liars
-
-    def run(stage: Stage, questions: Questions) -> list[Any]:
-        stage.add_router()
-        return [run_liars(stage, questions, requests, seed=seed)]
-
-    _run(liar_stage(engine), [100, 17, 200], run, max_tokens=4, deadline_s=30.0, seed=seed)
+    _run(attacked_stage(engine), seed, lambda questions: [run_liars(questions, requests, seed=seed)])
 
 
 @app.command()
@@ -204,15 +165,11 @@ def soak(
     seed: Seed = 0,
 ) -> None:
     """Load with random kills, stops and clients that leave; memory and what is left are watched."""
-    from tests.faults.soak import run_soak, soak_stage
-
-    def run(stage: Stage, questions: Questions) -> list[Any]:
-        stage.add_router()
-        stage.add_router("parallel")
-        return [run_soak(stage, questions, minutes * 60.0, seed=seed)]
-
-    lengths = [1024, 777, 600, 300, 40, 17]
-    _run(soak_stage(engine, policy), lengths, run, max_tokens=8, deadline_s=60.0, seed=seed)
+    _run(
+        soak_stage(engine, policy),
+        seed,
+        lambda questions: [run_soak(questions, minutes * 60.0, seed=seed)],
+    )
 
 
 @app.command()
@@ -225,21 +182,13 @@ def disk(
     seed: Seed = 0,
 ) -> None:
     """SIGKILL of a process that writes to the disk tier, and damage to its files: nothing wrong is served."""
-    import logging
-    import tempfile
-    from pathlib import Path
-
-    from kvconnect.errors import ConfigError
-    from tests.faults.damage import run_damage
-    from tests.faults.disk import run_disk_kills
-
     if path and not Path(path).is_dir():
         raise ConfigError(f"--path is {path!r}; accepted: a folder that is there")
     # What a tier says of every piece of damage is what was asked for here.
     logging.getLogger("kvconnect").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="kvconnect-faults-", dir=path or None) as folder:
         # Kills first: they fork, and damage leaves threads behind for a moment.
-        reports: list[Any] = [run_disk_kills(Path(folder, "kills"), count, seed=seed)]
+        reports: list[Report] = [run_disk_kills(Path(folder, "kills"), count, seed=seed)]
         if records:
             reports += run_damage(Path(folder, "damage"), records, seed=seed)
     _show(reports)

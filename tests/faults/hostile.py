@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.key_files import new_secret
@@ -18,7 +20,6 @@ from tests.faults.reports import Report, progress
 from tests.faults.stage import Stage, StageOptions
 
 BATTERIES = ("insider", "keys", "http", "engine", "idle")
-_REST_TIMEOUT_S = 40.0
 _MOST_GROWTH_BYTES = 128 << 20
 
 
@@ -31,6 +32,7 @@ class HostileReport(Report):
     process grew.
     """
 
+    battery: str
     engine: str
     frames: dict[str, int] = field(default_factory=dict)
     connections: int = 0
@@ -42,20 +44,16 @@ class HostileReport(Report):
     grown_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def record(stage: Stage, questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+def record(questions: Questions) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     """The messages of an honest fetch, to the prefill node and back; of a side channel without security.
 
     Raises:
         KVConnectError: it was not answered, or nothing was heard of it.
     """
-    tap = Tap("127.0.0.1", stage.side_ports[stage.prefill.name])
+    tap = Tap("127.0.0.1", questions.stage.side_ports[questions.stage.prefill.name])
     try:
         for index in range(len(questions)):
-            # Named by whoever asks, so that the decode node can be told to come by way of us.
-            named = {"transfer_id": f"recorded-{index}"}
-            questions.prefill(stage.prefill, index, {**ASK_FOR_KV, **named})
-            found = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": tap.port, **named}
-            questions.ask(stage.decode.url, index, found)
+            questions.fetch_by_way_of(tap.port, index, f"recorded-{index}")
         time.sleep(0.2)
         asked = [message for stream in tap.to_server for message in frames.parse_messages(bytes(stream))]
         said = [message for stream in tap.to_client for message in frames.parse_messages(bytes(stream))]
@@ -67,15 +65,13 @@ def record(stage: Stage, questions: Questions) -> tuple[tuple[bytes, ...], tuple
 
 
 def find_targets(
-    stage: Stage,
-    questions: Questions,
-    messages: Sequence[bytes] = (),
-    secrets: Mapping[str, str] | None = None,
+    questions: Questions, messages: tuple[bytes, ...], secrets: Mapping[str, str]
 ) -> list[Target]:
     """Every port that the processes of a stage listen on, and what honest traffic looks like there.
 
     ``secrets`` adds attackers of the side channels that have keys, by what they are called.
     """
+    stage = questions.stage
     body = {"model": questions.model, "prompt": [1, 2], "max_tokens": 1, "temperature": 0}
     # A token that there is not: what is only nearly right is refused. What is right computes, and is load as
     # honest work is: there is a little of it, since only that gets as far as a connector.
@@ -95,72 +91,55 @@ def find_targets(
                 name, kind = f"{actor.name} HTTP", "http"
             elif port == stage.side_ports.get(actor.name):
                 name, kind = f"{actor.name} side channel", "side"
-            target = Target(name, kind, host, port, tuple(messages), bodies, params)
+            target = Target(name, kind, host, port, messages, bodies, params)
             targets.append(target)
             if kind == "side":
                 targets += [
                     replace(target, name=f"{name}, {who}", kind="keyed", secret=secret)
-                    for who, secret in (secrets or {}).items()
+                    for who, secret in secrets.items()
                 ]
     return targets
 
 
-@dataclass
 class Health:
-    """What must not change of the processes while they are attacked."""
+    """What must not change of the processes of a stage while they are attacked."""
 
-    pids: dict[str, int]
-    rss_bytes: dict[str, int]
-    threads: dict[str, int]
+    def __init__(self, questions: Questions) -> None:
+        actors = [*questions.stage.nodes, *questions.stage.routers]
+        self._questions = questions
+        self._before = {actor: (actor.rss_bytes, actor.num_threads) for actor in actors}
 
-    @classmethod
-    def of(cls, stage: Stage) -> Health:
-        actors = [*stage.nodes, *stage.routers]
-        return cls(
-            {actor.name: actor.pid for actor in actors},
-            {actor.name: actor.rss_bytes for actor in actors},
-            {actor.name: actor.num_threads for actor in actors},
-        )
+    def ended(self) -> list[str]:
+        """The processes that do not run any more."""
+        return [actor.name for actor in self._before if not is_running(actor.pid)]
 
-
-def judge_health(stage: Stage, questions: Questions, before: Health, report: HostileReport) -> None:
-    """Whether all processes and threads live, remember nothing, have not grown, and still serve."""
-    dead = [name for name, pid in before.pids.items() if not is_running(pid)]
-    if dead:
-        report.problems.append(f"ended: {', '.join(dead)}")
-        return
-    after = Health.of(stage)
-    for name, threads in before.threads.items():
-        if after.threads[name] < threads:
-            report.problems.append(f"{name} has {after.threads[name]} threads, it had {threads}")
-    if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
-        report.problems.append(problem)
-    for router in stage.routers:
-        for index in range(len(questions)):
-            one = questions.ask(router.url, index)
-            if one.verdict != "exact":
-                report.problems.append(f"afterwards, through {router.name}: {one.verdict} {one.text}")
-    for actor in stage.nodes:
-        internal = actor.metrics().get(("kvconnect_failures_total", (("reason", "internal"),)), 0)
-        if internal:
-            report.problems.append(f"{actor.name} met {internal:.0f} errors of its own, see its log")
-    for name, rss_bytes in before.rss_bytes.items():
-        grown = after.rss_bytes[name] - rss_bytes
-        report.grown_bytes[name] = grown
-        if grown > _MOST_GROWTH_BYTES:
-            report.problems.append(f"{name} grew by {grown / 1e6:.0f} MB")
+    def judge(self, report: HostileReport) -> None:
+        """Whether all processes and threads live, remember nothing, have not grown, and still serve."""
+        questions, stage = self._questions, self._questions.stage
+        if ended := self.ended():
+            report.problems.append(f"ended: {', '.join(ended)}")
+            return
+        for actor, (rss_bytes, threads) in self._before.items():
+            grown = report.grown_bytes[actor.name] = actor.rss_bytes - rss_bytes
+            if grown > _MOST_GROWTH_BYTES:
+                report.problems.append(f"{actor.name} grew by {grown / 1e6:.0f} MB")
+            if (now := actor.num_threads) < threads:
+                report.problems.append(f"{actor.name} has {now} threads, it had {threads}")
+        report.problems += stage.rest_problems()
+        report.problems += questions.unserved("afterwards", range(len(questions)))
+        report.problems += stage.own_errors()
+        progress(f"{report.battery}: {len(report.problems)} problems")
 
 
 def run_hostile(
-    stage: Stage,
     questions: Questions,
+    battery: str,
     targets: Sequence[Target],
     *,
     frames_per_s: float,
     total: int,
-    clients: int = 2,
-    windows: int = 3,
-    seed: int = 0,
+    windows: int,
+    seed: int,
 ) -> HostileReport:
     """Attack ``targets`` with ``total`` frames in all, in windows that alternate with quiet ones.
 
@@ -169,16 +148,16 @@ def run_hostile(
     Raises:
         KVConnectError: a node does not answer any more.
     """
-    report = HostileReport(stage.options.engine)
-    tally = Tally()
-    router = stage.routers[0].url
-    _warm_up(stage, questions)
-    health = Health.of(stage)
+    report = HostileReport(battery, questions.stage.options.engine)
+    tally, sent = Tally(), Counter[str]()
+    router = questions.stage.routers[0].url
+    _warm_up(questions)
+    health = Health(questions)
     quiet: list[list[float]] = []
     attacked: list[list[float]] = []
     attack_s = 0.0
     for number in range(windows):
-        with Clients(questions, [router], clients=clients, tally=tally, pause_s=0.02):
+        with Clients(questions, [router], tally, clients=2, pause_s=0.02):
             share = total // windows
             window_s = min(share / frames_per_s, 10.0) if frames_per_s else 2.0
             time.sleep(0.3)
@@ -188,7 +167,7 @@ def run_hostile(
                     time.sleep(0.01)
                 begun = time.monotonic()
                 attacked.append([])
-                while attacker.sent < share and all(is_running(pid) for pid in health.pids.values()):
+                while attacker.sent < share and not health.ended():
                     attacked[-1] += _latencies(tally, min(1.0, window_s))
                 # The rate is that of as long a window as without an attack.
                 attacked[-1] = attacked[-1] or [0.0]
@@ -196,13 +175,12 @@ def run_hostile(
                 done = attacker.stop()
             attack_s += lasted_s
             attacked[-1] = attacked[-1][: max(1, int(len(attacked[-1]) * window_s / lasted_s))]
-            for name, count in done.frames.items():
-                report.frames[name] = report.frames.get(name, 0) + count
+            sent.update(done.frames)
             report.connections += done.connections
             report.served += done.served
         beside, without = len(attacked[-1]), len(quiet[-1])
         progress(f"window {number + 1} of {windows}: {beside} honest answers under attack, {without} without")
-    report.frames_per_s = sum(report.frames.values()) / attack_s
+    report.frames, report.frames_per_s = dict(sent), sent.total() / attack_s
     report.honest = len(tally.asked)
     report.ratio = percentile([len(one) for one in attacked], 0.5) / max(
         1.0, percentile([len(one) for one in quiet], 0.5)
@@ -211,40 +189,50 @@ def run_hostile(
     report.p99_ratio = percentile([value for one in attacked for value in one], 0.99) / calm if calm else 0.0
     report.problems += tally.problems()
     report.problems += [f"an honest request was refused: {text}" for text in tally.reasons()]
-    judge_health(stage, questions, health, report)
+    health.judge(report)
     return report
 
 
-def run_loris(stage: Stage, questions: Questions, targets: Sequence[Target], count: int) -> HostileReport:
+def run_loris(questions: Questions, targets: Sequence[Target], count: int) -> HostileReport:
     """Hold ``count`` idle connections that never finish their first message, and ask meanwhile.
 
     Raises:
         KVConnectError: a node does not answer any more.
     """
-    report = HostileReport(stage.options.engine)
-    _warm_up(stage, questions)
-    health = Health.of(stage)
+    report = HostileReport("idle", questions.stage.options.engine)
+    _warm_up(questions)
+    health = Health(questions)
     with Loris(targets, count) as loris:
         report.connections = len(loris)
-        for router in stage.routers:
-            for index in range(len(questions)):
-                one = questions.ask(router.url, index)
-                if one.verdict != "exact":
-                    report.problems.append(f"beside {len(loris)} idle connections: {one.verdict} {one.text}")
-    judge_health(stage, questions, health, report)
+        beside = f"beside {len(loris)} idle connections"
+        report.problems += questions.unserved(beside, range(len(questions)))
+    health.judge(report)
     return report
 
 
-def _warm_up(stage: Stage, questions: Questions) -> None:
-    for _ in range(3):
-        for index in range(len(questions)):
-            questions.ask(stage.routers[0].url, index)
+def _warm_up(questions: Questions) -> None:
+    for index in range(3 * len(questions)):
+        questions.ask(questions.stage.routers[0].url, index)
 
 
 def _latencies(tally: Tally, window_s: float) -> list[float]:
     start = len(tally.asked)
     time.sleep(window_s)
     return [one.seconds for one in tally.asked[start:] if one.verdict == "exact"]
+
+
+def attacked_stage(engine: str, key: str = "") -> StageOptions:
+    """A small pair. Without a key whoever comes is a peer, and what peers say can be read and rewritten."""
+    return StageOptions(
+        engine,
+        policy="fail",
+        num_blocks=400,
+        extra={} if key else {"insecure": True},
+        environment={"KVCONNECT_KEY": key} if key else {},
+        flows=("sequential",),
+        lengths=(100, 17, 200),
+        max_tokens=4,
+    )
 
 
 def run_batteries(
@@ -256,8 +244,8 @@ def run_batteries(
     idle: int,
     only: Collection[str] = BATTERIES,
     seed: int = 0,
-) -> list[dict[str, Any]]:
-    """The batteries named in ``only``, each with ``total`` frames, as objects with a name.
+) -> list[HostileReport]:
+    """The batteries named in ``only``, each with ``total`` frames.
 
     ``insider`` speaks to a side channel without security; ``keys`` to one with keys: with none, with a wrong
     one and with the right one; ``http`` and ``engine`` attack the other ports, and ``idle`` connections never
@@ -266,45 +254,24 @@ def run_batteries(
     Raises:
         KVConnectError: a process did not start, or does not answer any more.
     """
-    made = []
-
-    def add(name: str, report: HostileReport) -> None:
-        progress(f"{name}: {len(report.problems)} problems")
-        made.append({"battery": name, **asdict(report)})
-
-    common: dict[str, Any] = {
-        "frames_per_s": frames_per_s,
-        "total": total,
-        "windows": windows,
-        "seed": seed,
-    }
+    reports = []
+    attack = partial(run_hostile, frames_per_s=frames_per_s, total=total, windows=windows, seed=seed)
     asked: tuple[bytes, ...] = ()
     if {"insider", "keys"} & set(only):
-        insecure = StageOptions(engine, policy="fail", num_blocks=400, extra={"insecure": True})
-        with Stage(insecure) as stage:
-            questions = _questions(stage, seed)
-            asked, said = record(stage, questions)
-            stage.add_router()
-            targets = [one for one in find_targets(stage, questions, (*asked, *said)) if one.kind == "side"]
+        with Stage(attacked_stage(engine)) as stage:
+            questions = Questions(stage, seed)
+            asked, said = record(questions)
+            targets = [one for one in find_targets(questions, asked + said, {}) if one.kind == "side"]
             if "insider" in only:
-                add("insider", run_hostile(stage, questions, targets, **common))
+                reports.append(attack(questions, "insider", targets))
     key = new_secret()
-    secure = StageOptions(engine, policy="fail", num_blocks=400, environment={"KVCONNECT_KEY": key})
-    with Stage(secure) as stage:
-        questions = _questions(stage, seed)
-        stage.add_router()
-        secrets = {"wrong key": new_secret(), "right key": key}
-        targets = find_targets(stage, questions, asked, secrets)
-        batteries = {"keys": ("side", "keyed"), "http": ("http",), "engine": ("engine",)}
-        for name, kinds in batteries.items():
-            if name not in only:
-                continue
-            chosen = [one for one in targets if one.kind in kinds]
-            add(name, run_hostile(stage, questions, chosen, **common))
+    with Stage(attacked_stage(engine, key)) as stage:
+        questions = Questions(stage, seed)
+        targets = find_targets(questions, asked, {"wrong key": new_secret(), "right key": key})
+        for battery, kinds in (("keys", ("side", "keyed")), ("http", ("http",)), ("engine", ("engine",))):
+            if battery in only:
+                chosen = [one for one in targets if one.kind in kinds]
+                reports.append(attack(questions, battery, chosen))
         if idle and "idle" in only:
-            add("idle", run_loris(stage, questions, targets, idle))
-    return made
-
-
-def _questions(stage: Stage, seed: int) -> Questions:
-    return Questions(stage, [100, 17, 200], max_tokens=4, deadline_s=30.0, seed=seed)
+            reports.append(run_loris(questions, targets, idle))
+    return reports

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from kvconnect.demo.http import BadAnswer
 from tests.faults import frames
 from tests.faults.attack import Tap
-from tests.faults.hostile import Health, HostileReport, judge_health
-from tests.faults.load import ASK_FOR_KV, Questions
-from tests.faults.stage import Stage, StageOptions
+from tests.faults.hostile import Health, HostileReport
+from tests.faults.load import Questions
 
 _GREETING_BYTES = 64
 _AT_ONCE = 4
@@ -43,12 +41,7 @@ class Liar:
         return passed
 
 
-def liar_stage(engine: str) -> StageOptions:
-    """A pair whose side channel can be read and rewritten on its way."""
-    return StageOptions(engine, policy="fail", num_blocks=400, extra={"insecure": True})
-
-
-def run_liars(stage: Stage, questions: Questions, requests: int, *, seed: int = 0) -> HostileReport:
+def run_liars(questions: Questions, requests: int, *, seed: int = 0) -> HostileReport:
     """Have ``requests`` fetched through relays that lie, each over a connection of its own.
 
     What a peer with a key says about its own data is believed, so these answers are not judged: that both
@@ -57,19 +50,17 @@ def run_liars(stage: Stage, questions: Questions, requests: int, *, seed: int = 
     Raises:
         KVConnectError: a node does not answer any more.
     """
-    report = HostileReport(stage.options.engine)
-    health = Health.of(stage)
+    stage = questions.stage
+    report = HostileReport("liars", stage.options.engine)
+    health = Health(questions)
     liars = [Liar(random.Random(seed + number)) for number in range(requests)]
 
     def one(number: int) -> None:
         tap = Tap("127.0.0.1", stage.side_ports[stage.prefill.name], liars[number])
-        named: dict[str, Any] = {"transfer_id": f"lie-{seed}-{number}"}
-        found = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": tap.port, **named}
         try:
-            questions.prefill(stage.prefill, number, {**ASK_FOR_KV, **named})
-            one = questions.ask(stage.decode.url, number, found)
-            if one.verdict == "late":
-                report.problems.append(f"an answer by way of a liar: {one.text}")
+            answer = questions.fetch_by_way_of(tap.port, number, f"lie-{seed}-{number}")
+            if answer.verdict == "late":
+                report.problems.append(f"an answer by way of a liar: {answer.text}")
         except BadAnswer as error:
             report.problems.append(f"the prefill node: {error}")
         finally:
@@ -79,5 +70,5 @@ def run_liars(stage: Stage, questions: Questions, requests: int, *, seed: int = 
         list(pool.map(one, range(requests)))
     report.connections = requests
     report.frames = {"prefill-0 to decode-0": sum(liar.lies for liar in liars)}
-    judge_health(stage, questions, health, report)
+    health.judge(report)
     return report

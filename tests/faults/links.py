@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +19,9 @@ from typing import Literal
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.peer.key_files import new_secret
 from tests.faults.kills import wait_in_flight
-from tests.faults.load import SALVO, Questions, Tally, salvo, submit
-from tests.faults.reports import HitReport
-from tests.faults.stage import DEADLINES, Place, Stage, StageOptions, wait_until
+from tests.faults.load import Questions, Traffic
+from tests.faults.reports import HitReport, progress
+from tests.faults.stage import DEADLINES, Place, StageOptions, wait_until
 
 Cut = Literal["down", "blackhole"]
 
@@ -36,7 +35,6 @@ CUTS: tuple[tuple[Cut, float, bool], ...] = (
 """How the wire is cut, for how many seconds, and whether in the middle of transfers."""
 
 _NOWHERE = "02:00:00:00:de:ad"
-_REST_TIMEOUT_S = 40.0
 _SERVING_TIMEOUT_S = 30.0
 
 
@@ -59,19 +57,19 @@ class Wire:
     def __enter__(self) -> Wire:
         try:
             for namespace in self.namespaces:
-                _ip("netns", "add", namespace)
-                _ip("-n", namespace, "link", "set", "lo", "up")
+                _ip(f"netns add {namespace}")
+                _ip(f"-n {namespace} link set lo up")
             near, far = self.namespaces
-            _ip("-n", near, "link", "add", "kvcw0", "type", "veth", "peer", "name", "kvcw1", "netns", far)
+            _ip(f"-n {near} link add kvcw0 type veth peer name kvcw1 netns {far}")
             for place, namespace in enumerate(self.namespaces):
-                _ip("-n", namespace, "addr", "add", f"{self.host(place)}/24", "dev", f"kvcw{place}")
-                _ip("-n", namespace, "link", "set", f"kvcw{place}", "up")
+                _ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
+                _ip(f"-n {namespace} link set kvcw{place} up")
                 ours, theirs = self._ours(place), f"kvcm{place}"
-                _ip("link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", namespace)
-                _ip("addr", "add", f"10.{202 + place}.{self._number}.1/24", "dev", ours)
-                _ip("link", "set", ours, "up")
-                _ip("-n", namespace, "addr", "add", f"{self.http_host(place)}/24", "dev", theirs)
-                _ip("-n", namespace, "link", "set", theirs, "up")
+                _ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
+                _ip(f"addr add 10.{202 + place}.{self._number}.1/24 dev {ours}")
+                _ip(f"link set {ours} up")
+                _ip(f"-n {namespace} addr add {self.http_host(place)}/24 dev {theirs}")
+                _ip(f"-n {namespace} link set {theirs} up")
         except BaseException:
             self._remove()
             raise
@@ -95,37 +93,20 @@ class Wire:
     @contextmanager
     def cut(self, how: Cut) -> Iterator[None]:
         """Within this block nothing passes: the link is down, or what is sent into it is swallowed."""
-        self.break_off(how)
+        places = list(enumerate(self.namespaces))
+        if how == "down":
+            _ip(f"-n {self.namespaces[1]} link set kvcw1 down")
+        else:
+            for place, namespace in places:
+                # An address that nobody has: everything leaves, and nothing arrives or is answered.
+                _ip(f"-n {namespace} neigh replace {self.host(1 - place)} lladdr {_NOWHERE} dev kvcw{place}")
         try:
             yield
         finally:
-            self.heal()
-
-    def break_off(self, how: Cut) -> None:
-        """Cut the wire."""
-        if how == "down":
-            _ip("-n", self.namespaces[1], "link", "set", "kvcw1", "down")
-            return
-        for place, namespace in enumerate(self.namespaces):
-            # An address that nobody has: everything leaves, and nothing arrives or is answered.
-            _ip(
-                "-n",
-                namespace,
-                "neigh",
-                "replace",
-                self.host(1 - place),
-                "lladdr",
-                _NOWHERE,
-                "dev",
-                f"kvcw{place}",
-            )
-
-    def heal(self) -> None:
-        """Make the wire carry again. Does no harm where it does already."""
-        for place, namespace in enumerate(self.namespaces):
-            with suppress(KVConnectError):
-                _ip("-n", namespace, "neigh", "del", self.host(1 - place), "dev", f"kvcw{place}")
-        _ip("-n", self.namespaces[1], "link", "set", "kvcw1", "up")
+            for place, namespace in places:
+                with suppress(KVConnectError):
+                    _ip(f"-n {namespace} neigh del {self.host(1 - place)} dev kvcw{place}")
+            _ip(f"-n {self.namespaces[1]} link set kvcw1 up")
 
     def _ours(self, place: int) -> str:
         return f"kvcm{place}x{self._number}"
@@ -133,9 +114,9 @@ class Wire:
     def _remove(self) -> None:
         for place, namespace in enumerate(self.namespaces):
             # A namespace lives until the last connection in it is over: its wire must not.
-            for arguments in (("link", "del", self._ours(place)), ("netns", "del", namespace)):
+            for command in (f"link del {self._ours(place)}", f"netns del {namespace}"):
                 with suppress(KVConnectError):
-                    _ip(*arguments)
+                    _ip(command)
 
 
 def unusable() -> str:
@@ -146,20 +127,20 @@ def unusable() -> str:
         return "making network namespaces needs root"
     probe = f"kvct{os.getpid()}"
     try:
-        _ip("netns", "add", probe)
+        _ip(f"netns add {probe}")
         try:
-            _ip("-n", probe, "link", "add", "kvct0", "type", "veth", "peer", "name", "kvct1")
+            _ip(f"-n {probe} link add kvct0 type veth peer name kvct1")
         finally:
-            _ip("netns", "del", probe)
+            _ip(f"netns del {probe}")
     except KVConnectError as error:
         return f"network namespaces are not permitted here: {error}"
     return ""
 
 
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+def _ip(command: str) -> None:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise KVConnectError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise KVConnectError(f"ip {command}: {done.stderr.strip()}")
 
 
 @dataclass
@@ -174,51 +155,42 @@ class LinkReport(HitReport):
 
 def link_stage(wire: Wire, engine: str, policy: str) -> StageOptions:
     """A pair over a wire, with a second prefill node on the decode node's side of it, and a key for all."""
-    extra = {"max_inflight_bytes": 4 << 20}
     return StageOptions(
         engine,
         policy=policy,
-        extra=extra,
+        extra={"max_inflight_bytes": 4 << 20},
         prefills=(wire.place(0), wire.place(1)),
         decodes=(wire.place(1),),
         environment={"KVCONNECT_KEY": new_secret()},
+        lengths=(1024, 777, 1024, 300),
+        # A load's deadline, quarantine, and slack.
+        deadline_s=DEADLINES["load_timeout_s"] + 15.0 + 10.0,
     )
 
 
-def run_cut(
-    stage: Stage,
-    questions: Questions,
-    wire: Wire,
-    how: Cut,
-    lasts_s: float,
-    *,
-    mid_transfer: bool = True,
-) -> LinkReport:
+def run_cut(questions: Questions, wire: Wire, how: Cut, lasts_s: float, mid_transfer: bool) -> LinkReport:
     """Cut the wire for ``lasts_s`` seconds, in the middle of transfers or before a new decode node meets P.
 
     Raises:
         KVConnectError: a node does not answer any more.
     """
+    stage = questions.stage
     when = "mid-transfer" if mid_transfer else "before they meet"
     report = LinkReport(stage.options.engine, f"{how} for {lasts_s:g} s, {when}", stage.options.policy)
-    tally = Tally()
-    with ThreadPoolExecutor(2 * SALVO) as pool:
+    with Traffic(questions) as traffic:
         if mid_transfer:
-            ended = salvo(questions, pool, tally, stage.prefill, stage.decode)
+            ended = traffic.salvo()
             seen = wait_in_flight(stage.decode)
             with wire.cut(how):
                 report.hits = int(seen and not all(future.done() for future in ended))
                 time.sleep(lasts_s)
         else:
-            handed = [(index, questions.prefill(stage.prefill, index)) for index in range(SALVO)]
+            handed = traffic.prefilled()
             stage.decode.kill()
             stage.decode.start()
             stage.decode.wait_ready()
             with wire.cut(how):
-                ended = [
-                    submit(questions, pool, tally, stage.decode.url, index, params)
-                    for index, params in handed
-                ]
+                ended = traffic.fetch(handed)
                 time.sleep(lasts_s)
             report.hits = len(ended)
         healed = time.monotonic()
@@ -226,12 +198,7 @@ def run_cut(
             future.result()
     wait_until(questions.are_fetched, _SERVING_TIMEOUT_S, "a fetch over the healed wire")
     report.healed_s = round(time.monotonic() - healed, 2)
-    if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
-        report.problems.append(problem)
-    report.take(tally)
+    report.problems += stage.rest_problems()
+    report.take(traffic.tally)
+    progress(f"{report.fault}: {len(report.problems)} problems")
     return report
-
-
-def link_deadline_s() -> float:
-    """By when a client over a cut wire must have its answer: a load's deadline, quarantine, and slack."""
-    return DEADLINES["load_timeout_s"] + 15.0 + 10.0

@@ -9,20 +9,18 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from tests.faults.load import Clients, Questions, Tally
+from tests.faults.load import Asked, Clients, Questions, Tally
 from tests.faults.reports import ServedReport, progress
 from tests.faults.stage import Actor, Place, Stage, StageOptions
 from tests.faults.stops import stopped
 
 _LOAD_S = 30.0
-_REST_TIMEOUT_S = 60.0
 _MOST_GROWTH_BYTES = 64 << 20
 _LONGEST_STOP_S = 9.0
 _ROUTER_REST_S = 7.0
@@ -41,52 +39,45 @@ class SoakReport(ServedReport):
     rss_mb: dict[str, list[int]] = field(default_factory=dict)
 
 
-def soak_stage(engine: str, policy: str = "recompute") -> StageOptions:
+def soak_stage(engine: str, policy: str) -> StageOptions:
     """Two pairs of nodes."""
     two = (Place(), Place())
-    extra = {"max_inflight_bytes": 4 << 20, "stream_min_tokens": 512}
     return StageOptions(
         engine,
         policy=policy,
-        extra=extra,
+        extra={"max_inflight_bytes": 4 << 20, "stream_min_tokens": 512},
         prefills=two,
         decodes=two,
         num_blocks=800,
         router=("--prefill-timeout-s", "25", "--decode-timeout-s", "40", "--connect-timeout-s", "2"),
+        flows=("sequential", "parallel"),
+        lengths=(1024, 777, 600, 300, 40, 17),
+        deadline_s=60.0,
     )
 
 
-def run_soak(
-    stage: Stage,
-    questions: Questions,
-    seconds: float,
-    *,
-    seed: int = 0,
-    clients: int = 3,
-) -> SoakReport:
+def run_soak(questions: Questions, seconds: float, *, seed: int = 0) -> SoakReport:
     """Load and faults for ``seconds``, with a pause after each half minute in which nothing may be left.
 
     Raises:
         KVConnectError: a process could not be started again.
     """
+    stage = questions.stage
     report = SoakReport(stage.options.engine)
     rng = random.Random(seed)
     tally, faults = Tally(), Counter[str]()
     started = time.monotonic()
     kept = [stage.prefills[1], stage.decodes[1], *stage.routers]
+    urls = [router.url for router in stage.routers]
     while time.monotonic() - started < seconds:
-        urls = [router.url for router in stage.routers]
-        with Clients(questions, urls, clients=clients, tally=tally), _Leaving(questions, urls) as leaving:
+        with Clients(questions, urls, tally, clients=3), _Leaving(questions, urls, tally, clients=1):
             until = time.monotonic() + min(_LOAD_S, seconds)
             while time.monotonic() < until:
-                name = _inject(stage, rng)
-                faults[name] += 1
+                faults[_inject(stage, rng)] += 1
                 time.sleep(rng.uniform(0.5, 3.0))
-        report.left += leaving.count
         for node in stage.nodes:
             node.wait_ready()
-        if problem := stage.at_rest_problem(_REST_TIMEOUT_S):
-            report.problems.append(f"at {time.monotonic() - started:.0f} s: {problem}")
+        report.problems += stage.rest_problems(60.0, f"at {time.monotonic() - started:.0f} s: ")
         time.sleep(_ROUTER_REST_S)
         for router in stage.routers:
             one = tally.add(questions.ask(router.url, rng.randrange(len(questions))))
@@ -101,21 +92,15 @@ def run_soak(
         )
     report.seconds = round(time.monotonic() - started, 1)
     report.faults = dict(faults)
+    report.left = tally.count("left")
     report.take(tally)
-    _judge(stage, report)
-    return report
-
-
-def _judge(stage: Stage, report: SoakReport) -> None:
+    report.problems += stage.own_errors()
     for name, values in report.rss_mb.items():
         # In the first pauses caches of libraries still fill.
         settled = values[len(values) // 4 :]
         if settled and (settled[-1] - settled[0]) << 20 > _MOST_GROWTH_BYTES:
             report.problems.append(f"{name} grew from {settled[0]} to {settled[-1]} MB")
-    for node in stage.nodes:
-        internal = node.metrics().get(("kvconnect_failures_total", (("reason", "internal"),)), 0)
-        if internal:
-            report.problems.append(f"{node.name} met {internal:.0f} errors of its own, see its log")
+    return report
 
 
 def _inject(stage: Stage, rng: random.Random) -> str:
@@ -133,37 +118,20 @@ def _inject(stage: Stage, rng: random.Random) -> str:
 
 
 def _kill(victim: Actor) -> str:
-    if not victim.url:
-        victim.wait_ready()
     victim.kill()
     victim.start()
     victim.wait_ready()
     return f"kill of {victim.name}"
 
 
-class _Leaving:
-    """A client that leaves before its answers are whole, again and again."""
+class _Leaving(Clients):
+    """Clients that leave before their answers are whole, again and again."""
 
-    def __init__(self, questions: Questions, urls: list[str]) -> None:
-        self.count = 0
-        self._questions = questions
-        self._urls = urls
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> _Leaving:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        rng = random.Random(0)
+    def _run(self, number: int) -> None:
+        rng, questions = random.Random(number), self._questions
         while not self._stop.wait(rng.uniform(0.1, 0.6)):
-            prompt = rng.choice(self._questions.prompts)
-            body = {"model": self._questions.model, "prompt": prompt, "max_tokens": 64, "stream": True}
+            prompt = rng.choice(questions.prompts)
+            body = {"model": questions.model, "prompt": prompt, "max_tokens": 64, "stream": True}
             parts = urlsplit(rng.choice(self._urls))
             connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5.0)
             with suppress(OSError, http.client.HTTPException):
@@ -171,5 +139,5 @@ class _Leaving:
                     "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
                 )
                 self._stop.wait(rng.uniform(0.0, 0.5))
-                self.count += 1
+                self._tally.add(Asked(0.0, "left"))
             connection.close()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
@@ -34,6 +34,9 @@ _NO_FAULT = ("peers", "inbound_peers")
 """What a worker's state counts that need not be zero at rest."""
 
 
+Side = Literal["prefill", "decode"]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a node runs: the address for caches, the one for HTTP, and the network namespace, if not ours."""
@@ -45,10 +48,11 @@ class Place:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """What is started. ``policy`` is the decode nodes' ``kv_load_failure_policy``.
+    """What is started, and what it is asked. ``policy`` is the decode nodes' ``kv_load_failure_policy``.
 
     ``extra`` is laid over ``DEADLINES`` in the nodes' ``kv_connector_extra_config``; there is a node for each
-    place.
+    place, and a router before all nodes for each of ``flows``. ``lengths`` are those of the prompts;
+    a client that waits for longer than ``deadline_s`` was not answered in time.
     """
 
     engine: str
@@ -60,6 +64,10 @@ class StageOptions:
     decodes: tuple[Place, ...] = (Place(),)
     num_blocks: int = 1200
     router: tuple[str, ...] = ()
+    flows: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (1024, 777, 1024, 1000)
+    max_tokens: int = 8
+    deadline_s: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -137,6 +145,8 @@ class Stage:
                 node.start()
             for node in self.nodes:
                 node.wait_ready()
+            for flow in self.options.flows:
+                self.add_router(flow)
         except BaseException:
             self.close()
             raise
@@ -159,6 +169,10 @@ class Stage:
     def decode(self) -> Actor:
         """The first decode node."""
         return self.decodes[0]
+
+    def first(self, side: Side) -> Actor:
+        """The first node of a side."""
+        return self.prefill if side == "prefill" else self.decode
 
     def add_router(
         self,
@@ -195,7 +209,7 @@ class Stage:
         single.kill()
         return expected
 
-    def at_rest_problem(self, timeout_s: float) -> str:
+    def rest_problems(self, timeout_s: float = 40.0, when: str = "") -> list[str]:
         """What the nodes still hold although nobody asks for anything; empty once it is nothing."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -207,8 +221,14 @@ class Stage:
                 except BadAnswer as error:
                     held[node.name] = {"state": str(error)}
             if not held or time.monotonic() > deadline:
-                return f"{timeout_s:g} s after the last request: {held}" if held else ""
+                return [f"{when}{timeout_s:g} s after the last request: {held}"] if held else []
             time.sleep(0.1)
+
+    def own_errors(self) -> list[str]:
+        """The nodes that met errors of their own."""
+        name = ("kvconnect_failures_total", (("reason", "internal"),))
+        counts = {node.name: node.metrics().get(name, 0) for node in self.nodes}
+        return [f"{name} met {n:.0f} errors of its own, see its log" for name, n in counts.items() if n]
 
     def tails(self) -> str:
         """The ends of all logs."""

@@ -65,8 +65,8 @@ def test_every_connection_says_something(kind):
 
 
 def test_a_wrong_or_late_answer_is_a_problem_and_a_refusal_is_not():
-    tally = Tally([Asked(0, 1, "exact"), Asked(0, 2, "refused", "no"), Asked(0, 9, "late", "x")])
-    tally.add(Asked(0, 1, "wrong", "y"))
+    tally = Tally([Asked(1, "exact"), Asked(2, "refused", "no"), Asked(9, "late", "x")])
+    tally.add(Asked(1, "wrong", "y"))
     assert tally.problems() == ["late after 9.00 s: x", "wrong after 1.00 s: y"]
     assert (tally.reasons(), tally.slowest_s) == ({"no": 1}, 9)
     assert percentile([3, 1, 2], 0.5) == 2

@@ -17,16 +17,16 @@ def test_no_thread_dies_and_honest_requests_go_on(engine, frames):
     # The ports that all engines have in common are attacked once.
     only = BATTERIES if engine == "mooncake" or frames > 1000 else ("insider", "engine")
     reports = run_batteries(engine, frames_per_s=1000.0, total=frames, windows=1, idle=CONNECTIONS, only=only)
-    assert tuple(report["battery"] for report in reports) == only
+    assert tuple(report.battery for report in reports) == only
     for report in reports:
-        assert report["problems"] == [], report["battery"]
-        if report["battery"] == "idle":
-            assert report["connections"] >= CONNECTIONS / 2
+        assert report.problems == [], report.battery
+        if report.battery == "idle":
+            assert report.connections >= CONNECTIONS / 2
             continue
-        assert sum(report["frames"].values()) >= frames
-        assert all(report["frames"].values()), "a port was not attacked"
-        assert report["honest"] > 0
-    names = [name for report in reports for name in report["frames"]]
+        assert sum(report.frames.values()) >= frames
+        assert all(report.frames.values()), "a port was not attacked"
+        assert report.honest > 0
+    names = [name for report in reports for name in report.frames]
     kinds = ["side channel", "engine"]
     if "http" in only:
         kinds += ["HTTP", "side channel, wrong key", "side channel, right key"]

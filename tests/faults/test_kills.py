@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.faults.kills import CLIENT_DEADLINE_S, kill_stage, run_kills
+from tests.faults.kills import kill_stage, run_kills
 from tests.faults.load import Questions
 from tests.faults.stage import Stage
 
@@ -12,10 +14,9 @@ from tests.faults.stage import Stage
 @pytest.fixture(scope="module")
 def pair(engine):
     # Of both policies, so that neither costs a pair more.
-    with Stage(kill_stage(engine, "recompute" if engine == "mooncake" else "fail")) as stage:
-        questions = Questions(stage, [600, 512, 40], max_tokens=8, deadline_s=CLIENT_DEADLINE_S, seed=1)
-        stage.add_router("parallel")
-        yield stage, questions
+    options = kill_stage(engine, "recompute" if engine == "mooncake" else "fail")
+    with Stage(replace(options, lengths=(600, 512, 40), flows=("parallel",))) as stage:
+        yield stage, Questions(stage, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +28,12 @@ def test_a_killed_side_costs_nothing_but_its_own_requests(pair, side, kills):
     stage, questions = pair
     other = stage.decode if side == "prefill" else stage.prefill
     survivor, starts = other.pid, other.starts
-    report = run_kills(stage, questions, side, kills, clients=1)
+    report = run_kills(questions, side, kills)
     assert report.problems == [], stage.tails()
     assert report.kills == kills
     assert report.hits >= kills / 2, "too few kills came in the middle of a transfer"
     assert (other.pid, other.starts) == (survivor, starts), "the other side needed no restart"
     assert len(report.usable_s) == kills, "what took its place was fetched from, or fetched, each time"
-    assert report.slowest_s <= CLIENT_DEADLINE_S
+    assert report.slowest_s <= stage.options.deadline_s
     if side == "prefill":
         assert report.failed_loads >= kills / 2

@@ -46,10 +46,10 @@ def test_a_decode_node_outlives_lies(requests):
 def test_a_problem_makes_the_command_fail(monkeypatch):
     stage = MagicMock(**{"tails.return_value": "the last lines of a log"})
     stage.__enter__.return_value = stage
-    monkeypatch.setattr("tests.faults.stage.Stage", lambda options: stage)
-    monkeypatch.setattr("tests.faults.load.Questions", lambda *_, **__: None)
-    found = HostileReport("nixl", problems=["decode-0 ended"])
-    monkeypatch.setattr("tests.faults.liars.run_liars", lambda *_, **__: found)
+    monkeypatch.setattr("tests.faults.__main__.Stage", lambda options: stage)
+    monkeypatch.setattr("tests.faults.__main__.Questions", lambda *_, **__: None)
+    found = HostileReport("liars", "nixl", problems=["decode-0 ended"])
+    monkeypatch.setattr("tests.faults.__main__.run_liars", lambda *_, **__: found)
     ran = CliRunner().invoke(app, ["liars"])
     assert ran.exit_code == 1
     assert json.loads(ran.stdout)["problems"] == ["decode-0 ended"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.faults.links import CUTS, Wire, link_deadline_s, link_stage, run_cut, unusable
+from tests.faults.links import CUTS, Wire, link_stage, run_cut, unusable
 from tests.faults.load import Questions
 from tests.faults.stage import DEADLINES, Stage
 
@@ -18,9 +20,8 @@ SHORT = [("down", 1.0, True), ("blackhole", 3.0, False)]
 def cut_off(engine):
     # Each policy with one of them.
     policy = "fail" if engine == "mooncake" else "recompute"
-    with Wire() as wire, Stage(link_stage(wire, engine, policy)) as stage:
-        questions = Questions(stage, [600, 512, 300], max_tokens=8, deadline_s=link_deadline_s(), seed=1)
-        yield stage, questions, wire
+    with Wire() as wire, Stage(replace(link_stage(wire, engine, policy), lengths=(600, 512, 300))) as stage:
+        yield stage, Questions(stage, seed=1), wire
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def cut_off(engine):
 @pytest.mark.timeout(300)
 def test_every_client_is_answered_and_the_pair_meets_again(cut_off, how, lasts_s, mid_transfer):
     stage, questions, wire = cut_off
-    report = run_cut(stage, questions, wire, how, lasts_s, mid_transfer=mid_transfer)
+    report = run_cut(questions, wire, how, lasts_s, mid_transfer)
     assert report.problems == [], stage.tails()
     assert report.hits or mid_transfer
     if not mid_transfer:

@@ -24,11 +24,10 @@ STOP_S = 3.5
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 @pytest.mark.timeout(300)
 def test_what_comes_late_goes_nowhere(engine, side, path):
-    options = stop_stage(engine, "fail", path)
+    options = stop_stage(engine, "fail", path, STOP_S)
     options = dataclasses.replace(options, extra={**options.extra, **SHORT})
     with Stage(options) as stage:
-        questions = Questions(stage, [1024, 777, 1024, 1000], max_tokens=48, deadline_s=30.0, seed=1)
-        report = run_stops(stage, questions, side, 1, stop_s=STOP_S)
+        report = run_stops(Questions(stage, seed=1), side, 1, stop_s=STOP_S)
         assert report.problems == [], stage.tails()
     assert report.hits == 1
     assert report.beside > 0
