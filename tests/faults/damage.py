@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvconnect.offload.disk.folder import FolderOwner, row_name
+from kvconnect.offload.disk.folder import row_name
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.record import HEADER_BYTES
 from tests.faults import disk_rows
@@ -49,35 +49,24 @@ def run_damage(path: Path, records: int, *, seed: int = 0) -> list[DamageReport]
             copy = path / "copy"
             shutil.copytree(whole, copy)
             here = {copy / file.relative_to(whole): record for file, record in spans.items()}
-            rng = random.Random(f"{seed} {kind} {when}")
-            reports.append(_damage_and_read(kind, when, copy, here, damage, rng, numbers))
+            tier = _open(copy) if when == "open" else None
+            damaged = damage(here, random.Random(f"{seed} {kind} {when}"))
+            reports.append(DamageReport(kind, when, len(damaged)))
+            _read(tier or _open(copy), numbers, damaged, reports[-1])
             shutil.rmtree(copy)
             progress(f"{kind}, {when}: {reports[-1].served} served, {reports[-1].wrong} wrong")
     return reports
 
 
-def _damage_and_read(
-    kind: str,
-    when: str,
-    path: Path,
-    spans: Spans,
-    damage: Callable[[Spans, random.Random], set[int]],
-    rng: random.Random,
-    numbers: Sequence[int],
-) -> DamageReport:
-    report = DamageReport(kind, when)
-    tier = _open(path) if when == "open" else None
-    damaged = damage(spans, rng)
-    tier = tier or _open(path)
-    right: set[int] = set()
-    wrong: set[int] = set()
-    for _ in range(2):
-        # What was wrong once is not there the second time.
-        right, wrong, failures = disk_rows.served(tier, numbers, _LONGEST_BYTES)
-        report.wrong += len(wrong)
-        for reason, times in failures.items():
-            report.failures[reason] = report.failures.get(reason, 0) + times
-    report.damaged, report.served = len(damaged), len(right)
+def _read(tier: DiskTier, numbers: Sequence[int], damaged: set[int], report: DamageReport) -> None:
+    """Read all rows, and close the tier."""
+    # What was wrong once is not there the second time.
+    _right, wrong, failures = disk_rows.served(tier, numbers, _LONGEST_BYTES)
+    report.wrong = len(wrong)
+    right, wrong, more_failures = disk_rows.served(tier, numbers, _LONGEST_BYTES)
+    report.wrong += len(wrong)
+    report.failures = dict(failures + more_failures)
+    report.served = len(right)
     report.missed = len(numbers) - len(right) - len(wrong)
     if report.wrong:
         report.problems.append(f"{report.wrong} rows that are wrong were served")
@@ -87,7 +76,6 @@ def _damage_and_read(
         report.problems.append("nothing was counted")
     if not tier.close():
         report.problems.append("the tier does not close")
-    return report
 
 
 def _edited(spans: Spans) -> Iterator[tuple[bytearray, int, int]]:
@@ -194,7 +182,7 @@ KINDS: dict[str, Callable[[Spans, random.Random], set[int]]] = {
 
 
 def _open(path: Path, namespace: str = disk_rows.NAMESPACE) -> DiskTier:
-    tier = DiskTier(path, FolderOwner(namespace), _LIMIT_BYTES, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES)
+    tier = disk_rows.open_tier(path, _LIMIT_BYTES, namespace)
     if not tier.recovered.wait(60.0):
         raise TimeoutError(f"{path} is not recovered after a minute")
     return tier

@@ -12,8 +12,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconnect.offload.disk.folder import FolderOwner
-from kvconnect.offload.disk.tier import DiskTier
 from tests.faults import disk_rows
 from tests.faults.reports import RowReport, progress
 
@@ -103,9 +101,7 @@ def _live(path: Path, life: int, limit_bytes: int, rng: random.Random) -> tuple[
 
 
 def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng: random.Random) -> None:
-    tier = DiskTier(
-        path, FolderOwner(disk_rows.NAMESPACE), limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES
-    )
+    tier = disk_rows.open_tier(path, limit_bytes)
     number = (life + 1) * _NUMBERS_PER_LIFE
     rows = disk_rows.numbered_rows(range(number, number + _ROWS_PER_JOB), _LONGEST_BYTES)
     while True:
@@ -126,18 +122,10 @@ def _write_until_killed(path: Path, life: int, limit_bytes: int, pipe: int, rng:
                 raise RuntimeError(f"rows {wrong} are wrong")
 
 
-def _look(
-    path: Path,
-    life: int,
-    limit_bytes: int,
-    acknowledged: list[int],
-    report: DiskKillReport,
-) -> None:
+def _look(path: Path, life: int, limit_bytes: int, acknowledged: list[int], report: DiskKillReport) -> None:
     """Open what a life left, and read all of it."""
     start = time.monotonic()
-    tier = DiskTier(
-        path, FolderOwner(disk_rows.NAMESPACE), limit_bytes, max_queued_bytes=disk_rows.MAX_QUEUED_BYTES
-    )
+    tier = disk_rows.open_tier(path, limit_bytes)
     try:
         if not tier.recovered.wait(60.0):
             report.problems.append(f"life {life}: not recovered after a minute")
@@ -149,7 +137,7 @@ def _look(
         news = tier.poll()
         there = sorted(disk_rows.number_of(content) for content in news.added)
         right, wrong, failures = disk_rows.served(tier, there, _LONGEST_BYTES)
-        failures = Counter(news.failures) + Counter(failures)
+        failures.update(news.failures)
         report.failures = dict(Counter(report.failures) + failures)
         report.torn += failures["disk_torn"]
         report.corrupt += len(there) - len(right) - len(wrong)

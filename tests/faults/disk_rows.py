@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from kvconnect.offload.disk.folder import FolderOwner
 from kvconnect.offload.disk.tier import DiskTier
 from kvconnect.offload.tier import Content, TierRow
 
@@ -17,7 +19,12 @@ NAMESPACE = hashlib.sha256(b"python -m tests.faults disk").hexdigest()
 OTHER_NAMESPACE = hashlib.sha256(b"another").hexdigest()
 _WORD = np.uint64(0x9E3779B97F4A7C15)
 _RUN_S = 60.0
-MAX_QUEUED_BYTES = 64 << 20
+_MAX_QUEUED_BYTES = 64 << 20
+
+
+def open_tier(path: Path, limit_bytes: int, namespace: str = NAMESPACE) -> DiskTier:
+    """A tier, which recovers what is there."""
+    return DiskTier(path, FolderOwner(namespace), limit_bytes, max_queued_bytes=_MAX_QUEUED_BYTES)
 
 
 def content_of(number: int) -> Content:
@@ -47,18 +54,17 @@ def numbered_rows(numbers: Iterable[int], longest: int) -> list[TierRow]:
     return [TierRow(*content_of(number), memoryview(bytes_of(number, longest))) for number in numbers]
 
 
-def finish(tier: DiskTier, kind: str, job: int) -> tuple[tuple[Content, ...], dict[str, int]]:
+def finish(tier: DiskTier, kind: str, job: int) -> tuple[tuple[Content, ...], Counter[str]]:
     """Wait for a job; what its report names, and the failures told meanwhile.
 
     Raises:
         TimeoutError: it is not reported.
     """
     deadline = time.monotonic() + _RUN_S
-    failures: dict[str, int] = {}
+    failures = Counter[str]()
     while time.monotonic() < deadline:
         news = tier.poll()
-        for reason, times in news.failures.items():
-            failures[reason] = failures.get(reason, 0) + times
+        failures.update(news.failures)
         told = getattr(news, kind)
         if job in told:
             return told[job], failures
@@ -66,7 +72,7 @@ def finish(tier: DiskTier, kind: str, job: int) -> tuple[tuple[Content, ...], di
     raise TimeoutError(f"{kind} {job} was never reported: {tier.state()}")
 
 
-def served(tier: DiskTier, numbers: Sequence[int], longest: int) -> tuple[set[int], set[int], dict[str, int]]:
+def served(tier: DiskTier, numbers: Sequence[int], longest: int) -> tuple[set[int], set[int], Counter[str]]:
     """Read numbered rows: those that are right, those that are wrong, and what failed."""
     rows = [
         TierRow(*content_of(number), memoryview(bytearray(length_of(number, longest)))) for number in numbers

@@ -12,7 +12,7 @@ from typing import Literal
 from kvconnect.errors import KVConnectError
 from kvconnect.peer.key_files import new_secret
 from tests.faults import frames
-from tests.faults.attack import Attacker, Loris, Tap, Target
+from tests.faults.attack import Attacker, Tap, Target, loris
 from tests.faults.listeners import listeners
 from tests.faults.load import ASK_FOR_KV, Clients, Questions, Tally, percentile
 from tests.faults.nursery import is_running
@@ -202,9 +202,8 @@ def run_loris(questions: Questions, targets: Sequence[Target], count: int) -> Ho
     report = HostileReport("idle", questions.stage.options.engine)
     _warm_up(questions)
     health = Health(questions)
-    with Loris(targets, count) as loris:
-        report.connections = len(loris)
-        beside = f"beside {len(loris)} idle connections"
+    with loris(targets, count) as report.connections:
+        beside = f"beside {report.connections} idle connections"
         report.problems += questions.unserved(beside, range(len(questions)))
     health.judge(report)
     return report

@@ -51,7 +51,7 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks. Leaving its ``with`` block ends it, and all that it started."""
+    """The process that forks."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", _MODULE]
@@ -60,23 +60,12 @@ class Nursery:
         self._child.start()
         self._process = cast("subprocess.Popen[str]", self._child.process)
 
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def start(
-        self,
-        arguments: Sequence[str],
-        log: Path,
-        *,
-        namespace: str = "",
-        environment: Mapping[str, str] | None = None,
+        self, arguments: Sequence[str], log: Path, *, namespace: str, environment: Mapping[str, str]
     ) -> Forked:
         """Run ``kvconnect ARGUMENTS`` with its output appended to ``log``, and return at once.
 
-        ``namespace`` is the name of a network namespace; ``environment`` is set in that process only.
+        ``namespace`` names a network namespace, if not ours; ``environment`` is set in that process only.
 
         Raises:
             KVConnectError: the nursery ended.
@@ -85,7 +74,7 @@ class Nursery:
             "arguments": list(arguments),
             "log": str(log),
             "namespace": namespace,
-            "environment": dict(environment or {}),
+            "environment": dict(environment),
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
