@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,8 +23,8 @@ class Summary:
     seeds: int = 0
     steps: int = 0
     simulated_s: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     violations: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -31,9 +32,8 @@ class Summary:
         self.seeds += 1
         self.steps += outcome.steps
         self.simulated_s += outcome.seconds
-        for total, more in ((self.counts, outcome.counts), (self.reasons, outcome.reasons)):
-            for what, count in more.items():
-                total[what] = total.get(what, 0) + count
+        self.counts.update(outcome.counts)
+        self.reasons.update(outcome.reasons)
         if outcome.invariant:
             self.violations.append(outcome)
 
@@ -44,7 +44,7 @@ def run_seeds(first_seed: int, seeds: int, jobs: int) -> Iterator[Outcome]:
     if jobs <= 1:
         _prepare()
         for seed in numbers:
-            yield _run_one(seed)
+            yield from _run_part([seed])
         return
     # Forked children would share the parent's torch threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -60,11 +60,5 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run_part(seeds: range) -> list[Outcome]:
-    return [_run_one(seed) for seed in seeds]
-
-
-def _run_one(seed: int) -> Outcome:
-    outcome = run_seed(seed)
-    outcome.trace = []
-    return outcome
+def _run_part(seeds: Iterable[int]) -> list[Outcome]:
+    return [replace(run_seed(seed), trace=[]) for seed in seeds]

@@ -6,6 +6,7 @@ but for the last ones, which look at their books when all should be over.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvconnect.engine.base import Batch
@@ -36,8 +37,8 @@ class Checks:
         self.world = world
         self.exceptions = Exceptions()
         self.scribbler: Scribbler | None = None
-        self.counts: dict[str, int] = {}
-        self.reasons: dict[str, int] = {}
+        self.counts = Counter[str]()
+        self.reasons = Counter[str]()
         self.failed: dict[str, str] = {}
         self._moved_at = world.now
         self._longest_wait_s = longest_wait_s
@@ -50,7 +51,7 @@ class Checks:
     def count(self, what: str, number: int = 1) -> None:
         """Some more of something, for the summary."""
         if number:
-            self.counts[what] = self.counts.get(what, 0) + number
+            self.counts[what] += number
 
     # What happens
 
@@ -132,7 +133,7 @@ class Checks:
             self.count("forged handles refused")
         else:
             self.failed[request.request_id] = why
-            self.reasons[why] = self.reasons.get(why, 0) + 1
+            self.reasons[why] += 1
 
     def committed(self, node: SimNode, request: Request) -> None:
         """A load succeeded: its KV is served from now on."""
@@ -181,7 +182,7 @@ class Checks:
     def nobody_reads(self, worker: SimWorker, owed: Owed) -> None:
         """1: P frees no block while anyone can still read it."""
         # Two prompts with one beginning share blocks, which stay where they are.
-        freed = frozenset(block for block in owed.blocks if worker.holders(block) == 1)
+        freed = frozenset(block for block in owed.blocks if worker.node.pool.holders(block) == 1)
         for batch, until in worker.engine.may_move.values():
             if until > self.world.now and worker.memory.blocks_at(batch.source, batch.length) & freed:
                 self.world.fail(
@@ -312,17 +313,14 @@ class Checks:
         most_bytes = config.max_inflight_bytes + max(
             config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes
         )
-        if asked > config.max_loads:
-            self._beyond(worker, "loads at once", asked, config.max_loads)
-        if in_flight > most_bytes:
-            self._beyond(worker, "bytes under way", in_flight, most_bytes)
-        if fetches > config.max_leases:
-            self._beyond(worker, "fetches that wait", fetches, config.max_leases)
-        if expected > config.max_leases:
-            self._beyond(worker, "prefills that are expected", expected, config.max_leases)
-
-    def _beyond(self, worker: SimWorker, what: str, found: int, most: int) -> None:
-        self.world.fail("within_bounds", f"{worker.who}: {found} {what}, the bound is {most}")
+        for what, found, most in (
+            ("loads at once", asked, config.max_loads),
+            ("bytes under way", in_flight, most_bytes),
+            ("fetches that wait", fetches, config.max_leases),
+            ("prefills that are expected", expected, config.max_leases),
+        ):
+            if found > most:
+                self.world.fail("within_bounds", f"{worker.who}: {found} {what}, the bound is {most}")
 
     def slots_add_up(self, worker: SimWorker) -> None:
         """5: a slot is free, or somebody has it."""

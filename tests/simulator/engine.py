@@ -21,6 +21,7 @@ from tests.simulator.world import World
 
 if TYPE_CHECKING:
     from tests.simulator.checks import Checks
+    from tests.simulator.scenario import NodePlan
 
 
 @dataclass
@@ -58,22 +59,17 @@ class SimEngine(FaultyEngine):
         self,
         world: World,
         who: str,
-        faults: EngineFaults,
+        plan: NodePlan,
         watch: Checks,
         wake: Callable[[], None],
-        *,
-        max_copies: int,
-        max_bytes: int,
-        max_batches_per_peer: int,
     ) -> None:
         super().__init__(
             clock=world.clock,
-            max_copies=max_copies,
-            max_bytes=max_bytes,
-            max_batches_per_peer=max_batches_per_peer,
+            max_copies=plan.max_copies,
+            max_bytes=plan.max_bytes,
+            max_batches_per_peer=plan.max_batches,
         )
-        self.who = who
-        self.faults = faults
+        self.who, self.faults = who, plan.engine_faults
         self.may_move: dict[int, tuple[Batch, float]] = {}
         self.is_closed = False
         self.registration = 0

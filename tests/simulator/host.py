@@ -11,7 +11,6 @@ from tests.simulator.network import Network
 from tests.simulator.node import SimNode
 from tests.simulator.request import Request
 from tests.simulator.scenario import NodePlan
-from tests.simulator.world import World
 
 
 class Host:
@@ -20,12 +19,12 @@ class Host:
     ``handle`` is the last one that a router saw of it and vouches for its address; empty where none expires.
     """
 
-    def __init__(self, world: World, network: Network, checks: Checks, plan: NodePlan) -> None:
+    def __init__(self, network: Network, checks: Checks, plan: NodePlan) -> None:
         self.plan = plan
         self.past: list[SimNode] = []
         self.handle = ""
-        self._world, self._network, self._checks = world, network, checks
-        self.node = SimNode(world, network, checks, plan, 1)
+        self._world, self._network, self._checks = network.world, network, checks
+        self.node = SimNode(network, checks, plan, 1)
 
     @property
     def port(self) -> int:
@@ -69,7 +68,7 @@ class Host:
             ports = self.node.ports if self.plan.keeps_ports else ()
             number = len(self.past) + 1
             self._world.note(self.plan.host, "starts", number)
-            self.node = SimNode(self._world, self._network, self._checks, self.plan, number, ports)
+            self.node = SimNode(self._network, self._checks, self.plan, number, ports)
 
     def stop(self) -> None:
         """SIGSTOP."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,38 +25,26 @@ from tests.simulator.shapes import (
     STATE_SIZE,
     WINDOW_TOKENS,
     Layer,
-    Model,
-    Shape,
 )
+
+if TYPE_CHECKING:
+    from tests.simulator.scenario import NodePlan
 
 _ALIGN_BYTES = 64
 BlockIds = Sequence[Sequence[int]]
 
 
 class RankMemory:
-    """The memory of one rank.
+    """The memory of one rank: without slots it has none to calibrate a link with either."""
 
-    Args:
-        num_blocks: logical blocks, the null block included.
-        slot_bytes, num_slots: slots for each direction; none with 0.
-        scratch_bytes: what a link is calibrated with; none with 0.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        shape: Shape,
-        num_blocks: int,
-        rank: int,
-        world_size: int,
-        *,
-        slot_bytes: int,
-        num_slots: int,
-        scratch_bytes: int,
-    ) -> None:
-        self.model, self.shape, self.num_blocks = model, shape, num_blocks
-        self.heads = shard_heads(HEADS, rank, world_size)
-        self.config = shape.config(model, num_blocks, len(self.heads))
+    def __init__(self, plan: NodePlan, rank: int) -> None:
+        model, shape = plan.model, plan.shape
+        num_slots = plan.extra.num_slots if plan.extra.has_slots else 0
+        self.model, self.shape, self.num_blocks = model, shape, plan.num_blocks
+        self.slot_bytes = slot_bytes = plan.slot_bytes if num_slots else 0
+        self.scratch_bytes = scratch_bytes = plan.scratch_bytes if num_slots else 0
+        self.heads = shard_heads(HEADS, rank, plan.world_size)
+        self.config = shape.config(model, plan.num_blocks, len(self.heads))
         self._ratio = shape.block_tokens // shape.kernel_tokens
         sizes = [self._layer_bytes(layer) for layer in model.layers]
         slots = slot_bytes * num_slots
@@ -77,36 +66,32 @@ class RankMemory:
         self.landing = tuple(self.address + place + slot_bytes * index for index in range(num_slots))
         self.send = tuple(self.address + place + slots + slot_bytes * index for index in range(num_slots))
         self.scratch_address = self.address + place + 2 * slots if scratch_bytes else 0
-        self.scratch_bytes = scratch_bytes
         self._bytes: Bytes = self._memory.numpy()
         self._bytes[:] = noise(rank + 7, 4096).repeat(-(-total // 4096))[:total]
 
+    def _block_bytes(self, layer: Layer) -> int:
+        row_bytes = layer.row_bytes if layer.kind in ("latent", "state") else len(self.heads) * HEAD_BYTES
+        return row_bytes * (1 if layer.kind == "state" else self.shape.block_tokens)
+
     def _layer_bytes(self, layer: Layer) -> int:
-        tokens = 1 if layer.kind == "state" else self.shape.block_tokens
-        row = layer.row_bytes if layer.kind in ("latent", "state") else len(self.heads) * HEAD_BYTES
-        size = self.num_blocks * tokens * row
-        return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        return -(-self.num_blocks * self._block_bytes(layer) // _ALIGN_BYTES) * _ALIGN_BYTES
 
     def _tensor(self, layer: Layer, raw: torch.Tensor) -> CacheTensor:
-        values = raw.view(DTYPE)
-        if layer.kind == "state":
-            tensor, axes = (
-                values[: self.num_blocks * STATE_SIZE].view(self.num_blocks, STATE_SIZE),
-                "block content",
-            )
-            self._views[layer.name] = tensor.view(torch.uint8).numpy()
-            return CacheTensor(tensor, axes)
         count, tokens = self.num_blocks * self._ratio, self.shape.kernel_tokens
-        if layer.kind == "latent":
-            tensor = values[: count * tokens * LATENT_SIZE].view(count, tokens, LATENT_SIZE)
-            self._views[layer.name] = tensor.view(torch.uint8).numpy()
-            return CacheTensor(tensor, "block token content")
-        width, heads = 2 * HEAD_SIZE, len(self.heads)
-        order = (count, heads, tokens, width) if self.shape.head_first else (count, tokens, heads, width)
-        tensor = values[: count * tokens * heads * width].view(order)
+        heads, width, is_swapped = len(self.heads), 2 * HEAD_SIZE, False
+        order: tuple[int, ...]
+        match layer.kind:
+            case "state":
+                order, axes = (self.num_blocks, STATE_SIZE), "block content"
+            case "latent":
+                order, axes = (count, tokens, LATENT_SIZE), "block token content"
+            case _ if self.shape.head_first:
+                order, axes, is_swapped = (count, heads, tokens, width), "block head token content", True
+            case _:
+                order, axes = (count, tokens, heads, width), "block token head content"
+        tensor = raw.view(DTYPE)[: math.prod(order)].view(order)
         view = tensor.view(torch.uint8).numpy()
-        self._views[layer.name] = view.transpose(0, 2, 1, 3) if self.shape.head_first else view
-        axes = "block head token content" if self.shape.head_first else "block token head content"
+        self._views[layer.name] = view.transpose(0, 2, 1, 3) if is_swapped else view
         return CacheTensor(tensor, axes)
 
     def _rows(self, layer: Layer, prompt: Prompt, start: int, stop: int) -> Bytes:
@@ -149,12 +134,9 @@ class RankMemory:
             mine = ids[self._groups[layer.kind]]
             view = self._views[layer.name]
             if layer.kind == "state":
-                if not later and not np.array_equal(
-                    view[mine[-1]], state_of(prompt, layer.number, num_tokens, layer.row_bytes)
-                ):
-                    return (
-                        f"{layer.name}: the state in block {mine[-1]} is not that after {num_tokens} tokens"
-                    )
+                state = state_of(prompt, layer.number, num_tokens, layer.row_bytes)
+                if not later and not np.array_equal(view[mine[-1]], state):
+                    return f"{layer.name}: in block {mine[-1]} is not the state after {num_tokens} tokens"
                 continue
             start = max(0, num_tokens - WINDOW_TOKENS + 1) if layer.kind == "window" else 0
             block, row = self._places(mine, start, num_tokens)
@@ -196,9 +178,7 @@ class RankMemory:
             size = self._layer_bytes(layer)
             inside = (low < place + size) & (low + lengths > place)
             if inside.any():
-                tokens = 1 if layer.kind == "state" else self.shape.block_tokens
-                row = layer.row_bytes if layer.kind in ("latent", "state") else len(self.heads) * HEAD_BYTES
-                page = tokens * row
+                page = self._block_bytes(layer)
                 first = (low[inside] - place) // page
                 last = (low[inside] + lengths[inside] - 1 - place) // page
                 for start, stop in zip(first.tolist(), last.tolist(), strict=True):

@@ -78,7 +78,7 @@ class Network:
         self.connections: list[Connection] = []
         self.listeners: list[Callable[[SimChannel, str, bytes], None]] = []
         self._by_far: dict[str, Connection] = {}
-        self._parted: set[tuple[str, str]] = set()
+        self._parted: set[frozenset[str]] = set()
         self._names = 0
         self._next_port = 1
 
@@ -108,14 +108,14 @@ class Network:
 
     def part(self, first: str, second: str) -> None:
         """From now on nothing gets through between two hosts; nobody is told."""
-        self._parted.add((min(first, second), max(first, second)))
+        self._parted.add(frozenset((first, second)))
         for connection in list(self.connections):
             if connection.up and self._is_parted(connection):
                 self._watch(connection)
 
     def join(self, first: str, second: str) -> None:
         """What is sent between two hosts gets through again, and so does what waited."""
-        self._parted.discard((min(first, second), max(first, second)))
+        self._parted.discard(frozenset((first, second)))
         for connection in list(self.connections):
             if connection.up and not self._is_parted(connection):
                 self._unstall(connection)
@@ -179,10 +179,7 @@ class Network:
         connection.opener.opened.pop(connection.link, None)
         self.connections.remove(connection)
         if connection.up:
-            self.world.after(1.0, lambda: self._lose(connection.far))
-
-    def _lose(self, far: str) -> None:
-        self._by_far.pop(far, None)
+            self.world.after(1.0, lambda: self._by_far.pop(connection.far, None))
 
     # What the network does
 
@@ -197,8 +194,7 @@ class Network:
         target = self.channels.get(connection.port)
         if target is None or not self._parted:
             return False
-        hosts = (connection.opener.host, target.host)
-        return (min(hosts), max(hosts)) in self._parted
+        return frozenset((connection.opener.host, target.host)) in self._parted
 
     def _connect(self, connection: Connection, epoch: int) -> None:
         if connection.dropped or connection.up or connection.epoch != epoch or connection.opener.closed:

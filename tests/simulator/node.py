@@ -24,7 +24,6 @@ from tests.simulator.pool import Pool
 from tests.simulator.reports import RankReports
 from tests.simulator.request import Request, Stage
 from tests.simulator.worker import SimWorker
-from tests.simulator.world import World
 
 if TYPE_CHECKING:
     from tests.simulator.checks import Checks
@@ -43,15 +42,10 @@ class SimNode:
     """
 
     def __init__(
-        self,
-        world: World,
-        network: Network,
-        checks: Checks,
-        plan: NodePlan,
-        number: int,
-        ports: tuple[int, ...] = (),
+        self, network: Network, checks: Checks, plan: NodePlan, number: int, ports: tuple[int, ...] = ()
     ) -> None:
-        self.world, self.checks, self.plan = world, checks, plan
+        self.network, self.checks, self.plan, self.number = network, checks, plan, number
+        self.world = world = network.world
         self.name = f"{plan.host}.{number}"
         self.is_dead = False
         self.is_stopped = False
@@ -60,25 +54,10 @@ class SimNode:
         self.config = TransferConfig(
             kv_role=plan.role, engine_id=engine_id, kv_connector_extra_config=plan.extra
         )
-        self.workers = [
-            SimWorker(
-                world,
-                network,
-                checks,
-                plan,
-                engine_id=engine_id,
-                incarnation=str(number),
-                rank=rank,
-                port=ports[rank] if ports else 0,
-                wake_node=self.wake,
-            )
-            for rank in range(plan.world_size)
-        ]
+        self.workers = [SimWorker(self, rank, ports[rank] if ports else 0) for rank in range(plan.world_size)]
         self.ports = tuple(worker.channel.port for worker in self.workers)
         cache = self.workers[0].memory.config
         self.pool = Pool(plan.num_blocks, self._spoil)
-        for worker in self.workers:
-            worker.holders = self.pool.holders
         self.blocks = Blocks(self.pool, cache.groups, plan.model.reuses_prefixes)
         handles = iter(range(1 << 40))
         longest = LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None

@@ -1,9 +1,12 @@
-"""What the simulator prints: progress, sums, and for a broken invariant all that is needed to see why."""
+"""The simulator's options, and what it prints: for a broken invariant all that is needed to see why."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,11 +19,27 @@ _LAST_EVENTS = 40
 _MOST_REASONS = 12
 
 
-def run_sim(*, seeds: int, first_seed: int, jobs: int, trace: bool, keep_going: bool) -> int:
-    """Run seeds and show what came of them. Returns the exit code: 1 if an invariant does not hold."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 2,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run the first seed only, and print every event of it.")
+    ] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Do not stop at the first seed that breaks an invariant.")
+    ] = False,
+) -> None:
+    """Simulate whole deployments with faults, seed by seed, and check that no invariant breaks."""
     console = Console()
     if trace:
-        return _replay(console, first_seed)
+        outcome = run_seed(first_seed)
+        _show(console, outcome, outcome.trace)
+        raise typer.Exit(1 if outcome.invariant else 0)
     summary, started = Summary(), time.perf_counter()
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -33,36 +52,27 @@ def run_sim(*, seeds: int, first_seed: int, jobs: int, trace: bool, keep_going: 
                 if not keep_going:
                     break
     _show_summary(console, summary, time.perf_counter() - started)
-    return 1 if summary.violations else 0
+    raise typer.Exit(1 if summary.violations else 0)
 
 
-def _replay(console: Console, seed: int) -> int:
-    outcome = run_seed(seed)
-    for event in outcome.trace:
+def _show(console: Console, outcome: Outcome, events: Sequence[Sequence[object]]) -> None:
+    """Events of a seed, what it stands for, and the invariant that it breaks."""
+    for event in events:
         console.print(format_event(event), markup=False, highlight=False, soft_wrap=True)
-    _show_scenario(console, outcome)
+    words = "; ".join(f"{name} {value}" for name, value in outcome.scenario.items())
+    console.print(f"seed {outcome.seed}: {words}", markup=False, soft_wrap=True)
     if outcome.invariant:
-        console.print(f"seed {seed} breaks {outcome.invariant}: {outcome.text}", markup=False, soft_wrap=True)
-    return 1 if outcome.invariant else 0
+        text = f"seed {outcome.seed} breaks {outcome.invariant}: {outcome.text}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _show_violation(console: Console, outcome: Outcome) -> None:
-    console.print(
-        f"seed {outcome.seed} breaks {outcome.invariant}: {outcome.text}", markup=False, soft_wrap=True
-    )
     again = run_seed(outcome.seed)
-    _show_scenario(console, again)
     console.print(f"the last {_LAST_EVENTS} events:")
-    for event in again.trace[-_LAST_EVENTS:]:
-        console.print(format_event(event), markup=False, highlight=False, soft_wrap=True)
+    _show(console, outcome, again.trace[-_LAST_EVENTS:])
     if again.invariant != outcome.invariant:
         console.print(f"run again it breaks {again.invariant or 'nothing'}: {again.text}", markup=False)
     console.print(f"replay: python -m tests.simulator --first-seed {outcome.seed} --trace")
-
-
-def _show_scenario(console: Console, outcome: Outcome) -> None:
-    words = "; ".join(f"{name} {value}" for name, value in outcome.scenario.items())
-    console.print(f"seed {outcome.seed}: {words}", markup=False, soft_wrap=True)
 
 
 def _show_summary(console: Console, summary: Summary, seconds: float) -> None:

@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.simulator.checks import Checks
@@ -34,8 +35,8 @@ class Outcome:
     invariant: str = ""
     text: str = ""
     scenario: dict[str, object] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
     trace: list[tuple[object, ...]] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
@@ -53,23 +54,16 @@ class Run:
         self.checks = Checks(self.world, max(extra.load_timeout_s, extra.lease_max_s))
         if self.scenario.has_stranger:
             self.checks.scribbler = Scribbler(self.world, random.Random(f"{seed} scribbles"))
-        self.hosts = {
-            plan.host: Host(self.world, self.network, self.checks, plan) for plan in self.scenario.nodes
-        }
+        self.hosts = {plan.host: Host(self.network, self.checks, plan) for plan in self.scenario.nodes}
         self.clients = [Client(self.world, self.hosts, plan) for plan in self.scenario.requests]
-        self.clients += self._thieves()
+        if (handles := self.scenario.handles) is not None:
+            self.clients += [
+                Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
+                for number, plan in enumerate(handles.replays)
+            ]
         for fault in self.scenario.faults:
             self.world.after(fault.start_s, functools.partial(self._begin, fault))
         self.world.after(FAULTS_S, self._heal)
-
-    def _thieves(self) -> list[Thief]:
-        handles = self.scenario.handles
-        if handles is None:
-            return []
-        return [
-            Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
-            for number, plan in enumerate(handles.replays)
-        ]
 
     def _begin(self, fault: FaultPlan) -> None:
         if not fault.aim:
@@ -203,9 +197,8 @@ def run_seed(seed: int) -> Outcome:
         run.end()
     outcome.scenario = run.scenario.describe()
     outcome.counts, outcome.reasons = run.checks.counts, run.checks.reasons
-    for client in run.clients:
-        for answer in client.outcome.split(",") if client.outcome else ():
-            outcome.counts[f"clients {answer}"] = outcome.counts.get(f"clients {answer}", 0) + 1
+    answers = ",".join(client.outcome for client in run.clients if client.outcome)
+    outcome.counts.update(f"clients {answer}" for answer in answers.split(",") if answer)
     outcome.trace, outcome.steps = run.world.trace, run.world.steps
     outcome.seconds = run.world.now - START_S
     return outcome

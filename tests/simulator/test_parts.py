@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import CreditGrant, Fetch, Landed, encode
 from kvconnect.scheduler.handles import Claims, Handles
 from tests.simulator.content import Prompt
+from tests.simulator.draw import draw_scenario
 from tests.simulator.grants import Grants
 from tests.simulator.lies import Liar
 from tests.simulator.memory import RankMemory
@@ -29,7 +31,8 @@ TOKENS = 13
 
 def memory_of(model, head_first: bool, rank: int = 0, world_size: int = 1) -> RankMemory:
     shape = Shape(4, 4 if model.has("state") else 2, head_first)
-    return RankMemory(model, shape, 24, rank, world_size, slot_bytes=256, num_slots=1, scratch_bytes=0)
+    node = draw_scenario(0, random.Random(0)).nodes[0]
+    return RankMemory(replace(node, model=model, shape=shape, num_blocks=24, world_size=world_size), rank)
 
 
 def blocks_of(model) -> list[list[int]]:

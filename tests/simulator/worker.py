@@ -30,12 +30,9 @@ from tests.simulator.lies import Liar
 from tests.simulator.memory import RankMemory
 from tests.simulator.pace import Pace
 from tests.simulator.stranger import LyingChannel
-from tests.simulator.world import World
 
 if TYPE_CHECKING:
-    from tests.simulator.checks import Checks
-    from tests.simulator.network import Network
-    from tests.simulator.scenario import NodePlan
+    from tests.simulator.node import SimNode
 
 _REGISTRY = CollectorRegistry()
 _POLL_S = 0.1
@@ -46,34 +43,15 @@ logger = logging.getLogger(__name__)
 
 
 class SimWorker:
-    """One rank.
+    """One rank, which listens at ``port``, or at a free one if that is 0."""
 
-    Args:
-        engine_id, incarnation: of the process that it is.
-        wake_node: called when results are waiting.
-
-    ``holders`` says how many requests of the node hold a block.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        network: Network,
-        checks: Checks,
-        plan: NodePlan,
-        *,
-        engine_id: str,
-        incarnation: str,
-        rank: int,
-        port: int,
-        wake_node: Callable[[], None],
-    ) -> None:
-        self.world, self.checks, self.plan, self.config = world, checks, plan, plan.extra
-        self.engine_id, self.incarnation, self.rank = engine_id, incarnation, rank
-        self.who = f"{plan.host}.{incarnation}.{rank}"
+    def __init__(self, node: SimNode, rank: int, port: int) -> None:
+        self.node, self.rank = node, rank
+        world, plan = node.world, node.plan
+        self.world, self.checks, self.plan, self.config = world, node.checks, plan, plan.extra
+        self.who = f"{node.name}.{rank}"
         self.is_dead = False
         self.is_drained = False
-        self.holders: Callable[[int], int] = lambda block: 1
         self._pace = Pace(world, self.step)
         self._is_polling = True
         self._results: list[Results] = []
@@ -81,41 +59,22 @@ class SimWorker:
         self._stopped_s = 0.0
         self._given_up: list[StagedChunk] = []
         self._ratio = plan.shape.block_tokens // plan.shape.kernel_tokens
-        slots = self.config.num_slots if self.config.has_slots else 0
-        self.slot_bytes = plan.slot_bytes if slots else 0
-        self.memory = RankMemory(
-            plan.model,
-            plan.shape,
-            plan.num_blocks,
-            rank,
-            plan.world_size,
-            slot_bytes=self.slot_bytes,
-            num_slots=slots,
-            scratch_bytes=plan.scratch_bytes if slots else 0,
-        )
+        self.memory = RankMemory(plan, rank)
+        self.slot_bytes = self.memory.slot_bytes
         self.packing = Stream(world, plan.kernel_s, self.device_moved)
-        self.engine = SimEngine(
-            world,
-            self.who,
-            plan.engine_faults,
-            checks,
-            self.wake,
-            max_copies=plan.max_copies,
-            max_bytes=plan.max_bytes,
-            max_batches_per_peer=plan.max_batches,
-        )
+        self.engine = SimEngine(world, self.who, plan, self.checks, self.wake)
         self.engine.register([Span(self.memory.address, self.memory.length_bytes)])
         first = world.random.randrange(1, 1 << 61)
         self.landing = SlotPool(self.memory.landing, self.slot_bytes, first)
         self.send = SlotPool(self.memory.send, self.slot_bytes, first + (1 << 40))
         self.is_strange = plan.is_stranger
         make = functools.partial(LyingChannel, liar=self._liar()) if plan.is_stranger else SimChannel
-        self.channel = network.channel(plan.host, self.wake, port, make)
+        self.channel = node.network.channel(plan.host, self.wake, port, make)
         self.metrics = Metrics(_REGISTRY)
         self.reports = Reports(rank)
-        self.reports.wake = wake_node
+        self.reports.wake = node.wake
         self.transfers = self._make_transfers()
-        checks.begin(self)
+        self.checks.begin(self)
 
     def _liar(self) -> Liar:
         transfers = tuple(f"transfer:t{number}" for number in range(6))
@@ -145,8 +104,8 @@ class SimWorker:
 
     def _introduction(self) -> Introduction:
         return Introduction(
-            engine_id=self.engine_id,
-            incarnation=f"{self.incarnation}.{self.rank}",
+            engine_id=self.node.config.engine_id,
+            incarnation=f"{self.node.number}.{self.rank}",
             rank=self.rank,
             meaning=CacheMeaning("simulated", self.plan.model.num_heads, self.plan.world_size),
             engine="memory",

@@ -9,7 +9,7 @@ import heapq
 import random
 from collections.abc import Callable
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 START_S = 1000.0
 """When a run begins. Not zero, so that a time that nobody has set shows."""
