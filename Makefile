@@ -27,7 +27,7 @@ demo: setup ## prove it: every engine with every model, token-exact against a si
 
 test: setup ## all tests
 	@echo "test: pytest over tests/"
-	@.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "$(MARKS)" $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(PYTEST_ARGS)
 
 test-vllm: setup ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@deploy/setup-vllm.sh

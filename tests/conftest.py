@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -16,3 +17,30 @@ torch.set_num_threads(1)
 # defined, so before anything imports one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+_LONGEST = (
+    "pack/test_casts.py",
+    "test_any_to_any.py",
+    "faults/test_hostile.py",
+    "engine/test_mooncake.py",
+    "offload/test_store_tier.py",
+    "test_cli.py",
+    "test_pair_streaming.py",
+    "simulator/test_planted.py",
+    "faults/test_kills.py",
+    "benchmarks/test_pair_load.py",
+    "pack/test_packer.py",
+    "benchmarks/test_transfer.py",
+    "offload/test_node_servers.py",
+    "faults/test_stops.py",
+    "engine/test_registry.py",
+    "test_pair_drain.py",
+    "test_wheel.py",
+)
+"""The files that take longest begin first, so that none of them ends long after all others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = os.path.dirname(__file__)
+    ranks = {os.path.join(here, *name.split("/")): rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
