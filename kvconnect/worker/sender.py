@@ -189,11 +189,12 @@ class Sender:
             in_flight[sending.peer] += len(sending.in_flight)
         most = self._engine.capabilities.max_batches_per_peer
         for sending in self.sendings.values():
-            while in_flight[sending.peer] < most and self._submit_next(sending, now):
+            while in_flight[sending.peer] < most and self._submit_next(sending, in_flight[sending.peer], now):
                 in_flight[sending.peer] += 1
 
-    def _submit_next(self, sending: Sending, now: float) -> bool:
-        if sending.error or self._in_flight_bytes >= self._config.max_inflight_bytes:
+    def _submit_next(self, sending: Sending, under_way: int, now: float) -> bool:
+        """Submit a batch, if there is one and room for it; ``under_way`` are those to its peer."""
+        if sending.error:
             return False
         if sending.lease is None and sending.in_flight:
             # Of a calibration each batch is alone on its way.
@@ -202,6 +203,10 @@ class Sender:
         if columns is None:
             return False
         source, target, length = columns
+        # A peer's first batch may exceed the bound: one that does not answer cannot hold all that is allowed.
+        more_bytes = int(length.sum()) if under_way else 0
+        if self._in_flight_bytes + more_bytes > self._config.max_inflight_bytes:
+            return False
         batch = Batch(
             batch_id=next(self._batch_ids),
             peer=sending.peer,

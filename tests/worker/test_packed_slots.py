@@ -243,9 +243,10 @@ def test_as_many_bytes_are_under_way_as_are_allowed():
     pair.assert_idle()
 
 
-def test_one_silent_decode_node_cannot_hold_all_send_slots():
-    """Its batches end by their timeout only; meanwhile others are sent to over the slots that are left."""
-    pair = crowded(4)
+@pytest.mark.parametrize("most_bytes", [1 << 30, 768, 1000, 1536])
+def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
+    """Its batches end by their timeout only; meanwhile others are sent to with what is left."""
+    pair = crowded(4, max_inflight_bytes=most_bytes, max_batch_bytes=min(768, most_bytes))
     other = pair.add("E")
     engine, submit = pair.prefill.engine, pair.prefill.engine.submit
 
