@@ -68,13 +68,17 @@ class Withdraw(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Keep these blocks until they were fetched or ``lease_s`` passed, then report the request sent."""
+    """Keep these blocks until they were fetched or ``lease_s`` passed, then report the request sent.
+
+    The last of its tokens was computed in ``step``, by the number of that step's orders.
+    """
 
     request_id: str
     handle: str
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
     lease_s: float
+    step: int
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -217,8 +221,13 @@ class Orders(_Parts, frozen=True):
     was under way: it is cancelled, and still reported, once their blocks are quiescent. ``failures`` are
     reasons to count: the scheduler half has no metrics of its own. Orders of one handle are carried out in
     this sequence: withdrawn, expected, preempted, progress, holds; and loads or let_go before awaited.
+
+    ``step`` counts the orders of one scheduler half: these come with step ``step``, and what they name was
+    given to the device before it. ``zeroes_loads``: the step may still zero what its loads and restores fill.
     """
 
+    step: int = 0
+    zeroes_loads: bool = False
     holds: tuple[Hold, ...] = ()
     loads: tuple[Load, ...] = ()
     let_go: tuple[LetGo, ...] = ()
@@ -231,6 +240,9 @@ class Orders(_Parts, frozen=True):
     progress: tuple[Progress, ...] = ()
     offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(astuple(self)[2:])
 
 
 class Results(_Parts, frozen=True):

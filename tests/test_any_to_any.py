@@ -124,7 +124,7 @@ def hand_over(prefill: World, decode: World, seed: int) -> None:
     for rank, worker in enumerate(prefill.workers):
         for layer, whole in model.items():
             prefill.fill(rank, layer, source, part(whole, layer, shard_heads(HEADS, rank, prefill.size)))
-        worker.start(Orders(holds=(Hold(name, name, TOKENS, (GroupBlocks(0, 0, source),), TIMEOUT_S),)))
+        worker.start(Orders(holds=(Hold(name, name, TOKENS, (GroupBlocks(0, 0, source),), TIMEOUT_S, 0),)))
     address = prefill.workers[0].address()
     load = Load(
         name,

@@ -93,6 +93,7 @@ class WorkerSide(Side):
                         asked.tokens,
                         self.cache.groups(index % asked.in_flight),
                         self._timeout_s,
+                        0,
                     )
                     for index, request_id in enumerate(asked.request_ids())
                 )

@@ -27,10 +27,20 @@ PEER = "peer"
 
 
 class SchedulerComposite(SchedulerHooks):
-    """What lives with a request scheduler. With neither part every answer is that there is nothing to do."""
+    """What lives with a request scheduler. With neither part every answer is that there is nothing to do.
 
-    def __init__(self, transfer: SchedulerConnector | None, offload: OffloadScheduler | None) -> None:
+    ``zeroes_loads``: the stack zeroes blocks that are loaded after ``before_step`` of the load's step.
+    """
+
+    def __init__(
+        self,
+        transfer: SchedulerConnector | None,
+        offload: OffloadScheduler | None,
+        *,
+        zeroes_loads: bool = False,
+    ) -> None:
         self.transfer, self.offload = transfer, offload
+        self._zeroes_loads = zeroes_loads
 
     @property
     def _parts(self) -> Sequence[SchedulerConnector | OffloadScheduler]:
@@ -75,9 +85,11 @@ class SchedulerComposite(SchedulerHooks):
 
     @property
     def due(self) -> Mapping[str, int]:
-        streamed = {} if self.transfer is None else self.transfer.due
+        sent = {} if self.transfer is None else self.transfer.due
         kept = {} if self.offload is None else self.offload.due
-        return {**kept, **streamed} if kept and streamed else kept or streamed
+        if not kept or not sent:
+            return kept or sent
+        return {**kept, **{name: min(due, kept.get(name, due)) for name, due in sent.items()}}
 
     def launched(self, step: Step) -> None:
         for part in self._parts:
@@ -102,6 +114,8 @@ class SchedulerComposite(SchedulerHooks):
 
     def build_orders(self) -> Orders:
         orders = Orders() if self.transfer is None else self.transfer.build_orders()
+        if self._zeroes_loads:
+            orders = msgspec.structs.replace(orders, zeroes_loads=True)
         if self.offload is None:
             return orders
         offload, failures = self.offload.build_orders(), self.offload.host.take_failures()
@@ -142,6 +156,7 @@ class WorkerComposite(WorkerHooks):
 
     def __init__(self, transfer: WorkerConnector | None, offload: OffloadWorker | None) -> None:
         self.transfer, self.offload = transfer, offload
+        self._last_use: Any = None
 
     @property
     def _parts(self) -> Sequence[WorkerConnector | OffloadWorker]:
@@ -162,14 +177,17 @@ class WorkerComposite(WorkerHooks):
             part.replace_weights(weights)
 
     def before_step(self, orders: Orders) -> None:
-        if self.transfer is not None and (orders.progress or orders.holds):
-            self.transfer.mark()
+        if self.transfer is not None:
+            self.transfer.before_step(orders)
         if self.offload is not None and orders.offload:
+            if orders.offload.restores and not orders.zeroes_loads:
+                self._last_use = self.offload.mark()
             self.offload.before_step(orders.offload)
 
     def start(self, orders: Orders) -> None:
         if self.offload is not None and orders.offload:
-            self.offload.start(orders.offload)
+            last_use, self._last_use = self._last_use, None
+            self.offload.start(orders.offload, last_use)
         if self.transfer is not None:
             alone = msgspec.structs.replace(orders, offload=_NO_OFFLOAD) if orders.offload else orders
             self.transfer.start(alone)

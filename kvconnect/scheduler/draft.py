@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OrdersDraft:
-    """Orders in the making, named as in ``Orders``; ``awaited`` by handle, since each replaces the last."""
+    """Orders in the making, named as in ``Orders``; ``awaited`` by handle, since each replaces the last.
+
+    ``step`` is that of the orders taken last, with which the device was given everything known so far.
+    """
 
     directory: list[RankAddress]
     holds: list[Hold] = field(default_factory=list)
@@ -33,6 +36,7 @@ class OrdersDraft:
 
     def __post_init__(self) -> None:
         self._parts = dict(vars(self))
+        self.step = 0
         self._logged: set[str] = set()
 
     def withdraw(self, handle: str, reason: str) -> None:
@@ -58,7 +62,8 @@ class OrdersDraft:
             taken["awaited"] = tuple(self.awaited.values())
         for part in self._parts.values():
             part.clear()
-        return Orders(**taken)
+        self.step += 1
+        return Orders(step=self.step, **taken)
 
 
 def blocks_of(

@@ -32,15 +32,17 @@ from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits
 class _Prefill:
     """One request that has not ended. ``handle`` is that of the transfer id that it owns.
 
-    ``has_blocks`` since it was admitted; ``is_stale`` once caches were reset after that. Of a prefill that is
-    streamed, in ``due``: ``known`` counts by group the positions that the workers know of, or will with
-    ``fresh``, the blocks of the next order.
+    ``has_blocks`` since it was admitted; ``is_stale`` once caches were reset after that. The device was given
+    ``computed`` of its tokens by the end of ``step``. Of a prefill that ``is_streamed``: ``known`` counts by
+    group the positions that the workers know of, or will with ``fresh``, the blocks of the next order.
     """
 
     handle: str = ""
     num_tokens: int = 0
     has_blocks: bool = False
     is_stale: bool = False
+    is_streamed: bool = False
+    step: int = 0
     known: dict[int, int] = field(default_factory=dict)
     fresh: dict[int, list[int]] = field(default_factory=dict)
     computed: int = 0
@@ -81,7 +83,7 @@ class PrefillRequests:
         tokens = {i: g.block_size for i, g in enumerate(groups) if g.has_cache and not g.is_state}
         self._streamed_groups = tokens if config.extra.has_slots and config.extra.stream_min_tokens else {}
         self.due: dict[str, int] = {}
-        """Requests that are streamed, all of them at any number of tokens."""
+        """Requests that are computed for others: once they are whole, and those that are streamed always."""
 
     def drain(self) -> None:
         """Hold nothing any more. From any thread."""
@@ -94,11 +96,14 @@ class PrefillRequests:
         return request.num_tokens
 
     def arrive(self, request: RequestView) -> None:
-        """Take note of a router's transfer id: a peer may fetch under it before the KV is there."""
-        params = transfer_params(request)
-        if not self._is_for_others(request) or params.get(TRANSFER_KEY) is None:
+        """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
+        if not self._is_for_others(request):
             return
+        params = transfer_params(request)
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
+        self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
+        if params.get(TRANSFER_KEY) is None:
+            return
         try:
             handle = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
         except PeerError as error:
@@ -116,9 +121,10 @@ class PrefillRequests:
             self._draft.withdraw(handle, self._refuse_full())
         else:
             self._owners[handle] = request_id
-            self._requests[request_id] = _Prefill(handle, num_tokens)
+            prefill.handle = handle
             self._draft.expected.append(handle)
             if self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+                prefill.is_streamed = True
                 self.due[request_id] = 0
 
     def admitted(self, request: RequestView) -> None:
@@ -127,12 +133,20 @@ class PrefillRequests:
             prefill = self._requests.setdefault(request.request_id, _Prefill())
             prefill.has_blocks, prefill.is_stale = True, False
             self.preempted(request.request_id)
+            self.due.setdefault(request.request_id, prefill.num_tokens)
 
     def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
         """A prefill has so many tokens now, and by group these blocks more than before."""
-        if request_id not in self.due:
+        prefill = self._requests.get(request_id)
+        if prefill is None:
             return
-        prefill = self._requests[request_id]
+        if prefill.is_streamed:
+            self._take_blocks(prefill, new_block_ids)
+        if prefill.computed < prefill.num_tokens:
+            prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
+            prefill.step = self._draft.step
+
+    def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
         for group, tokens in self._streamed_groups.items():
             ids, known = new_block_ids[group] if new_block_ids else (), prefill.known.get(group, 0)
             # What is beyond the prompt is never sent.
@@ -140,7 +154,6 @@ class PrefillRequests:
             if wanted:
                 prefill.fresh.setdefault(group, []).extend(wanted)
                 prefill.known[group] = known + len(wanted)
-        prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
 
     def preempted(self, request_id: str) -> None:
         """A prefill lost its blocks."""
@@ -148,14 +161,14 @@ class PrefillRequests:
         # Where the workers know nothing of it, and there is nothing to send yet, it is new all the same.
         if prefill is None or not (prefill.computed or prefill.known):
             return
-        if prefill.handle not in self._draft.preempted:
+        if prefill.is_streamed and prefill.handle not in self._draft.preempted:
             self._draft.preempted.append(prefill.handle)
         prefill.known, prefill.fresh, prefill.computed, prefill.computed_sent = {}, {}, 0, 0
 
     def ordered(self) -> None:
         """The draft is about to be taken: what went on is ordered, after what was preempted."""
-        for prefill in map(self._requests.__getitem__, self.due):
-            if not prefill.fresh and prefill.computed == prefill.computed_sent:
+        for prefill in self._requests.values():
+            if not prefill.is_streamed or not (prefill.fresh or prefill.computed > prefill.computed_sent):
                 continue
             groups = tuple(
                 GroupBlocks(group, prefill.known[group] - len(ids), tuple(ids))
@@ -180,7 +193,8 @@ class PrefillRequests:
             return False, None
         request_id = request.request_id
         prefill = self._requests.pop(request_id, None) or _Prefill()
-        if self.due.pop(request_id, None) is not None and prefill.handle in self._draft.preempted:
+        self.due.pop(request_id, None)
+        if prefill.handle in self._draft.preempted:
             # What the workers do not know of it yet is void.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
@@ -191,7 +205,7 @@ class PrefillRequests:
             if (answer := self._answers.get(parent)) is not None:
                 params = dict(answer)
             else:
-                params, reason = self._hold(request, block_ids, prefill.handle)
+                params, reason = self._hold(request, block_ids, prefill)
                 if params is not None:
                     self._held[request_id] = prefill.handle
                     self._answers[parent] = dict(params)
@@ -212,7 +226,7 @@ class PrefillRequests:
         return {
             "held": len(self._held),
             "promised": len(self._owners),
-            "streaming": len(self.due),
+            "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
         }
 
@@ -225,11 +239,11 @@ class PrefillRequests:
         return reason
 
     def _hold(
-        self, request: RequestView, block_ids: BlockIdsByGroup, handle: str
+        self, request: RequestView, block_ids: BlockIdsByGroup, prefill: _Prefill
     ) -> tuple[dict[str, Any] | None, str]:
         """Hold a request: the parameters for D, or None and why it is not held."""
         # The last sampled token has no KV yet.
-        num_tokens, extra = request.num_tokens - 1, self._config.extra
+        num_tokens, extra, handle = request.num_tokens - 1, self._config.extra, prefill.handle
         if num_tokens < 1 or not any(any(ids) for ids in block_ids):
             return None, "the prompt left none"
         if self._draining:
@@ -242,7 +256,11 @@ class PrefillRequests:
         prompt = self._stack.prompt_digest(request, num_tokens) or b""
         token = self._sign(transfer_name(handle) if handle else self._new_handle(), num_tokens, prompt)
         groups = blocks_of(self._groups, block_ids, 0, num_tokens)
-        self._draft.holds.append(Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s))
+        # A stack that runs ahead has given the device more steps since then.
+        step = prefill.step if prefill.computed >= num_tokens else self._draft.step
+        self._draft.holds.append(
+            Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
+        )
         # What the router passes on to D: the shape that routers know, and our handle.
         params = {
             "do_remote_prefill": True,

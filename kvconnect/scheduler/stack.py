@@ -181,7 +181,7 @@ class WorkerHooks(Protocol):
     """The half of a connector that lives with the tensors of one rank."""
 
     def before_step(self, orders: Orders) -> None:
-        """Take note of what was computed so far, and read what the step may overwrite."""
+        """Mark on the device where the step begins, and read what it may overwrite. Of every step."""
 
     def start(self, orders: Orders) -> None:
         """Begin what was ordered. Never waits."""

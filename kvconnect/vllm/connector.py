@@ -49,6 +49,9 @@ _DRAIN_S = 3.0
 """How long vLLM is kept from ending: about as long as it waits for its workers."""
 _DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
+_ZEROES_LOADS = not hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+"""vLLM before 0.32 zeroes all new blocks with the step that orders a load, those of the load too."""
+
 _NOTHING_YET = SchedulerComposite(None, None)
 
 # It may be configured by its module, and under a MultiConnector, which looks for it by name all the same.
@@ -78,7 +81,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = False
-        self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
+        is_zeroed_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
+        self._steps = Steps(is_zeroed_first=is_zeroed_first)
+        self._zeroes_loads = _ZEROES_LOADS and not is_zeroed_first
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._worker = WorkerComposite(None, None)
         self._own: AddressMetadata | None = None
@@ -261,7 +266,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Called before a step's kernels are launched, which may overwrite blocks that are to be stored.
 
-        What the orders call computed was launched before. What ``start_load_kv`` records waits for this step.
+        All kernels of the steps before were launched, those of a draft model too, which run after a step's
+        tokens are known.
         """
         if isinstance(kv_connector_metadata, OrdersMetadata):
             self._check_weights(kv_connector_metadata)
@@ -283,11 +289,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Pages are written from where they lie, after the prefill."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved within a step.
-
-        A draft model's KV is written after the step's results are known, but an order to hold comes with a
-        later step: what is recorded on the device then comes after the draft's kernels too.
-        """
+        """Nothing is saved within a step: a draft model's KV is written after it."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests sent, received and failed since the last call."""
@@ -323,7 +325,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             if self._awaits_workers:
                 return _NOTHING_YET
-            self._scheduler = make_scheduler_half(self._vllm, self._cache, self._config, self._workers)
+            self._scheduler = make_scheduler_half(
+                self._vllm, self._cache, self._config, self._workers, zeroes_loads=self._zeroes_loads
+            )
             for request in self._early.values():
                 introduce(self._scheduler, request)
             self._early = {}

@@ -43,6 +43,8 @@ def make_scheduler_half(
     kv_cache_config: Any,
     config: TransferConfig,
     workers: Mapping[int, AddressMetadata],
+    *,
+    zeroes_loads: bool,
 ) -> SchedulerComposite:
     """The scheduler half, once the workers have announced themselves."""
     extra = config.extra
@@ -76,7 +78,7 @@ def make_scheduler_half(
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             clock=time.monotonic,
         )
-    return SchedulerComposite(transfer, offload)
+    return SchedulerComposite(transfer, offload, zeroes_loads=zeroes_loads)
 
 
 def make_worker_half(

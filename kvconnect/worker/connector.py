@@ -33,6 +33,7 @@ from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
+from kvconnect.worker.device_steps import DeviceSteps
 from kvconnect.worker.local import open_local
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.transfer_thread import TransferThread
@@ -101,7 +102,7 @@ class WorkerConnector:
         self._metrics = Metrics(registry)
         self._reports = Reports(rank)
         self._transfers: TransferThread | None = None
-        self._computed: Callable[[], bool] | None = None
+        self._steps = DeviceSteps(self._record)
         self._is_closed = False
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
@@ -203,21 +204,21 @@ class WorkerConnector:
         else:
             self._transfers.replace_weights(weights)
 
-    def mark(self) -> None:
-        """Take note of what the device was given so far: what the next orders call computed is part of it.
+    def before_step(self, orders: Orders) -> None:
+        """Mark where the step of these orders begins on the device; before its kernels are launched.
 
-        Optional, and for a serving stack that gives the device more before it can pass on orders.
+        What is held is computed in a step, the orders of which say nothing of it.
         """
-        self._computed = self._device_done()
+        if self._config.is_producer or orders.loads:
+            self._steps.begin(orders.step)
 
     def start(self, orders: Orders) -> None:
         """Take one step's orders, after the step's forward was launched. Never waits."""
-        computed, self._computed = self._computed, None
         if not orders:
             return
         if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        self._transfers.order(orders, self._device_done(), computed)
+        self._transfers.order(orders, self._steps.finished)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
@@ -292,7 +293,7 @@ class WorkerConnector:
             opened.callback(self._channel.close)
             opened.callback(self._engine.close)
 
-    def _device_done(self) -> Callable[[], bool]:
+    def _record(self) -> Callable[[], bool]:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""
         if self._transfers is None or self._transfers.local.stream is None:
             return _always

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.worker.decode_side import DecodeSide
+from kvconnect.worker.device_steps import Finished
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
@@ -92,14 +93,16 @@ class TransferThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def order(
-        self, orders: Orders, ready: Callable[[], bool], computed: Callable[[], bool] | None = None
-    ) -> None:
-        """Queue one step's orders. ``ready`` returns whether the device is done with what they name.
-
-        ``computed`` returns that of what is held and what is streamed alone; left out, it is ``ready``.
-        """
-        self._call(lambda now: self._carry_out(orders, ready, computed or ready, now))
+    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
+        """Queue one step's orders. ``finished`` returns what says whether the device has finished a step."""
+        steps = {order.step for order in orders.holds}
+        if orders.progress or orders.loads:
+            steps.add(orders.step - 1)
+        if orders.loads and orders.zeroes_loads:
+            steps.add(orders.step)
+        # Here and now: an event is recorded on the caller's stream.
+        checks = {step: finished(step) for step in steps}
+        self._call(lambda now: self._carry_out(orders, checks, now))
 
     def replace_weights(self, weights: str) -> None:
         """Our introduction names other weights from now on: before the orders that are given after this."""
@@ -172,19 +175,18 @@ class TransferThread:
             # By the thread that used them, so that nothing is closed under a running call.
             release()
 
-    def _carry_out(
-        self, orders: Orders, ready: Callable[[], bool], computed: Callable[[], bool], now: float
-    ) -> None:
-        prefill, decode = self.prefill, self.decode
+    def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        prefill, decode, last = self.prefill, self.decode, orders.step - 1
+        last_use = orders.step if orders.zeroes_loads else last
         if orders.directory:
             prefill.inbound_peers.directory = orders.directory
         # In this order: a handle may be withdrawn, expected anew and held, all in one step.
         self._each("withdraw", orders.withdrawn, prefill.withdraw)
         self._each("expect", orders.expected, prefill.expect)
         self._each("preempt", orders.preempted, prefill.preempted)
-        self._each("report progress", orders.progress, lambda order: prefill.progress(order, computed))
-        self._each("hold", orders.holds, lambda order: prefill.hold(order, computed, now))
-        self._each("load", orders.loads, lambda order: decode.load(order, ready, now))
+        self._each("report progress", orders.progress, lambda order: prefill.progress(order, finished[last]))
+        self._each("hold", orders.holds, lambda order: prefill.hold(order, finished[order.step], now))
+        self._each("load", orders.loads, lambda order: decode.load(order, finished[last_use], now))
         self._each("let go", orders.let_go, lambda order: decode.let_go(order, now))
         self._each("await", orders.awaited, lambda order: decode.wait(order, now))
         self._each("abort", orders.aborted, decode.abort)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client import REGISTRY
 
-from kvconnect.orders import Orders
 from tests.node.node_harness import MODEL_NAMES, Client, check_pool, make_client, make_prompt
 
 BUDGET = 64
@@ -194,21 +193,3 @@ def test_a_node_that_opens_one_path_is_served_early_again_and_again_by_one_that_
     finally:
         for client in (prefill, decode):
             client.engine.worker.close()
-
-
-def test_what_is_computed_is_what_was_launched_before_the_mark():
-    client = node("P", "kv_producer")
-    worker, made, ordered = client.engine.worker.transfer, [], []
-    try:
-        worker._device_done = lambda: made.append(len(made)) or made[-1]
-        worker._transfers.order = lambda orders, ready, computed: ordered.append((ready, computed))
-        some = Orders(failures=("x",))
-        worker.mark()
-        worker.start(some)
-        worker.start(some)
-        worker.mark()
-        worker.start(Orders())
-        worker.start(some)
-        assert ordered == [(1, 0), (2, None), (4, None)]
-    finally:
-        worker.close()

@@ -16,13 +16,16 @@ from kvconnect.orders import (
     OffloadReport,
     Orders,
     RankAddress,
+    Restore,
     Results,
+    RowCopies,
     Seek,
 )
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
+from tests.offload.worker_kit import Rig
 
 FULL = (Kind(4),)
 HANDLES = Handles(b"secret")
@@ -212,8 +215,8 @@ def test_orders_reach_the_part_that_they_are_for():
     given = Orders(aborted=("r",), failures=("why",), offload=tiers)
     half.before_step(given)
     half.start(given)
-    assert offload.calls == [("before_step", tiers), ("start", tiers)]
-    assert transfer.calls == [("start", Orders(aborted=("r",), failures=("why",)))]
+    assert offload.calls == [("before_step", tiers), ("start", tiers, None)]
+    assert transfer.calls == [("before_step", given), ("start", Orders(aborted=("r",), failures=("why",)))]
     half.before_step(Orders())
     half.start(Orders(aborted=("r",)))
     assert len(offload.calls) == 2
@@ -241,3 +244,30 @@ def test_results_of_both_parts_come_back_once():
     assert half.results() == Results(sent=("f",))
     assert not WorkerComposite(None, offload).results()
     assert not WorkerComposite(transfer, None).results()
+
+
+def test_of_a_request_that_both_parts_wait_for_the_earlier_count_is_due():
+    stack, half = both("kv_producer")
+    request = request_of(stack, "r", range(64), {"do_remote_decode": True})
+    half.new_request(request)
+    half.update_after_alloc(request, IDS, 0)
+    assert half.transfer.due == {"r": 64}
+    assert half.due["r"] == half.offload.due["r"] < 64
+    assert half.due.keys() >= half.offload.due.keys()
+
+
+@pytest.mark.parametrize("zeroes_loads", [False, True])
+def test_a_restore_waits_for_its_step_only_where_that_zeroes_its_blocks(zeroes_loads):
+    rig, given, stage = Rig(), [], ["before the step"]
+    copier, half = rig.worker._copier, WorkerComposite(None, rig.worker)
+    restore = copier.restore
+    copier.mark = lambda: stage[-1]
+    copier.restore = lambda copies, after: given.append(after) or restore(copies)
+    order = Restore("r", (RowCopies(0, (1,), (0,)),))
+    orders = Orders(zeroes_loads=zeroes_loads, offload=OffloadOrders(restores=(order,)))
+    half.before_step(orders)
+    stage.append("after its launch")
+    half.start(orders)
+    rig.until(lambda: "r" in rig.received)
+    assert given == ["after its launch" if zeroes_loads else "before the step"]
+    rig.worker.close()

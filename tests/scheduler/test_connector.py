@@ -18,7 +18,7 @@ from kvconnect.orders import GroupBlocks, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Handles
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY, read_remote_prefill, read_transfer_id
-from kvconnect.scheduler.stack import StackTraits
+from kvconnect.scheduler.stack import Computed, StackTraits, Step
 
 ATTENTION = KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float16))
 STATE = KVCacheGroup(("s",), StateSpec(4096, ((4,),), (torch.float32,)))
@@ -254,7 +254,7 @@ def test_leases_have_a_bound():
 
 def test_the_directory_is_sent_once():
     prefill = connector()
-    assert prefill.build_orders() == Orders(directory=(RankAddress(0, "10.0.0.1", 5600),))
+    assert prefill.build_orders() == Orders(step=1, directory=(RankAddress(0, "10.0.0.1", 5600),))
     assert not prefill.build_orders()
     with pytest.raises(LocalError):
         SchedulerConnector(
@@ -378,3 +378,39 @@ def test_a_prefill_that_has_blocks_when_caches_are_reset_is_not_held(begins):
     )
     prefill.update_results(Results(sent=("p",)))
     assert set(prefill.state().values()) == {0}
+
+
+def ahead(num_tokens=40, **params):
+    """P, and a prompt that it computed in its first step; its second was launched before the results came."""
+    prefill = connector("kv_producer", stream_min_tokens=1000)
+    request = Request("p", num_tokens, {"do_remote_decode": True, **params})
+    prefill.new_request(request)
+    prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    assert prefill.build_orders().step == 1
+    assert prefill.due["p"] == (0 if params else num_tokens)
+    prefill.launched(Step([Computed("p", num_tokens, ([1, 2, 3],))]))
+    assert prefill.build_orders().step == 2
+    return prefill, request
+
+
+def held(prefill, request):
+    """Its answer has one token."""
+    request.num_tokens += 1
+    assert prefill.request_finished(request, ([1, 2, 3],), delivered=True)[0]
+    orders = prefill.build_orders()
+    assert not prefill.due
+    return orders.step, orders.holds[0].step
+
+
+@pytest.mark.parametrize(("num_tokens", "params"), [(40, {}), (4000, {TRANSFER_KEY: "t"})])
+def test_a_hold_names_the_step_that_computed_its_last_token(num_tokens, params):
+    assert held(*ahead(num_tokens, **params)) == (3, 1)
+
+
+def test_a_prompt_that_was_computed_anew_or_went_on_names_its_last_step():
+    prefill, request = ahead()
+    prefill.preempted("p")
+    assert held(prefill, request) == (3, 2)
+    prefill, request = ahead()
+    request.num_tokens += 1
+    assert held(prefill, request) == (3, 2)

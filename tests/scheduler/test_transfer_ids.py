@@ -52,7 +52,7 @@ def idle(half):
 def test_p_says_when_a_transfer_begins_and_holds_it_under_its_id():
     prefill = prefill_of()
     request = arrived(prefill)
-    assert prefill.build_orders() == Orders(expected=(HANDLE,))
+    assert prefill.build_orders() == Orders(step=2, expected=(HANDLE,))
     assert not prefill.build_orders()
     kept, params = finish(prefill, request)
     assert kept
@@ -148,7 +148,7 @@ def test_a_transfer_id_of_no_use_is_refused_on_both_sides(transfer_id, caplog):
         requests = [arrived(prefill, f"p{n}", params={**ON_P, TRANSFER_KEY: transfer_id}) for n in range(2)]
         assert [finish(prefill, request) for request in requests] == [(False, None)] * 2
     orders = prefill.build_orders()
-    assert orders == Orders(failures=("transfer_id", "transfer_id"))
+    assert orders == Orders(step=orders.step, failures=("transfer_id", "transfer_id"))
     assert sum("kv_transfer_params.transfer_id" in record.message for record in caplog.records) == 1
     assert idle(prefill)
     decode = connector("kv_consumer")
@@ -188,7 +188,7 @@ def test_a_transfer_id_in_use_belongs_to_the_first_request(caplog):
     assert "p2 has a transfer id that another request is using" in caplog.text
     assert finish(prefill, second, ([9],)) == (False, None)
     orders = prefill.build_orders()
-    assert orders == Orders(expected=(HANDLE,), failures=("transfer_id_in_use",))
+    assert orders == Orders(step=orders.step, expected=(HANDLE,), failures=("transfer_id_in_use",))
     assert finish(prefill, first)[0]
     third = arrived(prefill, "p3")
     assert finish(prefill, third) == (False, None), "in use until it was sent"

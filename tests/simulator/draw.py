@@ -147,6 +147,7 @@ def _draw_nodes(
                     recomputes=rng.random() < 0.5,
                     keeps_engine_id=rng.random() < 0.5,
                     keeps_ports=rng.random() < 0.7,
+                    runs_ahead=rng.random() < 0.5,
                 )
             )
     return nodes

@@ -17,6 +17,7 @@ from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.stack import Computed, LongestRequest, SchedulerHooks, StackTraits, Step
+from kvconnect.worker.device_steps import DeviceSteps
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
 from tests.simulator.pace import Pace
@@ -71,6 +72,7 @@ class SimNode:
         )
         self.connector: SchedulerHooks = SchedulerComposite(transfer, None)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
+        self.steps = DeviceSteps(self.device.mark)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -79,6 +81,9 @@ class SimNode:
         self.unsent: dict[str, Request] = {}
         self._inbox: list[Request] = []
         self._aborts: list[str] = []
+        # What the last step completed, and what the one before it did: results that a stack has not seen.
+        self._last_step: list[Request] = []
+        self._step_before: list[Request] = []
         self._reports = RankReports(plan.world_size)
         self._spoilt = 0
         self.wake()
@@ -162,6 +167,10 @@ class SimNode:
     def step(self) -> None:
         """Results, arrivals, a plan, the device, orders."""
         self._take_results()
+        ended, self._step_before, self._last_step = self._step_before, self._last_step, []
+        for request in ended:
+            if request.request_id in self.requests:
+                self._end(request, "done")
         arrived, self._inbox = self._inbox, []
         for request in arrived:
             self._arrive(request)
@@ -177,16 +186,17 @@ class SimNode:
         self._admit(budget)
         self._send_orders()
         self.checks.node_stepped(self)
-        if self.running:
+        if self.running or self._last_step or self._step_before:
             self._pace.at(self.world.now + self.plan.step_s)
         elif self.waiting:
             self._pace.at(self.world.now + _ASK_AGAIN_S)
 
     def _send_orders(self) -> None:
         orders = self.connector.build_orders()
+        self.steps.begin(orders.step)
         if orders:
             for worker in self.workers:
-                worker.order(orders, self.device.mark())
+                worker.order(orders, self.steps.finished)
 
     def _arrive(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -295,7 +305,10 @@ class SimNode:
             request.generated += 1
             if request.generated >= request.max_tokens:
                 self.running.remove(request)
-                self._end(request, "done")
+                if self.plan.runs_ahead:
+                    self._last_step.append(request)
+                else:
+                    self._end(request, "done")
 
     # Ends
 

@@ -65,7 +65,8 @@ class NodePlan:
     ``step_tokens`` bounds what a step computes, ``chunk_tokens`` what it computes of one request.
     ``kernel_s`` is what the device takes for a token or a chunk. ``keeps_engine_id`` and ``keeps_ports``: so
     it is after a restart. ``is_stranger``: it lies, and writes to slots that it was not granted.
-    ``longest_tokens`` is what a request has at most; 0 where no pool is small.
+    ``longest_tokens`` is what a request has at most; 0 where no pool is small. ``runs_ahead``: it begins a
+    step before it has the results of the last.
     """
 
     host: str
@@ -88,6 +89,7 @@ class NodePlan:
     recomputes: bool
     keeps_engine_id: bool
     keeps_ports: bool
+    runs_ahead: bool
     is_stranger: bool = False
     handles: HandlePlan | None = None
     longest_tokens: int = 0

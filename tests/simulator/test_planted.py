@@ -12,6 +12,8 @@ from kvconnect.peer.loss import Quarantine
 from kvconnect.scheduler.decode import DecodeRequests, EarlyLoads
 from kvconnect.scheduler.handles import Handles
 from kvconnect.worker.breaker import Breaker
+from kvconnect.worker.decode_side import DecodeSide
+from kvconnect.worker.device_steps import DeviceSteps
 from kvconnect.worker.fetch_service import FetchService
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.lease_book import LeaseBook
@@ -23,7 +25,6 @@ from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.sender import Sender
 from kvconnect.worker.slots import SlotEvent, SlotPool
-from kvconnect.worker.transfer_thread import TransferThread
 from tests.simulator.draw import draw_scenario
 from tests.simulator.engine import SimEngine
 from tests.simulator.run import run_seed
@@ -158,8 +159,19 @@ def reports_twice(patch):
 
 def sends_before_it_is_computed(patch):
     """P does not wait for the device."""
-    order = TransferThread.order
-    patch.setattr(TransferThread, "order", lambda self, orders, ready: order(self, orders, lambda: True))
+    patch.setattr(DeviceSteps, "finished", lambda self, step: lambda: True)
+
+
+def waits_for_the_step_before(patch):
+    """P takes the last step to be over when the one before it is."""
+    finished = DeviceSteps.finished
+    patch.setattr(DeviceSteps, "finished", lambda self, step: finished(self, step - 1))
+
+
+def unpacks_to_blocks_in_use(patch):
+    """D does not wait for the device."""
+    load = DecodeSide.load
+    patch.setattr(DecodeSide, "load", lambda self, order, _, now: load(self, order, lambda: True, now))
 
 
 def trusts_lost_blocks(patch):
@@ -292,6 +304,8 @@ def seeds_of(theme: str, kind: str):
         (loses_a_report, "", "", {"idle", "all_answered", "nothing_stands_still"}),
         (reports_twice, "", "kills", {"each_once"}),
         (sends_before_it_is_computed, "", "", {"bytes_are_right"}),
+        (waits_for_the_step_before, "", "", {"bytes_are_right"}),
+        (unpacks_to_blocks_in_use, "", "", {"bytes_are_right"}),
         (trusts_lost_blocks, "streams", "", {"bytes_are_right", "nobody_reads"}),
         (keeps_leases_for_ever, "", "aborts", {"in_time", "idle"}),
         (waits_too_long, "busy", "", {"in_time", "all_answered"}),

@@ -20,6 +20,7 @@ from kvconnect.orders import Orders, Results
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
+from kvconnect.worker.device_steps import Finished
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool
 from kvconnect.worker.transfer_thread import TransferThread
@@ -141,11 +142,11 @@ class SimWorker:
         touched = {int(block) for blocks in staged.blocks.values() for block in blocks // self._ratio}
         return touched - {0}
 
-    def order(self, orders: Orders, ready: Callable[[], bool]) -> None:
+    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
         """Give the transfer thread one step's orders, and remember what it must report."""
         if not self.is_dead:
             self.checks.ordered(self, orders)
-            self.transfers.order(orders, ready)
+            self.transfers.order(orders, finished)
 
     def take_results(self) -> list[Results]:
         """What the transfer thread reported since the last call."""

@@ -19,6 +19,8 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnect.vllm.connector import KVConnect
+from kvconnect.worker.device_steps import DeviceSteps
+from tests.vllm_bench.device import Device
 from tests.vllm_bench.links import Links
 from tests.vllm_bench.model import Caches, Model
 from tests.vllm_bench.reference import Text, continuation
@@ -94,7 +96,11 @@ class Engine:
         self._hash_tokens = hash_size
         self._named: dict[bytes, tuple[Text, int]] = {}
         self._hasher = get_request_block_hasher(hash_size, sha256)
-        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput, int]] = deque()
+        self._device = Device(is_late=settings.is_late)
+        self._device_steps = DeviceSteps(self._device.record)
+        if (transfer := self.worker._worker.transfer) is not None:
+            transfer._steps = self._device_steps
         self._raw: set[tuple[str, str]] = set()
         self._failed: set[str] = set()
         self._due: dict[tuple[str, str], int] = {}
@@ -155,26 +161,40 @@ class Engine:
         self.steps += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self._in_flight.append((output, self._execute(output)))
+            self._in_flight.append((output, self._execute(output), self._device.launched))
         depth = 2 if self.settings.is_async else 1
         if len(self._in_flight) < depth and self.scheduler.has_requests():
             return
         if self._in_flight:
-            self._update(*self._in_flight.popleft())
+            output, results, launched = self._in_flight.popleft()
+            self._device.run(launched)
+            self._update(output, results)
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
-        worker, metadata = self.worker, output.kv_connector_metadata
-        self.runner.checker.check_stores(metadata.orders.offload.stores, self._named)
+        worker, metadata, device = self.worker, output.kv_connector_metadata, self._device
+        orders, sampled = metadata.orders, list[list[int]]()
+        if orders.offload:
+            # On a GPU snapshots and restores are in stream order, and here they are carried out at once.
+            device.run(device.launched)
+        self.runner.checker.check_stores(orders.offload.stores, self._named)
         if self.settings.is_v2:
-            self.runner.prepare(output)
+            device.launch(lambda: self.runner.prepare(output), is_long=False)
+            before = device.launched
             worker.handle_preemptions(metadata)
         else:
+            before = device.launched
             worker.handle_preemptions(metadata)
-            self.runner.prepare(output)
+            device.launch(lambda: self.runner.prepare(output), is_long=False)
         worker.bind_connector_metadata(metadata)
-        sampled = self.runner.execute(output)
+        device.launch(lambda: sampled.extend(self.runner.execute(output)))
         worker.start_load_kv(None)
-        self._links.ordered(self.name, metadata.orders)
+        for hold in orders.holds:
+            # The results that ended the request are known.
+            assert self._device_steps.finished(hold.step)(), f"{hold.request_id} waits for a later step"
+        if orders.loads:
+            # What is loaded may wait for the steps before, and must not wait for this one.
+            device.run(device.launched if orders.zeroes_loads else before)
+        self._links.ordered(self.name, orders)
         worker.wait_for_save()
         connector_output = self._collect(output.finished_req_ids)
         worker.clear_connector_metadata()

@@ -46,6 +46,7 @@ class EngineSettings:
     max_batch_tokens: int = 64
     is_async: bool = False
     is_v2: bool = False
+    is_late: bool = False
     num_drafts: int = 0
     drafts_ahead: bool = False
     layout: str = "LBNHC"

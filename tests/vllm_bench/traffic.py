@@ -78,6 +78,7 @@ class Traffic:
             is_v2=rng.random() < 0.5,
             num_drafts=num_drafts,
             policy=self._policy,
+            is_late=rng.random() < 0.5,
         )
 
     def run(self) -> None:

@@ -42,7 +42,7 @@ def connector(half: SchedulerComposite | None = None, engine: str = "none") -> K
     )
     made._workers, made._early = {}, {}
     made._report, made._own, made._worker = ReportMetadata(()), None, None
-    made._scheduler, made._kept = half, KEPT
+    made._scheduler, made._kept, made._zeroes_loads = half, KEPT, False
     made._cache = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())], transfer_group_ids=MOVED
     )
@@ -154,7 +154,7 @@ def test_offload_starts_beside_a_connector_with_a_handshake_in_either_order(monk
     monkeypatch.setattr(
         module,
         "make_scheduler_half",
-        lambda *given: made.append(given[-1]) or SchedulerComposite(None, stack.half),
+        lambda *given, **_: made.append(given[-1]) or SchedulerComposite(None, stack.half),
     )
     ours, theirs = connector(), Theirs()
     ours._worker, ours._own = Worker(), OWN

@@ -160,7 +160,7 @@ class FakeWorker:
     def order(self, orders: Orders, ready: Callable[[], bool] = lambda: True) -> None:
         """Give orders, and remember what is to be reported."""
         self.ordered.update(order.request_id for order in (*orders.holds, *orders.loads))
-        self._order(orders, ready)
+        self._order(orders, lambda step: ready)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -341,6 +341,7 @@ class Pair:
             len(block_ids) * BLOCK_TOKENS,
             (GroupBlocks(0, 0, block_ids),),
             self.config.lease_s,
+            0,
         )
         (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
 

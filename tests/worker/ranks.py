@@ -100,7 +100,7 @@ class Ranks:
         blocks = self.blocks("P", num_tokens, drop=drop)
         for worker in self.prefill:
             worker.cache.write(truth, blocks)
-            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s)
+            order = Hold(request, f"handle-{request}", num_tokens, _in_order(blocks), self.config.lease_s, 0)
             worker.order(Orders(holds=(order,), directory=self.directory))
         return truth
 

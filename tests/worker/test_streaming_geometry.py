@@ -110,7 +110,7 @@ class SteppedPrefill:
             left, ids = self.left(kind, self.num_tokens), self.blocks[kind].block_ids
             groups.append(GroupBlocks(group, 0, (0,) * left + ids[left:]))
         lease_s = self.ranks.config.lease_s
-        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s),))
+        self.order(holds=(Hold("a", "handle-a", self.num_tokens, tuple(groups), lease_s, 0),))
 
 
 def check_landed(ranks: Ranks, prefill: SteppedPrefill, blocks: dict[str, GroupBlocks], before) -> None:
