@@ -54,14 +54,17 @@ class DecodeSide:
 
     # Orders of the scheduler
 
-    def load(self, order: Load, ready: Callable[[], bool], now: float) -> None:
-        """Begin to fetch a request. One that is being loaded already is reported once, for its first load."""
+    def load(self, order: Load, is_unused: Callable[[], bool], now: float) -> None:
+        """Begin to fetch a request. One that is being loaded already is reported once, for its first load.
+
+        Nothing is written to its blocks before ``is_unused``.
+        """
         if order.request_id in self.loads:
             self._metrics.failures.labels("request_in_use").inc()
             logger.error("request %s is not loaded: a load of it has not ended", order.request_id)
             return
         key = self._peer_of(order)
-        load = LoadRecord(order, key, now, now + self._config.load_timeout_s, ready)
+        load = LoadRecord(order, key, now, now + self._config.load_timeout_s, is_unused)
         self.loads[order.request_id] = load
         self.renewals.load(load)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
@@ -161,7 +164,7 @@ class DecodeSide:
     @property
     def waiting_for_device(self) -> bool:
         """A load waits for the device to be done with its blocks, or to unpack what landed."""
-        return self.bay.busy or any(not load.ready() for load in self._queued())
+        return self.bay.busy or any(not self._can_begin(load) for load in self._queued())
 
     # Peers
 
@@ -251,7 +254,7 @@ class DecodeSide:
         for load in self._queued():
             if active >= self._config.max_loads:
                 break
-            if not load.ready():
+            if not self._can_begin(load):
                 continue
             if reason := self.peers.refusal(load.peer, now):
                 load.fail(reason)
@@ -262,6 +265,10 @@ class DecodeSide:
         for load in self.loads.values():
             if load.admitted and not load.error and load.is_to_ask:
                 self._ask(load, now)
+
+    def _can_begin(self, load: LoadRecord) -> bool:
+        # A peer that can write to pages may do so at once; what lands in slots waits there.
+        return self._config.path == "packed" or load.is_unused()
 
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)

@@ -11,15 +11,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Load
 from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
+
+if TYPE_CHECKING:
+    from kvconnect.worker.loads import LoadRecord
+    from kvconnect.worker.peers import RankLink
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +43,10 @@ class Landing:
     """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
 
     ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
-    many of them it can send by now, as it reports. Once the fetch is over it is ``closed``; it stays as
-    long as its slots are unpacked, or in ``quarantine`` since the peer may still write to what it was lent.
+    many of them it can send by now, as it reports. What arrived waits in ``packed`` until ``is_unused``: the
+    device is done with what its blocks were used for before. Once the fetch is over it is ``closed``; it
+    stays as long as its slots are unpacked, or in ``quarantine`` since the peer may still write to what it
+    was lent.
     """
 
     transfer_id: int
@@ -48,10 +54,12 @@ class Landing:
     link: str
     packer: Packer
     staged: Sequence[StagedChunk]
+    is_unused: Callable[[], bool]
     waiting_grants: int
     due: int
     lent: dict[int, Slot] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
+    packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
     error: str = ""
@@ -63,10 +71,14 @@ class Landing:
         """How many chunks are not in their pages, as they should be."""
         return len(self.staged) - self.committed
 
+    def fail(self, reason: str) -> None:
+        """What landed cannot be used. The first reason is the one that is reported."""
+        self.error = self.error or reason
+
     @property
     def idle(self) -> bool:
-        """No kernel of ours works for it."""
-        return not self.unpacking
+        """No kernel of ours works for it, or is about to."""
+        return not self.unpacking and not self.packed
 
 
 class LandingBay:
@@ -92,25 +104,26 @@ class LandingBay:
 
     @property
     def busy(self) -> bool:
-        """A kernel of ours is at work, whose end wakes no thread."""
-        return any(landing.unpacking for landing in self._landings.values())
+        """A kernel of ours is at work, or another that it waits for. The end of neither wakes a thread."""
+        return not all(landing.idle for landing in self._landings.values())
 
     def __len__(self) -> int:
         return len(self._landings)
 
     def open(
-        self, transfer_id: int, order: Load, chunks: Sequence[Chunk], packer: Packer, holder: str, link: str
+        self, transfer_id: int, load: LoadRecord, chunks: Sequence[Chunk], packer: Packer, link: RankLink
     ) -> tuple[Landing, tuple[Grant, ...]]:
         """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none.
 
         Raises:
             LayoutError: a chunk needs blocks that the request does not have.
         """
-        staged = packer.stage(order.groups, chunks, order.num_tokens)
-        landing = Landing(transfer_id, holder, link, packer, staged, len(chunks), len(chunks))
+        staged = packer.stage(load.order.groups, chunks, load.order.num_tokens)
+        holder, count = link.peer.address, len(chunks)
+        landing = Landing(transfer_id, holder, link.name, packer, staged, load.is_unused, count, count)
         self._landings[transfer_id] = landing
         # Half of what is free, so that the next fetch need not wait for the first to end.
-        first = min(len(chunks), (self._pool.free + 1) // 2, self._pool.room_for(holder))
+        first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(holder))
         if any(self._may_lend(waiting) for waiting in self._hungry):
             first = 0
         grants = tuple(self._lend(landing) for _ in range(first))
@@ -143,24 +156,34 @@ class LandingBay:
             return f"chunk {message.chunk} has {message.length_bytes} of {staged.total_bytes} bytes"
         if self._check_digest and message.digest is None:
             return f"chunk {message.chunk} came without its digest"
-        seed = slot.generation if self._check_digest else None
         del landing.lent[message.generation]
         landing.arrived.add(message.chunk)
         self._pool.move(slot, SlotEvent.LANDED)
-        try:
-            ticket = landing.packer.unpack(slot.address, staged, seed)
-        except Exception as error:
-            # Any error, a device out of memory included, loses only this request.
-            logger.exception("a chunk could not be unpacked")
-            self._pool.move(slot, SlotEvent.RETURN)
-            return f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}"
-        expected = message.digest if self._check_digest else None
-        landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
+        landing.packed.append((slot, message))
+        self._unpack(landing)
         return ""
+
+    def _unpack(self, landing: Landing) -> None:
+        """Give the device what landed, once it is done with what the blocks were used for before."""
+        while landing.packed and landing.is_unused():
+            slot, message = landing.packed.popleft()
+            seed = slot.generation if self._check_digest else None
+            try:
+                ticket = landing.packer.unpack(slot.address, landing.staged[message.chunk], seed)
+            except Exception as error:
+                # Any error, a device out of memory included, loses only this request.
+                logger.exception("a chunk could not be unpacked")
+                self._pool.move(slot, SlotEvent.RETURN)
+                self._metrics.failures.labels("landing").inc()
+                landing.fail(f"chunk {message.chunk} cannot be unpacked: {type(error).__name__}: {error}")
+                continue
+            expected = message.digest if self._check_digest else None
+            landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
 
     def advance(self, now: float) -> None:
         """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
         for landing in list(self._landings.values()):
+            self._unpack(landing)
             while landing.unpacking and landing.unpacking[0].ticket.done:
                 self._take(landing, landing.unpacking.popleft())
             if landing.quarantine is not None and now >= landing.quarantine.until:
@@ -185,6 +208,9 @@ class LandingBay:
         if landing is None or landing.closed:
             return
         landing.closed = True
+        for slot, _ in landing.packed:
+            self._pool.move(slot, SlotEvent.RETURN)
+        landing.packed.clear()
         if landing in self._hungry:
             self._hungry.remove(landing)
         if lost_until is not None:
@@ -234,9 +260,7 @@ class LandingBay:
             landing.committed += 1
             return
         self._metrics.failures.labels("digest").inc()
-        landing.error = landing.error or (
-            f"chunk {unpacked.chunk} landed with another digest than it was sent with"
-        )
+        landing.fail(f"chunk {unpacked.chunk} landed with another digest than it was sent with")
 
     def _lend(self, landing: Landing) -> Grant:
         slot = self._pool.take(SlotEvent.LEND, landing.holder)

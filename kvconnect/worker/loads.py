@@ -112,7 +112,8 @@ class RankFetch:
 class LoadRecord:
     """D's record of one request.
 
-    ``admitted`` once it was its turn; ``fetches`` is empty until the ranks of its peer are known;
+    ``is_unused`` once the device is done with what its blocks were used for before. ``admitted`` once it was
+    its turn; ``fetches`` is empty until the ranks of its peer are known;
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
     reported to the peer; ``moved`` are bytes and copies by path. ``epochs`` are those of its leases by rank,
     as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client left.
@@ -122,7 +123,7 @@ class LoadRecord:
     peer: PeerKey
     ordered_at: float
     deadline: float
-    ready: Callable[[], bool]
+    is_unused: Callable[[], bool]
     admitted: bool = False
     met_again: bool = False
     given_back: bool = False

@@ -120,8 +120,7 @@ class RankFetches:
             chunks = cutter.cut(order.groups, order.num_tokens)
             if not chunks:
                 return (), ()
-            holder = link.peer.address
-            fetch.landing, grants = self.bay.open(transfer_id, order, chunks, packer, holder, link.name)
+            fetch.landing, grants = self.bay.open(transfer_id, fetch.load, chunks, packer, link)
         except LayoutError as error:
             if not is_direct_open:
                 raise
@@ -288,6 +287,9 @@ class RankFetches:
                 self._cancelled[fetch.transfer_id] = fetch.link
                 while len(self._cancelled) > _MOST_CANCELLED:
                     self._cancelled.popitem(last=False)
+            case RankFetchState.UNPACKING:
+                # What waits in slots for its blocks is not unpacked any more.
+                self.bay.close(fetch.landing, None)
             case RankFetchState.BUSY if now >= fetch.quarantine.until:
                 self._metrics.failures.labels("quarantine_over").inc()
                 logger.warning(

@@ -202,6 +202,7 @@ class FakeWorker:
             for closed in (False, True)
         )
         unpacking = {id(parcel.slot) for landing in landings for parcel in landing.unpacking}
+        unpacking |= {id(slot) for landing in landings for slot, _ in landing.packed}
         assert _by_state(self.landing) == {
             SlotState.THEIRS: lent,
             SlotState.OURS: unpacking,
@@ -345,7 +346,14 @@ class Pair:
         )
         (worker or self.prefill).transfers.order(Orders(holds=(order,)), ready)
 
-    def load(self, request: str, block_ids: tuple[int, ...], handle: str | None = None, **changes) -> None:
+    def load(
+        self,
+        request: str,
+        block_ids: tuple[int, ...],
+        handle: str | None = None,
+        ready=lambda: True,
+        **changes,
+    ) -> None:
         fields = {
             "request_id": request,
             "handle": f"handle-{request}" if handle is None else handle,
@@ -355,7 +363,7 @@ class Pair:
             "num_tokens": len(block_ids) * BLOCK_TOKENS,
             "groups": (GroupBlocks(0, 0, block_ids),),
         }
-        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), lambda: True)
+        self.decode.transfers.order(Orders(loads=(Load(**{**fields, **changes}),)), ready)
 
     def start(
         self, request: str = "a", source: tuple[int, ...] = P_IDS, target: tuple[int, ...] = D_IDS

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, LetGo, Orders
-from kvconnect.peer.messages import Landed
+from kvconnect.peer.messages import Fetch, Landed
 from tests.worker.pair import BLOCK_TOKENS, D_IDS, P_IDS, PAGE_BYTES, Pair
 
 
@@ -73,6 +74,36 @@ def test_a_lease_waits_for_the_device(pair):
     done.append(True)
     pair.run()
     assert pair.landed()
+
+
+@pytest.mark.parametrize("path", ["packed", "auto", "direct"])
+def test_nothing_is_written_to_blocks_that_the_device_still_uses(path):
+    pair, done = Pair(ExtraConfig(path=path)), []
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, ready=lambda: bool(done))
+    pair.run(2)
+    assert bool(pair.network.heard(Fetch)) == (path == "packed"), "what lands in slots can wait there"
+    assert not pair.decode.received
+    assert not pair.landed()
+    done.append(True)
+    pair.run()
+    assert pair.landed()
+    assert pair.decode.received == ["a"]
+    pair.run(30)
+    pair.assert_idle()
+
+
+def test_a_load_that_is_aborted_before_its_blocks_are_unused_gives_its_slots_back():
+    pair = Pair(ExtraConfig(path="packed"))
+    pair.hold("a", P_IDS)
+    pair.load("a", D_IDS, ready=lambda: False)
+    pair.run(2)
+    assert pair.decode.transfers.local.landing.taken
+    pair.abort("a")
+    pair.run(2)
+    assert "a" in pair.decode.failed
+    assert not pair.landed()
+    pair.assert_idle()
 
 
 def test_an_unknown_handle_fails_within_its_deadline(pair):
