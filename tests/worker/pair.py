@@ -6,6 +6,7 @@ engine. The two sides have different block counts and ids, so that mixing them u
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,7 +152,9 @@ class FakeWorker:
             introduction, self.engine, self.table, torch.device("cpu"), self.landing, self.send
         )
         self.reports = Reports(rank)
-        self.transfers = TransferThread(config, self.channel, self.local, self.reports, self.metrics)
+        # A run is as the one before it: attempts to reach a peer are spread by chance.
+        chance = random.Random(f"{engine_id} {rank}")
+        self.transfers = TransferThread(config, self.channel, self.local, self.reports, self.metrics, chance)
         self.results: list[Results] = []
         self.ordered: Counter[str] = Counter()
         self._order = self.transfers.order
