@@ -68,8 +68,9 @@ def make_app(arguments: Sequence[str]) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    asked = next((argument for argument in arguments if argument in BENCHMARKS), "")
     for name, (module, text) in BENCHMARKS.items():
-        if name in arguments[:1]:
+        if name == asked:
             add_command(app, name, text, getattr(import_module(f"benchmarks.{module}"), f"bench_{name}"))
         else:
             app.command(name, help=text)(lambda: None)

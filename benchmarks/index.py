@@ -166,3 +166,5 @@ def bench_index(options: Options, report: Report) -> None:
                 }
             )
         gc.unfreeze()
+        # Not beside the next one, which is as large.
+        del filled, timings

@@ -18,6 +18,7 @@ from benchmarks.options import Options, option
 from benchmarks.report import Report
 from benchmarks.transfer.cache import BenchCache
 from benchmarks.transfer.cases import CacheShape, Layout
+from kvconnect.errors import ConfigError
 from kvconnect.runner_kit.block_table import BlockTables
 from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
@@ -34,6 +35,8 @@ class ZeroOptions(Options):
 def bench_zero(options: ZeroOptions, report: Report) -> None:
     """Zero random blocks over many regions; beside it a memset of as many contiguous bytes."""
     device, blocks = default_device(), options.blocks
+    if options.page_bytes % 64:
+        raise ConfigError(f"page_bytes is {options.page_bytes}; accepted are multiples of 64")
     shape = CacheShape(options.regions, 4 * blocks, 1, options.page_bytes // 64, Layout("nhd", 16))
     cache = BenchCache(shape, device, seed=0)
     cache.draw(1, blocks, seed=0)
