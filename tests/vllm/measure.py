@@ -13,8 +13,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,11 @@ from tests.vllm.servers import (
     ASK_FOR_KV,
     NIXL_CONNECTOR,
     Server,
+    awake,
     members,
     random_prompt,
     running,
+    send_signal,
     transfer_config,
 )
 from tests.vllm.tiny_models import write_model
@@ -64,23 +65,6 @@ def _server(
     )
 
 
-def _signal(server: Server, number: int) -> None:
-    for pid in members(server):
-        os.kill(pid, number)
-
-
-@contextmanager
-def _awake(servers: Sequence[Server]) -> Iterator[None]:
-    for server in servers:
-        _signal(server, signal.SIGCONT)
-    time.sleep(0.2)
-    try:
-        yield
-    finally:
-        for server in servers:
-            _signal(server, signal.SIGSTOP)
-
-
 def first_token(
     connectors: list[str], lengths: list[int], rounds: int, space_gib: int
 ) -> list[dict[str, Any]]:
@@ -108,15 +92,17 @@ def first_token(
             )
             pairs[connector] = stack.enter_context(running(*made))
             for server in made:
-                _signal(server, signal.SIGSTOP)
+                send_signal(server, signal.SIGSTOP)
         # A stopped process does not end: they are woken before they are ended.
-        stack.callback(lambda: [_signal(server, signal.SIGCONT) for two in pairs.values() for server in two])
+        stack.callback(
+            lambda: [send_signal(server, signal.SIGCONT) for two in pairs.values() for server in two]
+        )
         for length in lengths:
             prompt = random_prompt(length, length)
             expected: dict[str, list[int]] = {}
             for turn in range(rounds + 1):
                 for connector, (prefill, decode) in pairs.items():
-                    with _awake((prefill, decode)):
+                    with awake((prefill, decode)):
                         params = prefill.ask(prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
                         started = time.perf_counter()
                         got = decode.tokens(

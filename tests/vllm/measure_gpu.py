@@ -13,44 +13,27 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import re
 import statistics
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
-
-import torch
-from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from typing import Any
 
 from kvconnect.demo.http import BadAnswer, fetch
-from tests.ports import free_port
-from tests.vllm.servers import (
-    NIXL_CONNECTOR,
-    ROOT,
-    Server,
-    random_prompt,
-    running,
-    transfer_config,
-)
-from tests.vllm.tiny_models import VOCABULARY, Recipe, _write_tokenizer
+from tests.vllm.dense_model import Shape, write_model
+from tests.vllm.pairs import Lines, Pair, Variant, brought_up, environment, gpu_options, tell_failure
+from tests.vllm.servers import Server, random_prompt
+from tests.vllm.tiny_models import Recipe
 
 _ANSWER_TIMEOUT_S = 120
 _METRICS_WITHIN_S = 3.0
 _OUTPUT_TOKENS = 8
 _NIXL = "NixlConnector"
-_WRITERS = 8
-_SHARPNESS = 2.0
-"""Weight of the query and key norms. Attention scores then spread by the square of it, and a few tokens of
-any prompt decide what is attended to; with 1 a long prompt blurs into its average."""
-
 _OUR_SERIES = {
     "bytes": "vllm:kvconnect_transfer_bytes_total",
     "transfer_s": "vllm:kvconnect_transfer_seconds_total",
@@ -76,121 +59,11 @@ _FACTS = re.compile(
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A dense model. The default has the layers of one with eight thousand million parameters."""
-
-    layers: int = 36
-    hidden: int = 4096
-    intermediate: int = 12288
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    positions: int = 40960
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a pair is connected with: ``extra`` for kvconnect, None for vLLM's own NixlConnector."""
-
-    name: str
-    extra: Mapping[str, Any] | None
-
-    @property
-    def series(self) -> Mapping[str, str]:
-        """What is told of a transfer, and the series of the decode server's ``/metrics`` that has it."""
-        return _NIXL_SERIES if self.extra is None else _OUR_SERIES
-
-    def config(self, role: str) -> dict[str, Any]:
-        """The ``kv_transfer_config`` of a ``producer`` or ``consumer``."""
-        if self.extra is None:
-            return NIXL_CONNECTOR
-        return transfer_config(role, **{"engine": "nixl", **self.extra})
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode server that are up."""
-
-    variant: Variant
-    prefill: Server
-    decode: Server
-
-
-@dataclass(frozen=True)
 class Answer:
     """A streamed completion: seconds from asking to its first token, and all tokens."""
 
     first_token_s: float
     tokens: list[int]
-
-
-class Lines:
-    """JSON lines on standard output, and in a file if there is one."""
-
-    def __init__(self, copy: TextIO | None = None) -> None:
-        self._copy = copy
-
-    def write(self, kind: str, **finding: Any) -> None:
-        """Tell one finding."""
-        line = json.dumps({"kind": kind, **finding})
-        print(line, flush=True)
-        if self._copy is not None:
-            print(line, file=self._copy, flush=True)
-
-
-def write_model(folder: Path, shape: Shape, device: str) -> Recipe:
-    """Write a model with random weights, drawn on ``device``, unless ``folder`` has it already.
-
-    Every part adds to the residual stream about as much as the others: no layer's KV drowns.
-    """
-    recipe = Recipe("gpu", folder)
-    if (folder / "config.json").exists():
-        return recipe
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=False,
-        pad_token_id=VOCABULARY - 3,
-        bos_token_id=VOCABULARY - 2,
-        eos_token_id=VOCABULARY - 1,
-    )
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Qwen3ForCausalLM(config).named_parameters()}
-    files: dict[str, dict[str, torch.Size]] = {}
-    for name, size in shapes.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        files.setdefault(f"layer{layer[1]}" if layer else "rest", {})[name] = size
-
-    def write(seed: int, name: str) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
-        weights = {key: _weight(key, size, generator).cpu() for key, size in files[name].items()}
-        save_file(weights, folder / f"{name}.safetensors", {"format": "pt"})
-
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        list(pool.map(write, range(len(files)), files))
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.dtype = torch.bfloat16
-    # Last: a folder that has it is whole.
-    (folder / "config.json").write_text(config.to_json_string())
-    return recipe
-
-
-def _weight(name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    weight = torch.empty(size, dtype=torch.bfloat16, device=generator.device)
-    if weight.dim() < 2:
-        return weight.fill_(_SHARPNESS if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
-    scale = 1.0 if "embed_tokens" in name else size[1] ** -0.5
-    return weight.normal_(0, scale, generator=generator)
 
 
 def variants(connectors: Sequence[str], extras: Sequence[str]) -> list[Variant]:
@@ -254,11 +127,16 @@ def _streamed_tokens(name: str, line: bytes) -> list[int]:
     return [token for choice in chunk["choices"] for token in choice.get("token_ids") or []]
 
 
+def _series(variant: Variant) -> Mapping[str, str]:
+    """What is told of a transfer, and the series of the decode server's ``/metrics`` that has it."""
+    return _NIXL_SERIES if variant.extra is None else _OUR_SERIES
+
+
 def transferred(
     variant: Variant, before: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, float]:
     """What one transfer was, by the growth of a decode server's metrics."""
-    series = {**variant.series, **_REQUEST_SERIES}
+    series = {**_series(variant), **_REQUEST_SERIES}
     grown = {what: after.get(name, 0.0) - before.get(name, 0.0) for what, name in series.items()}
     if grown["transfer_s"] > 0:
         grown["gb_per_s"] = grown["bytes"] / grown["transfer_s"] / 1e9
@@ -330,57 +208,29 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return told
 
 
-@contextmanager
-def _pairs(recipe: Recipe, given: argparse.Namespace, folder: Path, lines: Lines) -> Iterator[list[Pair]]:
-    """Those that come up; what the others said is told."""
-    options = ["--attention-backend", given.attention_backend, "--no-enable-prefix-caching"]
-    options += ["--max-model-len", str(max(given.lengths) + 64), "--max-num-batched-tokens", str(given.chunk)]
-    options += ["--max-num-seqs", str(min(512, given.chunk)), "--block-size", str(given.block_size)]
-    # Said in bytes: servers that start at the same time would count each other's memory. The other one
-    # is only compared with what is free at the start.
-    options += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--gpu-memory-utilization", "0.1"]
+def _started(recipe: Recipe, given: argparse.Namespace, folder: Path) -> list[Pair]:
+    options = gpu_options(given.chunk, given.kv_gib, given.block_size, given.attention_backend)
+    options += ["--no-enable-prefix-caching", "--max-model-len", str(max(given.lengths) + 64)]
+    options += ["--max-num-seqs", str(min(512, given.chunk))]
     roles = list(zip(("producer", "consumer"), given.gpus, strict=True))
     made = []
     for number, variant in enumerate(given.variants):
         servers = []
         for role, gpu in roles:
-            environment = {
-                "CUDA_VISIBLE_DEVICES": gpu,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            }
-            name = f"pair{number}-{role}"
-            config = variant.config(role)
-            servers.append(Server(recipe, folder, name, "0", config, options, environment))
+            name, config = f"pair{number}-{role}", variant.config(role)
+            servers.append(Server(recipe, folder, name, "0", config, options, environment(gpu)))
         made.append(Pair(variant, *servers))
-    with ExitStack() as stack:
-        up = []
-        # Before any of them is waited for: what comes next may fail.
-        for pair in made:
-            stack.callback(pair.decode.end)
-            stack.callback(pair.prefill.end)
-        for pair in made:
-            try:
-                stack.enter_context(running(pair.prefill, pair.decode))
-            except Exception:
-                _tell_failure(pair, lines)
-                continue
-            up.append(pair)
-            for server in (pair.prefill, pair.decode):
-                lines.write("server", connector=pair.variant.name, server=server.name, facts=_facts(server))
-        yield up
+    return made
+
+
+def _tell_facts(pair: Pair, lines: Lines) -> None:
+    for server in pair.servers:
+        lines.write("server", connector=pair.name, server=server.name, facts=_facts(server))
 
 
 def _facts(server: Server) -> list[str]:
     said = [line for line in server.log.read_text(errors="replace").splitlines() if _FACTS.search(line)]
     return [line[-200:] for line in said[:20]]
-
-
-def _tell_failure(pair: Pair, lines: Lines) -> None:
-    tails = {server.name: server.tail() for server in (pair.prefill, pair.decode)}
-    lines.write("failure", connector=pair.variant.name, error=traceback.format_exc(limit=-3)[-3000:])
-    for name, tail in tails.items():
-        print(f"--- log of {name}:\n{tail}", flush=True)
 
 
 def compare(pairs: list[Pair], lengths: Sequence[int], rounds: int, lines: Lines) -> None:
@@ -395,11 +245,11 @@ def compare(pairs: list[Pair], lengths: Sequence[int], rounds: int, lines: Lines
             local = ask(pairs[0].prefill, prompt)
             first: list[int] | None = None
             for pair in list(pairs):
-                name = pair.variant.name
+                name = pair.name
                 try:
                     sample = measured(pair, prompt)
                 except Exception:
-                    _tell_failure(pair, lines)
+                    tell_failure(pair, lines)
                     pairs.remove(pair)
                     continue
                 first = first or sample["output"]
@@ -465,7 +315,9 @@ def main() -> None:
         logs = given.logs or temporary
         logs.mkdir(parents=True, exist_ok=True)
         started = time.perf_counter()
-        with _pairs(recipe, given, logs, lines) as pairs:
+        with brought_up(_started(recipe, given, logs), lines) as pairs:
+            for pair in pairs:
+                _tell_facts(pair, lines)
             lines.write("up", seconds=round(time.perf_counter() - started, 1), pairs=len(pairs))
             if given.pool == "scattered":
                 _scatter_all(pairs, given, lines)

@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import os
 import random
 import statistics
 import tempfile
@@ -34,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.demo.http import BadAnswer
-from tests.ports import free_port
-from tests.vllm import measure_gpu, tiny_models
-from tests.vllm.measure_gpu import Pair, Variant, ask
-from tests.vllm.servers import ROOT, Server, random_prompt, running
+from tests.vllm import dense_model, tiny_models
+from tests.vllm.load_figures import in_ms, quantile
+from tests.vllm.measure_gpu import ask
+from tests.vllm.pairs import NIXL, Lines, Pair, Variant, environment, gpu_options, named_variant
+from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
 _BUSY = ("leases_held", "loads_in_flight", "loads_waiting", "slots_landing", "slots_send", "quarantined")
@@ -45,7 +44,6 @@ _BUSY = ("leases_held", "loads_in_flight", "loads_waiting", "slots_landing", "sl
 _SHOWN_ERRORS = 5
 _ERROR_CHARACTERS = 400
 _GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
-_NIXL = Variant("NixlConnector", None)
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,6 @@ class Accepted:
     def has_first(self, outcome: Outcome) -> bool:
         """Whether the first token is: it depends on the KV that came over, and on no batch of a decode."""
         return outcome.tokens[:1] in {answer[:1] for answer in self.answers.get(outcome.prompt, ())}
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that at least ``part`` of all are not above; NaN of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
-
-
-def in_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Quantiles in milliseconds."""
-    return {f"p{round(part * 100)}": round(quantile(seconds, part) * 1e3, 1) for part in (0.5, 0.9, 0.99)}
 
 
 class Load:
@@ -194,7 +181,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
     stayed, stayed_s = load.run(given.requests)
     served = [outcome for outcome in stayed if not outcome.error]
     if not served:
-        return {"connector": pair.variant.name, "errors": _errors([*warm, *stayed])}
+        return {"connector": pair.name, "errors": _errors([*warm, *stayed])}
     within_s = given.leave_within_ms / 1e3 or statistics.median(outcome.first_token_s for outcome in served)
     before_idle = until_idle(pair, given.idle_within_s)
     computed, failures = _computed_tokens(pair.decode), _failures(pair.decode)
@@ -205,7 +192,7 @@ def measured(pair: Pair, load: Load, accepted: Accepted, given: argparse.Namespa
     good = [outcome for outcome in others if not outcome.error]
     without, beside = ([outcome.first_token_s for outcome in some] for some in (served, good))
     return {
-        "connector": pair.variant.name,
+        "connector": pair.name,
         "requests": len(outcomes),
         "left": sum(outcome.left for outcome in outcomes),
         "left_within_ms": round(within_s * 1e3, 1),
@@ -252,7 +239,7 @@ def asked_reference(load: Load, requests: int) -> tuple[Accepted, dict[str, Any]
         accepted.add(outcome)
     served = [outcome.first_token_s for outcome in under_load if not outcome.error]
     return accepted, {
-        "connector": _NIXL.name,
+        "connector": NIXL.name,
         "requests": len(under_load),
         "failed": sum(bool(outcome.error) for outcome in under_load),
         "prompts": len(accepted.answers),
@@ -268,22 +255,19 @@ def _servers(recipe: Recipe, folder: Path, variant: Variant, gpus: str, given: a
     length, seats = given.prompt_tokens + given.output_tokens + 64, 4 * given.in_flight
     options = ["--max-model-len", str(length), "--max-num-seqs", str(seats), *given.server_option]
     if not given.cpu:
-        options += ["--attention-backend", "FLASH_ATTN", "--block-size", "16", "--no-enforce-eager"]
-        options += ["--compilation-config", _GRAPHS, "--max-num-batched-tokens", str(given.chunk)]
-        # Said in bytes: servers that start at the same time would count each other's memory.
-        options += ["--kv-cache-memory-bytes", str(given.kv_gib << 30), "--gpu-memory-utilization", "0.1"]
+        options += [
+            *gpu_options(given.chunk, given.kv_gib),
+            "--no-enforce-eager",
+            "--compilation-config",
+            _GRAPHS,
+        ]
     made = []
     for role, place in zip(("producer", "consumer"), gpus.split(","), strict=True):
-        environment = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            **({} if given.cpu else {"CUDA_VISIBLE_DEVICES": place}),
-            **dict(setting.split("=", 1) for setting in given.environment),
-        }
         config = {**variant.config(role), "kv_load_failure_policy": given.policy}
         caching = ["--no-enable-prefix-caching"] if role == "consumer" else []
         name, cpu = f"{variant.name}-{role}", place if given.cpu else "0"
-        made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], environment))
+        settings = environment(None if given.cpu else place, given.environment)
+        made.append(Server(recipe, folder, name, cpu, config, [*options, *caching], settings))
     return Pair(variant, *made)
 
 
@@ -293,16 +277,9 @@ def _up(pair: Pair) -> Iterator[Pair]:
         yield pair
 
 
-def _variant(named: str, extra: Mapping[str, Any]) -> Variant:
-    """Of an engine, or ``engine:protocol``."""
-    engine, _, protocol = named.partition(":")
-    settings = {"engine": engine, "protocol": protocol or "auto", **extra}
-    return Variant("-".join(filter(None, ("kvconnect", engine, protocol))), settings)
-
-
 def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = [random_prompt(given.prompt_tokens, seed) for seed in range(given.prompts)]
-    variants = [_variant(named, given.extra) for named in given.engines.split(",")]
+    variants = [named_variant(named, given.extra) for named in given.engines.split(",")]
     beside = given.reference_gpus != given.gpus
     # Beside the reference where there is room for both, so that they start at the same time.
     first = _servers(recipe, folder, variants[0], given.gpus, given) if beside else None
@@ -310,7 +287,7 @@ def _findings(recipe: Recipe, folder: Path, given: argparse.Namespace) -> Iterat
         if first is not None:
             stack.callback(first.decode.end)
             stack.callback(first.prefill.end)
-        with _up(_servers(recipe, folder, _NIXL, given.reference_gpus, given)) as reference:
+        with _up(_servers(recipe, folder, NIXL, given.reference_gpus, given)) as reference:
             accepted, told = asked_reference(Load(reference, prompts, given), given.reference_requests)
         yield told
         for variant in variants:
@@ -363,12 +340,12 @@ def main() -> None:
     given = parsed()
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = measure_gpu.Lines(stack.enter_context(given.json.open("a")) if given.json else None)
+        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
         if given.cpu:
             recipe = tiny_models.write_model("gqa", temporary)
         else:
             where = given.model or temporary / "model"
-            recipe = measure_gpu.write_model(where, measure_gpu.Shape(), f"cuda:{given.gpus[0]}")
+            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus[0]}")
         logs = given.logs or temporary
         logs.mkdir(parents=True, exist_ok=True)
         for finding in _findings(recipe, logs, given):

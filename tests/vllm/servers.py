@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -224,6 +226,25 @@ def members(server: Server) -> list[int]:
             if group == server.pid:
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def send_signal(server: Server, number: int) -> None:
+    """Send every process of a server a signal."""
+    for pid in members(server):
+        os.kill(pid, number)
+
+
+@contextmanager
+def awake(servers: Sequence[Server]) -> Iterator[None]:
+    """Let stopped servers run meanwhile."""
+    for server in servers:
+        send_signal(server, signal.SIGCONT)
+    time.sleep(0.2)
+    try:
+        yield
+    finally:
+        for server in servers:
+            send_signal(server, signal.SIGSTOP)
 
 
 @contextmanager

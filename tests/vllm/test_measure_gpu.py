@@ -16,8 +16,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from kvconnect.demo.http import BadAnswer  # noqa: E402
-from tests.vllm import measure_gpu  # noqa: E402
-from tests.vllm.measure_gpu import Answer, Lines, Pair, Shape, Variant, variants  # noqa: E402
+from tests.vllm import dense_model, measure_gpu  # noqa: E402
+from tests.vllm.dense_model import Shape  # noqa: E402
+from tests.vllm.measure_gpu import Answer, variants  # noqa: E402
+from tests.vllm.pairs import Lines, Pair, Variant  # noqa: E402
 
 TINY = Shape(layers=3, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, positions=128)
 OURS, NIXL = Variant("ours", {}), Variant("NixlConnector", None)
@@ -28,7 +30,7 @@ def lines_of(text):
 
 
 def test_every_layer_of_the_model_decides_the_output(tmp_path):
-    folder = measure_gpu.write_model(tmp_path / "model", TINY, "cpu").folder
+    folder = dense_model.write_model(tmp_path / "model", TINY, "cpu").folder
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_pretrained(folder)).float()
     weights = {
         key: weight for path in folder.glob("*.safetensors") for key, weight in load_file(path).items()
@@ -49,10 +51,10 @@ def test_every_layer_of_the_model_decides_the_output(tmp_path):
 
 
 def test_a_model_is_written_once(tmp_path):
-    folder = measure_gpu.write_model(tmp_path, TINY, "cpu").folder
+    folder = dense_model.write_model(tmp_path, TINY, "cpu").folder
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert {"config.json", "tokenizer.json", "rest.safetensors", "layer2.safetensors"} <= set(before)
-    measure_gpu.write_model(tmp_path, TINY, "cpu")
+    dense_model.write_model(tmp_path, TINY, "cpu")
     assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import pytest
@@ -11,8 +10,9 @@ transformers = pytest.importorskip("transformers")
 
 from kvconnect.demo.http import BadAnswer  # noqa: E402
 from tests.vllm import measure_leavers  # noqa: E402
-from tests.vllm.measure_gpu import Answer, Pair, Variant  # noqa: E402
-from tests.vllm.measure_leavers import Accepted, Load, Outcome, measured, parsed, quantile  # noqa: E402
+from tests.vllm.measure_gpu import Answer  # noqa: E402
+from tests.vllm.measure_leavers import Accepted, Load, Outcome, measured, parsed  # noqa: E402
+from tests.vllm.pairs import Pair, Variant, named_variant  # noqa: E402
 
 PROMPTS = [[index] * 5 for index in range(3)]
 
@@ -117,14 +117,8 @@ def test_every_answer_of_the_reference_counts():
     assert not found.has_first(Outcome(0, False, tokens=(1, 1)))
 
 
-def test_quantiles():
-    assert quantile(range(1, 101), 0.99) == 99
-    assert quantile([5], 0.99) == 5
-    assert math.isnan(quantile([], 0.5))
-
-
 def test_an_engine_may_have_a_protocol():
-    variant = measure_leavers._variant("mooncake:nvlink", {"num_slots": 4})
+    variant = named_variant("mooncake:nvlink", {"num_slots": 4})
     assert variant.name == "kvconnect-mooncake-nvlink"
     extra = variant.config("producer")["kv_connector_extra_config"]
     assert extra.items() >= {"engine": "mooncake", "protocol": "nvlink", "num_slots": 4}.items()

@@ -1,0 +1,150 @@
+"""What requests under load come to, without a server."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+
+import pytest
+
+from tests.vllm.load_figures import (
+    Load,
+    Sample,
+    arrivals_s,
+    bucket_above,
+    bucket_quantile,
+    buckets,
+    figures,
+    grown,
+    in_ms,
+    over_rounds,
+    prompts,
+    quantile,
+    ratios,
+)
+
+METRICS = """\
+# TYPE vllm:kvconnect_load_seconds histogram
+vllm:kvconnect_load_seconds_bucket{engine="0",le="0.01",model_name="tiny"} 8.0
+vllm:kvconnect_load_seconds_bucket{engine="0",le="0.1",model_name="tiny"} 9.0
+vllm:kvconnect_load_seconds_bucket{engine="0",le="+Inf",model_name="tiny"} 10.0
+vllm:kvconnect_load_seconds_bucket{engine="1",le="0.01",model_name="tiny"} 1.0
+vllm:kvconnect_load_seconds_bucket{engine="1",le="0.1",model_name="tiny"} 2.0
+vllm:kvconnect_load_seconds_bucket{engine="1",le="+Inf",model_name="tiny"} 2.0
+vllm:kvconnect_load_seconds_sum{engine="0",model_name="tiny"} 1.5
+vllm:other_load_seconds_bucket{le="0.01"} 7.0
+"""
+
+
+def test_loads_are_read():
+    assert Load.parse("8192:128:2.5") == Load(8192, 128, 2.5)
+    assert Load.parse("8192:12") == Load(8192, 12)
+    assert str(Load(8192, 128, 2.5)) == "8192 in, 128 out at 2.5/s"
+    assert str(Load(8192, 12)) == "8192 in, 12 out"
+
+
+@pytest.mark.parametrize("text", ["8192", "1:2:3:4", "x:1:1", "0:1:1", "1:0:1", "1:1:0", "1:1:-2", ""])
+def test_other_loads_are_refused(text):
+    with pytest.raises(ValueError):
+        Load.parse(text)
+
+
+def test_arrivals_are_a_poisson_process_of_the_seed():
+    moments = arrivals_s(4.0, 4000, seed=7)
+    assert moments == arrivals_s(4.0, 4000, seed=7)
+    assert moments != arrivals_s(4.0, 4000, seed=8)
+    assert moments == sorted(moments)
+    gaps = [after - before for before, after in zip([0, *moments], moments, strict=False)]
+    # Of an exponential distribution mean and deviation are equal.
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
+
+
+def test_prompts_differ_and_are_those_of_the_seed():
+    texts = prompts(300, 5, seed=1)
+    assert texts == prompts(300, 5, seed=1)
+    assert len(set(texts) | set(prompts(300, 5, seed=2))) == 10
+    assert all(len(json.loads(text)) == 300 and set(json.loads(text)) <= set(range(256)) for text in texts)
+
+
+def test_quantiles():
+    assert quantile(range(1, 101), 0.99) == 99
+    assert quantile([5], 0.99) == 5
+    assert math.isnan(quantile([], 0.5))
+    assert in_ms([0.003, 0.001, 0.002]) == {"p50": 2, "p90": 3, "p99": 3}
+
+
+def test_histograms_are_summed_over_labels():
+    found = buckets(METRICS, "vllm:kvconnect_load_seconds")
+    assert found == {0.01: 9, 0.1: 11, math.inf: 12}
+    assert list(found) == sorted(found)
+    assert grown({0.01: 4, 0.1: 5, math.inf: 5}, found) == {0.01: 5, 0.1: 6, math.inf: 7}
+    assert grown({}, found) == found
+    assert buckets(METRICS, "vllm:none") == {}
+
+
+def test_quantiles_of_buckets_are_spread_evenly():
+    observed = {0.01: 10, 0.02: 30, 0.1: 40, math.inf: 40}
+    assert bucket_quantile(observed, 0.5) == pytest.approx(0.015)
+    assert bucket_quantile(observed, 0.25) == pytest.approx(0.01)
+    assert bucket_quantile(observed, 0.9) == pytest.approx(0.068)
+    assert bucket_quantile({0.01: 1, math.inf: 4}, 0.9) == 0.01
+    assert math.isnan(bucket_quantile({}, 0.5))
+    assert math.isnan(bucket_quantile({0.01: 0, math.inf: 0}, 0.5))
+
+
+def test_only_what_is_certainly_above_is_counted():
+    observed = {0.01: 10, 0.02: 30, 0.1: 38, math.inf: 40}
+    assert bucket_above(observed, 0.01) == 30
+    assert bucket_above(observed, 0.03) == 2
+    assert bucket_above(observed, 0.2) == 0
+    assert bucket_above({}, 0.2) == 0
+
+
+def served(first_token_s, decode_s=0.1, ended_s=1.0, prefill_s=0.2, gaps_s=(0.01, 0.02)):
+    return Sample(ended_s, 0.001, prefill_s, decode_s, first_token_s, gaps_s)
+
+
+def test_figures_of_a_run():
+    samples = [served(0.3), served(0.5, decode_s=0.301), served(0.4, ended_s=4.0)]
+    samples.append(Sample(2.0, 0.002, error="D: HTTP 500", detail="D: HTTP 500 no"))
+    told = figures(samples, {0.01: 9, 0.04: 9, 0.1: 10, math.inf: 10}, tokens_out=8)
+    assert told["first_token_ms"] == {"p50": 400, "p90": 500, "p99": 500}
+    assert told["decode_gap_ms"] == {"p50": 10, "p90": 20, "p99": 20}
+    assert told["prefill_leg_ms"]["p50"] == 200
+    assert told["load_ms"]["p50"] == pytest.approx(5.56)
+    # 9 of 10 took less than 3 medians, one more.
+    assert (told["loads"], told["slow_loads"], told["slow_decode_legs"]) == (10, 1, 1)
+    assert (told["requests"], told["failed"], told["failures"]) == (4, 1, {"D: HTTP 500": 1})
+    assert (told["requests_per_s"], told["tokens_per_s"]) == (0.75, 6)
+    assert told["errors"] == ["D: HTTP 500 no"]
+    assert told["client_late_ms"]["p99"] == 2
+
+
+def test_what_was_not_seen_is_not_told():
+    plain = figures([served(0.3, prefill_s=None)], {}, tokens_out=3)
+    assert not {"prefill_leg_ms", "load_ms", "loads", "slow_loads"} & plain.keys()
+    failed = figures([Sample(2.0, error="P: timeout")], {0.01: 0, math.inf: 0}, tokens_out=3)
+    assert not {"first_token_ms", "decode_gap_ms", "load_ms"} & failed.keys()
+    assert (failed["requests_per_s"], failed["failed"]) == (0, 1)
+    json.dumps([plain, failed], allow_nan=False)
+
+
+def test_medians_of_rounds_and_sums_of_counts():
+    rounds = [figures([served(first)], {0.01: 1, math.inf: 1}, 3) for first in (0.3, 0.9, 0.4)]
+    rounds.append(figures([Sample(2.0, error="P: timeout", detail="P: timeout")], {}, 3))
+    told = over_rounds(rounds)
+    assert told["first_token_ms"]["p50"] == 400
+    assert told["requests_per_s"] == 1
+    assert (told["rounds"], told["requests"], told["failed"], told["loads"]) == (4, 4, 1, 3)
+    assert (told["failures"], told["errors"]) == ({"P: timeout": 1}, ["P: timeout"])
+
+
+def test_ratios():
+    one, other = (figures([served(first, ended_s=ended)], {}, 3) for first, ended in ((0.3, 2), (0.6, 1)))
+    told = ratios(one, other)
+    assert told["first_token_ms"] == {"p50": 0.5, "p90": 0.5, "p99": 0.5}
+    assert (told["requests_per_s"], told["tokens_per_s"]) == (0.5, 0.5)
+    assert not {"client_late_ms", "failed", "requests"} & told.keys()
+    assert ratios(one, {"requests_per_s": 0.0}) == {"requests_per_s": None}
