@@ -1,0 +1,331 @@
+"""Real vLLM servers under load: ``python -m tests.vllm.measure_load --help``.
+
+kvconnect and vLLM's NixlConnector, each on GPUs of its own, get the same prompts at the same moments; those
+that share a GPU take turns, with the same again. Requests arrive as a Poisson process and do not wait for
+each other, or ``--in-flight`` clients wait for their answers. A table on standard output, JSON lines in a
+file; nothing here asserts a time.
+
+    python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:128:2.5 --load 2048:128:8 --json F
+    python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:12 --in-flight 16 --cached
+    python -m tests.vllm.measure_load --cpu
+
+Load times are histograms that the connectors count, and their quantiles are guessed within a bucket:
+kvconnect's from the order to load until all has arrived, NixlConnector's those of its transfers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvconnect.demo.http import BadAnswer
+from tests.vllm import dense_model, load_client, tiny_models
+from tests.vllm.load_client import Job
+from tests.vllm.load_figures import PARTS, Load, buckets, figures, grown, over_rounds, ratios
+from tests.vllm.pairs import NIXL, Lines, Variant, brought_up, environment, gpu_options, named_variant
+from tests.vllm.servers import Server, awake, send_signal
+from tests.vllm.tiny_models import Recipe
+
+_OURS = "vllm:kvconnect_load_seconds"
+_THEIRS = "vllm:nixl_xfer_time_seconds"
+_PLAIN = "plain"
+_STARTS_AFTER_S = 1.0
+"""Time for the clients' processes to write their prompts."""
+_ROWS = {
+    "first_token_ms": "first token, ms",
+    "prefill_leg_ms": "prefill leg, ms",
+    "decode_leg_ms": "decode leg, ms",
+    "load_ms": "load, ms (from buckets)",
+    "decode_gap_ms": "decode gap, ms",
+    "requests_per_s": "requests a second",
+    "tokens_per_s": "tokens a second",
+    "requests": "requests",
+    "failed": "failed",
+    "slow_loads": "loads over 3 medians",
+    "slow_decode_legs": "legs over 3 medians",
+    "client_late_ms": "client late, ms",
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """Servers that answer requests together: a pair, or two ``plain`` ones that take them in turn."""
+
+    name: str
+    places: frozenset[str]
+    servers: tuple[Server, ...]
+    series: str | None = None
+
+    @property
+    def decode(self) -> tuple[Server, ...]:
+        """Those that answer the client."""
+        return self.servers if self.series is None else self.servers[1:]
+
+    def job(self, load: Load, seed: int, given: argparse.Namespace) -> Job:
+        """What it is asked in one run."""
+        return Job(
+            prefill="" if self.series is None else self.servers[0].url,
+            decode=tuple(server.url for server in self.decode),
+            load=load,
+            requests=given.requests,
+            seed=seed,
+            in_flight=given.in_flight,
+            num_cached=given.prompts if given.cached else 0,
+            is_parallel=given.flow == "parallel" and self.series == _OURS,
+            timeout_s=given.timeout_s,
+        )
+
+    def loads(self) -> dict[float, float]:
+        """The histogram of load times; empty where there is none."""
+        if self.series is None:
+            return {}
+        server = self.servers[-1]
+        try:
+            # A worker's numbers come with a step that follows.
+            for _ in range(2):
+                server.tokens([1, 2, 3], max_tokens=2)
+            return buckets(server.fetch("/metrics").decode(), self.series)
+        except BadAnswer:
+            return {}
+
+
+def _options(role: str, given: argparse.Namespace) -> list[str]:
+    longest = max(load.tokens_in + load.tokens_out for load in given.loads)
+    options = ["--max-model-len", str(longest + 64), "--max-num-seqs", str(given.max_num_seqs)]
+    if given.cpu:
+        options += ["--max-num-batched-tokens", "2048"]
+    else:
+        options += gpu_options(given.chunk, given.kv_gib, given.block_size, given.attention_backend)
+        if not given.enforce_eager:
+            options.append("--no-enforce-eager")
+        if given.compilation_config:
+            options += ["--compilation-config", given.compilation_config]
+    if role == "consumer":
+        options.append("--no-enable-prefix-caching")
+    return [*options, *given.server_option]
+
+
+def _started(
+    recipe: Recipe, folder: Path, given: argparse.Namespace, places: str, variant: Variant | None
+) -> System:
+    """The processes of a pair, or of two plain servers; not waited for."""
+    name = variant.name if variant else _PLAIN
+    made = []
+    for role, place in zip(("producer", "consumer"), places.split(","), strict=True):
+        settings = environment(None if given.cpu else place)
+        if given.cpu:
+            settings["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_gib)
+        elif not given.enforce_eager:
+            settings["TORCHDYNAMO_DISABLE"] = "0"
+        settings |= dict(setting.split("=", 1) for setting in given.environment)
+        config = variant.config(role) if variant else None
+        options = _options(role if variant else _PLAIN, given)
+        cpu = place if given.cpu else "0"
+        made.append(Server(recipe, folder, f"{name}-{role}", cpu, config, options, settings))
+    series = None if variant is None else _THEIRS if variant is NIXL else _OURS
+    return System(name, frozenset(places.split(",")), tuple(made), series)
+
+
+def side_by_side(systems: Sequence[System]) -> list[list[System]]:
+    """Groups of systems that share no GPU: those of a group are measured at the same time."""
+    groups: list[list[System]] = []
+    for system in systems:
+        for group in groups:
+            if all(system.places.isdisjoint(other.places) for other in group):
+                group.append(system)
+                break
+        else:
+            groups.append([system])
+    return groups
+
+
+@contextmanager
+def _up(recipe: Recipe, folder: Path, given: argparse.Namespace, lines: Lines) -> Iterator[list[System]]:
+    """The systems that are asked for, as far as they come up."""
+    wanted: list[tuple[Variant | None, str]] = [(named_variant(given.engine, given.extra), given.gpus)]
+    wanted += [(NIXL, given.nixl_gpus)] if given.nixl_gpus != "none" else []
+    wanted += [(None, given.plain)] if given.plain else []
+    # Two cores start two servers at a time.
+    batches = [[one] for one in wanted] if given.cpu else [wanted]
+    systems = []
+    with ExitStack() as stack:
+        for batch in batches:
+            started = [_started(recipe, folder, given, places, variant) for variant, places in batch]
+            up = stack.enter_context(brought_up(started, lines))
+            if given.cpu:
+                stack.enter_context(_stopped([server for system in up for server in system.servers]))
+            systems += up
+        yield systems
+
+
+@contextmanager
+def _stopped(servers: Sequence[Server]) -> Iterator[None]:
+    """On a CPU those that wait for their turn stand still: some connectors keep a core busy when idle."""
+    for server in servers:
+        send_signal(server, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        # A stopped process does not end.
+        for server in servers:
+            send_signal(server, signal.SIGCONT)
+
+
+def measured(
+    group: Sequence[System], load: Load, seed: int, pool: ProcessPoolExecutor, given: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """One run of a load at each of the group, at the same time: figures by name."""
+    jobs = [system.job(load, seed, given) for system in group]
+    with ExitStack() as stack:
+        if given.cpu:
+            stack.enter_context(awake([server for system in group for server in system.servers]))
+        channels = list(pool.map(load_client.warm_up, jobs, itertools.repeat(given.warm_up)))
+        before = [system.loads() for system in group]
+        starts_at = time.monotonic() + _STARTS_AFTER_S
+        runs = list(pool.map(load_client.run, jobs, channels, itertools.repeat(starts_at)))
+        after = [system.loads() for system in group]
+    return {
+        system.name: figures(samples, grown(first, last), load.tokens_out)
+        for system, samples, first, last in zip(group, runs, before, after, strict=True)
+    }
+
+
+def compare(systems: Sequence[System], given: argparse.Namespace, lines: Lines) -> None:
+    """All loads in all rounds; tells every run, and of each load medians and ratios."""
+    groups = side_by_side(systems)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(systems), context) as pool:
+        for number, load in enumerate(given.loads):
+            rounds: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
+            for turn in range(given.rounds):
+                seed = given.seed + 1000 * number + turn
+                # Who goes first changes from round to round.
+                first = turn % len(groups)
+                for group in [*groups[first:], *groups[:first]]:
+                    for name, found in measured(group, load, seed, pool, given).items():
+                        lines.write("run", connector=name, load=str(load), turn=turn, **found)
+                        rounds[name].append(found)
+            _tell(load, {name: over_rounds(found) for name, found in rounds.items()}, lines)
+
+
+def _tell(load: Load, found: Mapping[str, Mapping[str, Any]], lines: Lines) -> None:
+    for name, one in found.items():
+        lines.write("load", connector=name, load=str(load), **one)
+    ours = next((name for name in found if name not in (NIXL.name, _PLAIN)), None)
+    compared: dict[str, Any] = {}
+    if ours and NIXL.name in found:
+        compared = ratios(found[ours], found[NIXL.name])
+        lines.write("ratio", connector=ours, over=NIXL.name, load=str(load), **compared)
+    print("\n".join(table(load, found, compared)), flush=True)
+
+
+def table(load: Load, found: Mapping[str, Mapping[str, Any]], compared: Mapping[str, Any]) -> list[str]:
+    """Lines for people: a column for each system, and one of ratios if there are any."""
+    columns = {**found, **({f"ratio to {NIXL.name}": compared} if compared else {})}
+    rows = [[f"{load} (p50 / p90 / p99)", *columns]]
+    for name, title in _ROWS.items():
+        rows.append([title, *(_shown(column.get(name)) for column in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    for name, one in found.items():
+        shown += [f"{name}: {count} x {reason}" for reason, count in one.get("failures", {}).items()]
+    return ["", *shown]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " / ".join(_shown(value[part]) for part in PARTS)
+    return "-" if value is None else f"{value:g}"
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--cpu", action="store_true", help="a tiny model on two cores")
+    add(
+        "--load", dest="loads", action="append", metavar="IN:OUT:RATE", help="in tokens, a second; repeatable"
+    )
+    add("--in-flight", type=int, default=0, help="so many clients that wait, instead of the rate of the load")
+    add("--cached", action="store_true", help="the prefill server has seen all prompts before")
+    add("--prompts", type=int, help="how many differ with --cached; 24, and 4 on a CPU")
+    add("--requests", type=int, help="of each load and round; 300, and 20 on a CPU")
+    add("--rounds", type=int, default=3)
+    add("--warm-up", type=int, help="requests before each run; 8, and 2 on a CPU")
+    add("--flow", choices=["sequential", "parallel"], default="sequential", help="of kvconnect")
+    add("--engine", default="nixl", help="of kvconnect: engine or engine:protocol")
+    add("--extra", type=json.loads, default={}, metavar="JSON", help="of kvconnect")
+    add("--gpus", default="0,1", help="of kvconnect's prefill and decode server; cores with --cpu")
+    add("--nixl-gpus", help="of NixlConnector's; those of kvconnect unless told; none leaves it out")
+    add("--plain", nargs="?", const="", metavar="GPUS", help="two plain servers too; on kvconnect's GPUs")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs, nothing compiled")
+    add("--compilation-config", metavar="JSON", help="vLLM's own unless told")
+    add("--chunk", type=int, default=8192, help="tokens that are computed at once")
+    add("--block-size", type=int, default=16)
+    add("--attention-backend", default="FLASH_ATTN")
+    add("--max-num-seqs", type=int, help="256, and 16 on a CPU")
+    add("--kv-gib", type=int, help="KV cache of each server; 48, and 1 on a CPU")
+    add("--server-option", action="append", default=[], help="of all servers; repeatable")
+    add("--environment", action="append", default=[], metavar="NAME=VALUE")
+    add("--timeout-s", type=float, default=120, help="of a leg")
+    add("--seed", type=int, default=1)
+    add("--model", type=Path, help="where the model is, or is to be written (14 GB)")
+    add("--logs", type=Path, help="where the servers' logs are to stay")
+    add("--json", type=Path, help="a file that gets JSON lines")
+    given = parser.parse_args(arguments)
+    for name, here, there in (
+        *(("loads", ["512:16:0.5"], ["8192:128:2.5"]), ("requests", 20, 300)),
+        *(("warm_up", 2, 8), ("prompts", 4, 24), ("max_num_seqs", 16, 256), ("kv_gib", 1, 48)),
+    ):
+        if getattr(given, name) is None:
+            setattr(given, name, here if given.cpu else there)
+    try:
+        given.loads = [Load.parse(text) for text in given.loads]
+    except ValueError as error:
+        parser.error(str(error))
+    given.nixl_gpus = given.nixl_gpus or given.gpus
+    given.plain = given.gpus if given.plain == "" else given.plain
+    if not given.in_flight and any(load.rate_per_s is None for load in given.loads):
+        parser.error("a load without a rate needs --in-flight")
+    for gpus in (given.gpus, given.nixl_gpus.replace("none", "0,1"), given.plain or "0,1"):
+        if gpus.count(",") != 1:
+            parser.error(f"GPUs are {gpus!r}, they must be two")
+    return given
+
+
+def main() -> None:
+    given = parsed()
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None, is_shown=False)
+        if given.cpu:
+            recipe = tiny_models.write_model("heavy", temporary)
+        else:
+            where = given.model or temporary / "model"
+            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus.split(',')[0]}")
+        logs = given.logs or temporary
+        logs.mkdir(parents=True, exist_ok=True)
+        systems = stack.enter_context(_up(recipe, logs, given, lines))
+        for system in systems:
+            lines.write(
+                "system", connector=system.name, places=sorted(system.places), load_series=system.series
+            )
+        if systems:
+            compare(systems, given, lines)
+
+
+if __name__ == "__main__":
+    main()
