@@ -262,7 +262,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--in-flight", type=int, default=0, help="so many clients that wait, instead of the rate of the load")
     add("--cached", action="store_true", help="the prefill server has seen all prompts before")
     add("--prompts", type=int, help="how many differ with --cached; 24, and 4 on a CPU")
-    add("--requests", type=int, help="of each load and round; 300, and 20 on a CPU")
+    add("--requests", type=int, help="of each load and round; 300, and 12 on a CPU")
     add("--rounds", type=int, default=3)
     add("--warm-up", type=int, help="requests before each run; 8, and 2 on a CPU")
     add("--flow", choices=["sequential", "parallel"], default="sequential", help="of kvconnect")
@@ -287,7 +287,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="a file that gets JSON lines")
     given = parser.parse_args(arguments)
     for name, here, there in (
-        *(("loads", ["512:16:0.5"], ["8192:128:2.5"]), ("requests", 20, 300)),
+        *(("loads", ["512:16:0.5"], ["8192:128:2.5"]), ("requests", 12, 300)),
         *(("warm_up", 2, 8), ("prompts", 4, 24), ("max_num_seqs", 16, 256), ("kv_gib", 1, 48)),
     ):
         if getattr(given, name) is None:
