@@ -10,7 +10,8 @@ file; nothing here asserts a time.
     python -m tests.vllm.measure_load --cpu
 
 Load times are histograms that the connectors count, and their quantiles are guessed within a bucket:
-kvconnect's from the order to load until all has arrived, NixlConnector's those of its transfers alone.
+kvconnect's from the order to load until all has arrived, with ``--flow parallel`` from before the prefill,
+NixlConnector's those of its transfers alone.
 """
 
 from __future__ import annotations
