@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,24 +127,29 @@ def make_worker_half(
         )
         transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     offload = None
-    if config.extra.offload is not None:
-        # What comes back to the same rank is bytes: nothing of it is converted.
-        cache = described(kept_config(kv_cache_config))
-        offload = OffloadWorker(
-            config.extra.offload,
-            cache.config,
-            cache.kernel_block_sizes,
-            facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights},
-            rank=rank,
-            world_size=world_size,
-        )
-        offload.register_kv_caches(
-            cache.tensors,
-            cache.heads,
-            cache.scales,
-            reserved_bytes=reserved_bytes,
-            least_rows=hit_requirements(kv_cache_config).least_rows(config.extra.offload.min_tokens),
-        )
+    with ExitStack() as opened:
+        if transfer is not None:
+            # Its thread and its port would outlive an error of the offload.
+            opened.callback(transfer.close)
+        if config.extra.offload is not None:
+            # What comes back to the same rank is bytes: nothing of it is converted.
+            cache = described(kept_config(kv_cache_config))
+            offload = OffloadWorker(
+                config.extra.offload,
+                cache.config,
+                cache.kernel_block_sizes,
+                facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights},
+                rank=rank,
+                world_size=world_size,
+            )
+            offload.register_kv_caches(
+                cache.tensors,
+                cache.heads,
+                cache.scales,
+                reserved_bytes=reserved_bytes,
+                least_rows=hit_requirements(kv_cache_config).least_rows(config.extra.offload.min_tokens),
+            )
+        opened.pop_all()
     return WorkerComposite(transfer, offload)
 
 
