@@ -269,9 +269,10 @@ class LandingBay:
         return Grant(slot.address, slot.length_bytes, slot.generation)
 
     def _may_lend(self, landing: Landing) -> bool:
-        """A slot is free for it, and of use now."""
+        """A slot is free for it, and of use now; one whose chunks wait for their blocks has enough."""
         asked = len(landing.staged) - landing.waiting_grants
-        return asked < landing.due and self._pool.room_for(landing.holder) > 0
+        is_of_use = asked < landing.due and self._pool.room_for(landing.holder) > 0
+        return is_of_use and (not (landing.lent or landing.packed) or landing.is_unused())
 
     def _feed(self) -> None:
         """Lend what is free, in turn, first to those who have nothing."""

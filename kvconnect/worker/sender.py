@@ -203,9 +203,8 @@ class Sender:
         if columns is None:
             return False
         source, target, length = columns
-        # A peer's first batch may exceed the bound: one that does not answer cannot hold all that is allowed.
-        more_bytes = int(length.sum()) if under_way else 0
-        if self._in_flight_bytes + more_bytes > self._config.max_inflight_bytes:
+        # A peer's first batch may exceed the bound: those that do not answer cannot hold all that is allowed.
+        if under_way and self._in_flight_bytes + int(length.sum()) > self._config.max_inflight_bytes:
             return False
         batch = Batch(
             batch_id=next(self._batch_ids),

@@ -307,12 +307,12 @@ class Checks:
         """4: queues and bytes under way stay within what is configured."""
         config, prefill, decode = worker.config, worker.transfers.prefill, worker.transfers.decode
         asked = sum([loading.admitted for loading in decode.loads.values()])
-        in_flight = sum([sum(sending.in_flight.values()) for sending in prefill.sender.sendings.values()])
+        sending = [one for one in prefill.sender.sendings.values() if one.in_flight]
+        in_flight = sum([sum(one.in_flight.values()) for one in sending])
         fetches, expected = len(prefill.pending.fetches), len(prefill.pending.expected)
-        # A chunk and a calibration are one batch each, whatever their size.
-        most_bytes = config.max_inflight_bytes + max(
-            config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes
-        )
+        # A chunk and a calibration are one batch each, whatever their size; and each peer may have one.
+        batch_bytes = max(config.max_batch_bytes, worker.slot_bytes, worker.memory.scratch_bytes)
+        most_bytes = config.max_inflight_bytes + batch_bytes * len({one.peer for one in sending})
         for what, found, most in (
             ("loads at once", asked, config.max_loads),
             ("bytes under way", in_flight, most_bytes),

@@ -270,6 +270,42 @@ def test_one_silent_decode_node_cannot_hold_all_send_slots_or_bytes(most_bytes):
     assert pair.landed(*blocks(0))
 
 
+def test_two_silent_decode_nodes_cannot_hold_all_bytes():
+    pair = crowded(16, max_inflight_bytes=768, max_batch_bytes=768)
+    engine, submit = pair.prefill.engine, pair.prefill.engine.submit
+
+    def stuck(batch):
+        if not batch.peer.startswith("D/"):
+            engine.delay_next(1000)
+        submit(batch)
+
+    engine.submit = stuck
+    for number, name in enumerate("EF"):
+        source, target = blocks(20 + number)
+        pair.hold(name, source)
+        groups = (GroupBlocks(0, 0, target[:10]),)
+        load = Load(name, f"handle-{name}", "P", "h", pair.prefill.channel.port, 40, groups)
+        pair.add(name).transfers.order(Orders(loads=(load,)), lambda: True)
+        pair.run(1)
+    assert pair.prefill.gauge("inflight_bytes") == 2 * 768
+    pair.start("a", *blocks(0))
+    pair.run(1)
+    assert pair.decode.received == ["a"]
+    assert pair.landed(*blocks(0))
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 4, 8])
+def test_what_waits_for_its_blocks_does_not_take_the_slots_of_what_can_land(num_slots):
+    pair = crowded(num_slots)
+    for name, number in (("free", 0), ("used", 1)):
+        source, target = blocks(number)
+        pair.hold(name, source)
+        pair.load(name, target, ready=lambda name=name: name == "free")
+    pair.run(2)
+    assert pair.decode.received == ["free"]
+    assert pair.landed(*blocks(0))
+
+
 def test_a_sending_whose_chunks_cannot_be_packed_ends_alone(caplog):
     """As where its kernel failed: the requests beside it are sent, and what went wrong is logged once."""
     pair = crowded(4)
