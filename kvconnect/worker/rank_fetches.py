@@ -290,6 +290,7 @@ class RankFetches:
             case RankFetchState.UNPACKING:
                 # What waits in slots for its blocks is not unpacked any more.
                 self.bay.close(fetch.landing, None)
+                self._check_landing(fetch)
             case RankFetchState.BUSY if now >= fetch.quarantine.until:
                 self._metrics.failures.labels("quarantine_over").inc()
                 logger.warning(
@@ -306,10 +307,9 @@ class RankFetches:
 
         Over the packed path that is to slots only. ``unsettled`` are their generations, as it reported them.
         """
-        is_unpacking = fetch.is_unpacking
         self.bay.close(fetch.landing, writes_until, unsettled)
         if fetch.path == "packed":
-            self._leave(fetch, RankFetchEvent.ARRIVE if is_unpacking else RankFetchEvent.FAIL)
+            self._leave(fetch, RankFetchEvent.ARRIVE if fetch.is_unpacking else RankFetchEvent.FAIL)
         elif writes_until is None:
             self._leave(fetch, RankFetchEvent.FAIL)
         else:
