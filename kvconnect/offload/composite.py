@@ -180,14 +180,17 @@ class WorkerComposite(WorkerHooks):
         if self.transfer is not None:
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload:
-            if orders.offload.restores and not orders.zeroes_loads:
-                self._last_use = self.offload.mark()
             self.offload.before_step(orders.offload)
+            # A block may be given to a load or a restore while its snapshot for a store is to be taken.
+            if self.transfer is not None and orders.loads:
+                self.transfer.mark()
+            if orders.offload.restores:
+                self._last_use = self.offload.mark()
 
     def start(self, orders: Orders) -> None:
         if self.offload is not None and orders.offload:
             last_use, self._last_use = self._last_use, None
-            self.offload.start(orders.offload, last_use)
+            self.offload.start(orders.offload, None if orders.zeroes_loads else last_use)
         if self.transfer is not None:
             alone = msgspec.structs.replace(orders, offload=_NO_OFFLOAD) if orders.offload else orders
             self.transfer.start(alone)

@@ -133,7 +133,7 @@ class PrefillRequests:
             prefill = self._requests.setdefault(request.request_id, _Prefill())
             prefill.has_blocks, prefill.is_stale = True, False
             self.preempted(request.request_id)
-            self.due.setdefault(request.request_id, prefill.num_tokens)
+            self.due[request.request_id] = 0 if prefill.is_streamed else prefill.num_tokens
 
     def progress(self, request_id: str, computed_tokens: int, new_block_ids: BlockIdsByGroup | None) -> None:
         """A prefill has so many tokens now, and by group these blocks more than before."""
@@ -145,6 +145,8 @@ class PrefillRequests:
         if prefill.computed < prefill.num_tokens:
             prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
             prefill.step = self._draft.step
+            if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
+                self.due.pop(request_id, None)
 
     def _take_blocks(self, prefill: _Prefill, new_block_ids: BlockIdsByGroup | None) -> None:
         for group, tokens in self._streamed_groups.items():

@@ -33,7 +33,7 @@ from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
-from kvconnect.worker.device_steps import DeviceSteps
+from kvconnect.worker.device_steps import DeviceSteps, Finished, always
 from kvconnect.worker.local import open_local
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.transfer_thread import TransferThread
@@ -103,6 +103,7 @@ class WorkerConnector:
         self._reports = Reports(rank)
         self._transfers: TransferThread | None = None
         self._steps = DeviceSteps(self._record)
+        self._last_use: Finished | None = None
         self._is_closed = False
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
@@ -212,13 +213,18 @@ class WorkerConnector:
         if self._config.is_producer or orders.loads:
             self._steps.begin(orders.step)
 
+    def mark(self) -> None:
+        """What the device was given so far may use the blocks of the next loads, beside the steps before."""
+        self._last_use = self._record()
+
     def start(self, orders: Orders) -> None:
         """Take one step's orders, after the step's forward was launched. Never waits."""
         if not orders:
             return
         if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        self._transfers.order(orders, self._steps.finished)
+        last_use, self._last_use = self._last_use, None
+        self._transfers.order(orders, self._steps.finished, last_use)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""
@@ -296,11 +302,7 @@ class WorkerConnector:
     def _record(self) -> Callable[[], bool]:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""
         if self._transfers is None or self._transfers.local.stream is None:
-            return _always
+            return always
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.query
-
-
-def _always() -> bool:
-    return True

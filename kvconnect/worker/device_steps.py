@@ -11,6 +11,11 @@ _KEPT = 8
 """Steps whose beginning is remembered: more than a serving stack runs ahead of the results that it has."""
 
 
+def always() -> bool:
+    """Of a device that is done with what it is given at once."""
+    return True
+
+
 class DeviceSteps:
     """An event of the device before each of its last steps: an order waits for the step that it speaks of.
 

@@ -25,7 +25,7 @@ from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.worker.decode_side import DecodeSide
-from kvconnect.worker.device_steps import Finished
+from kvconnect.worker.device_steps import Finished, always
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
@@ -79,10 +79,9 @@ class TransferThread:
 
     def start(self, release: Callable[[], None]) -> None:
         """Begin to step; ``release`` is called when the thread ends, on it."""
-        self._thread = threading.Thread(
-            target=self._run, args=(release,), name="kvconnect-transfers", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(release,), name="kvconnect-transfers", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self, timeout_s: float) -> bool:
         """Let the thread end. False: it has not within that time."""
@@ -93,16 +92,21 @@ class TransferThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
-        """Queue one step's orders. ``finished`` returns what says whether the device has finished a step."""
+    def order(
+        self, orders: Orders, finished: Callable[[int], Finished], last_use: Finished | None = None
+    ) -> None:
+        """Queue one step's orders. ``finished`` returns what says whether the device has finished a step.
+
+        ``last_use`` says so of what may use the blocks of loads; None where that is the steps before alone.
+        """
         steps = {order.step for order in orders.holds}
-        if orders.progress or orders.loads:
+        if orders.progress:
             steps.add(orders.step - 1)
-        if orders.loads and orders.zeroes_loads:
-            steps.add(orders.step)
         # Here and now: an event is recorded on the caller's stream.
         checks = {step: finished(step) for step in steps}
-        self._call(lambda now: self._carry_out(orders, checks, now))
+        if orders.loads and (orders.zeroes_loads or last_use is None):
+            last_use = finished(orders.step if orders.zeroes_loads else orders.step - 1)
+        self._call(lambda now: self._carry_out(orders, checks, last_use or always, now))
 
     def replace_weights(self, weights: str) -> None:
         """Our introduction names other weights from now on: before the orders that are given after this."""
@@ -175,9 +179,10 @@ class TransferThread:
             # By the thread that used them, so that nothing is closed under a running call.
             release()
 
-    def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+    def _carry_out(
+        self, orders: Orders, finished: Mapping[int, Finished], last_use: Finished, now: float
+    ) -> None:
         prefill, decode, last = self.prefill, self.decode, orders.step - 1
-        last_use = orders.step if orders.zeroes_loads else last
         if orders.directory:
             prefill.inbound_peers.directory = orders.directory
         # In this order: a handle may be withdrawn, expected anew and held, all in one step.
@@ -186,7 +191,7 @@ class TransferThread:
         self._each("preempt", orders.preempted, prefill.preempted)
         self._each("report progress", orders.progress, lambda order: prefill.progress(order, finished[last]))
         self._each("hold", orders.holds, lambda order: prefill.hold(order, finished[order.step], now))
-        self._each("load", orders.loads, lambda order: decode.load(order, finished[last_use], now))
+        self._each("load", orders.loads, lambda order: decode.load(order, last_use, now))
         self._each("let go", orders.let_go, lambda order: decode.let_go(order, now))
         self._each("await", orders.awaited, lambda order: decode.wait(order, now))
         self._each("abort", orders.aborted, decode.abort)

@@ -11,7 +11,9 @@ from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import (
+    GroupBlocks,
     Hold,
+    Load,
     OffloadOrders,
     OffloadReport,
     Orders,
@@ -20,6 +22,7 @@ from kvconnect.orders import (
     Results,
     RowCopies,
     Seek,
+    Store,
 )
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
@@ -254,6 +257,28 @@ def test_of_a_request_that_both_parts_wait_for_the_earlier_count_is_due():
     assert half.transfer.due == {"r": 64}
     assert half.due["r"] == half.offload.due["r"] < 64
     assert half.due.keys() >= half.offload.due.keys()
+
+
+def test_loads_and_restores_wait_for_the_snapshot_of_their_own_orders():
+    """A block may be stored for one request and filled for another with one step's orders."""
+
+    class Noting(Part):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def __getattr__(self, name):
+            return lambda *args: done.append((self.part, name))
+
+    done = []
+    half = WorkerComposite(Noting("transfer"), Noting("offload"))
+    store = Store(1, RowCopies(0, (5,), (0,)), (b"x",))
+    restore = Restore("r", (RowCopies(0, (5,), (1,)),))
+    load = Load("l", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (5,)),))
+    half.before_step(Orders(loads=(load,), offload=OffloadOrders(stores=(store,), restores=(restore,))))
+    assert done[0] == ("transfer", "before_step")
+    assert done[1] == ("offload", "before_step")
+    assert sorted(done[2:]) == [("offload", "mark"), ("transfer", "mark")]
 
 
 @pytest.mark.parametrize("zeroes_loads", [False, True])
