@@ -143,8 +143,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
-        max_inflight_bytes: most bytes that are under way to peers at one time; a peer to which none are gets one
-            batch all the same.
+        max_inflight_bytes: most bytes that are under way to peers at one time; a peer to which none are gets
+            one batch all the same.
         engine_options: passed to the engine's adapter as they are.
         offload: keep blocks in host memory, on disk, or in a store; left out, nothing is kept. See
             ``OffloadConfig``.
