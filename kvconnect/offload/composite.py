@@ -181,11 +181,11 @@ class WorkerComposite(WorkerHooks):
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload:
             self.offload.before_step(orders.offload)
-            # A block may be given to a load or a restore while its snapshot for a store is to be taken.
-            if self.transfer is not None and orders.loads:
-                self.transfer.mark()
             if orders.offload.restores:
                 self._last_use = self.offload.mark()
+        # After that: one step's orders may store a block, and give it to a load or a restore.
+        if self.transfer is not None and orders.loads:
+            self.transfer.mark()
 
     def start(self, orders: Orders) -> None:
         if self.offload is not None and orders.offload:

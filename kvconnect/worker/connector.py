@@ -210,11 +210,11 @@ class WorkerConnector:
 
         What is held is computed in a step, the orders of which say nothing of it.
         """
-        if self._config.is_producer or orders.loads:
+        if self._config.is_producer:
             self._steps.begin(orders.step)
 
     def mark(self) -> None:
-        """What the device was given so far may use the blocks of the next loads, beside the steps before."""
+        """What the device was given so far, and nothing later, may use the blocks of the next loads."""
         self._last_use = self._record()
 
     def start(self, orders: Orders) -> None:
@@ -299,7 +299,7 @@ class WorkerConnector:
             opened.callback(self._channel.close)
             opened.callback(self._engine.close)
 
-    def _record(self) -> Callable[[], bool]:
+    def _record(self) -> Finished:
         """Whether the device has finished what was launched so far: engines do not follow its streams."""
         if self._transfers is None or self._transfers.local.stream is None:
             return always

@@ -97,7 +97,7 @@ class TransferThread:
     ) -> None:
         """Queue one step's orders. ``finished`` returns what says whether the device has finished a step.
 
-        ``last_use`` says so of what may use the blocks of loads; None where that is the steps before alone.
+        ``last_use`` says so of what may use the blocks of loads; None for all that it was given so far.
         """
         steps = {order.step for order in orders.holds}
         if orders.progress:
@@ -105,7 +105,7 @@ class TransferThread:
         # Here and now: an event is recorded on the caller's stream.
         checks = {step: finished(step) for step in steps}
         if orders.loads and (orders.zeroes_loads or last_use is None):
-            last_use = finished(orders.step if orders.zeroes_loads else orders.step - 1)
+            last_use = finished(orders.step)
         self._call(lambda now: self._carry_out(orders, checks, last_use or always, now))
 
     def replace_weights(self, weights: str) -> None:
