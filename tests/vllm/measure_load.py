@@ -2,8 +2,8 @@
 
 kvconnect and vLLM's NixlConnector, each on GPUs of its own, get the same prompts at the same moments; those
 that share a GPU take turns, with the same again. Requests arrive as a Poisson process and do not wait for
-each other, or ``--in-flight`` clients wait for their answers. A table on standard output, JSON lines in a
-file; nothing here asserts a time.
+each other; those of a load without a rate come from ``--in-flight`` clients that wait for their answers. A
+table on standard output, JSON lines in a file; nothing here asserts a time.
 
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:128:2.5 --load 2048:128:8 --json F
     python -m tests.vllm.measure_load --nixl-gpus 2,3 --load 8192:12 --in-flight 16 --cached
@@ -81,8 +81,8 @@ class System:
             load=load,
             requests=given.requests,
             seed=seed,
-            in_flight=given.in_flight,
-            num_cached=given.prompts if given.cached else 0,
+            in_flight=given.in_flight if load.rate_per_s is None else 0,
+            num_cached=given.prompts if given.cached and load.rate_per_s is None else 0,
             is_parallel=given.flow == "parallel" and self.series == _OURS,
             timeout_s=given.timeout_s,
         )
@@ -260,8 +260,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--load", dest="loads", action="append", metavar="IN:OUT:RATE", help="in tokens, a second; repeatable"
     )
-    add("--in-flight", type=int, default=0, help="so many clients that wait, instead of the rate of the load")
-    add("--cached", action="store_true", help="the prefill server has seen all prompts before")
+    add("--in-flight", type=int, default=0, help="so many clients that wait, for a load without a rate")
+    add("--cached", action="store_true", help="the prefill server has seen prompts of loads without a rate")
     add("--prompts", type=int, help="how many differ with --cached; 24, and 4 on a CPU")
     add("--requests", type=int, help="of each load and round; 300, and 12 on a CPU")
     add("--rounds", type=int, default=3)

@@ -68,12 +68,17 @@ def test_graphs_and_compilation_are_on_unless_told():
 
 def test_who_is_asked_what():
     given = parsed(["--flow", "parallel", "--in-flight", "16", "--cached"])
-    ours, nixl, plain = (one.job(LOAD, 7, given) for one in (OURS, NIXL, PLAIN))
+    waiting = Load(LOAD.tokens_in, LOAD.tokens_out)
+    ours, nixl, plain = (one.job(waiting, 7, given) for one in (OURS, NIXL, PLAIN))
     assert (ours.prefill, ours.decode) == ("http://kvconnect-nixl-P", ("http://kvconnect-nixl-D",))
     assert (plain.prefill, plain.decode) == ("", ("http://plain-P", "http://plain-D"))
     assert (ours.is_parallel, nixl.is_parallel, plain.is_parallel) == (True, False, False)
     assert ours.prompts() == nixl.prompts() == plain.prompts()
     assert len(ours.prompts()) == ours.num_cached == given.prompts
+    assert ours.in_flight == given.in_flight
+    assert LOAD.rate_per_s
+    arriving = OURS.job(LOAD, 7, given)
+    assert (arriving.in_flight, arriving.num_cached) == (0, 0)
 
 
 def test_only_those_that_share_no_gpu_are_measured_at_once():
