@@ -46,8 +46,8 @@ def _gauge(name: str, text: str) -> Any:
 LOAD_SECONDS = "load_seconds"
 LOAD_SECONDS_TEXT = "Seconds from the order to load a request to its arrival"
 LOAD_SECONDS_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
-    *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 
 
