@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "kvconnect"
-BASE = {"arithmetic", "errors", "addresses", "engine_names", "reading", "config", "metrics", "orders"}
+BASE = {
+    *("arithmetic", "errors", "addresses", "engine_names", "reading", "config", "metrics", "orders"),
+    "packages",
+}
 # A folder imports only from those before it.
 ORDER = [
     "cache", "runner_kit", "plan", "pack", "engine", "peer", "scheduler", "worker", "offload", "vllm", "node",
-    "router", "explain", "testing", "demo", "cli",
+    "router", "explain", "doctor", "testing", "demo", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -47,6 +47,7 @@ class Capabilities:
     ``max_copies`` and ``max_bytes`` are of one batch, ``max_batches_per_peer`` are in flight at one time.
     ``target_must_poll``: a transfer advances only while its target polls often, as with UCX that has no
     progress thread. ``can_renew``: ``renew_registration`` keeps out what is sent under an earlier card.
+    ``lane`` is what carries the bytes, in the engine's own words, for people.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Capabilities:
     max_batches_per_peer: int
     target_must_poll: bool
     can_renew: bool = False
+    lane: str = ""
 
 
 @dataclass(frozen=True, slots=True)

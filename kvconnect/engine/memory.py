@@ -54,6 +54,7 @@ class MemoryEngine(Adapter):
             max_batches_per_peer=max_batches_per_peer,
             target_must_poll=False,
             can_renew=True,
+            lane="memory of this process",
         )
         super().__init__(capabilities, clock)
         # Guards the spans: engines of other threads write to this one's memory.

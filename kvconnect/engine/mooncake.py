@@ -106,6 +106,7 @@ class MooncakeEngine(Adapter):
                 target_must_poll=False,
                 # Tried over TCP with a peer that was stopped in the middle of a write.
                 can_renew=is_tcp,
+                lane=" ".join(filter(None, (self._library.protocol, device_name))),
             )
         )
         self._settle_s = settle_s

@@ -97,6 +97,7 @@ class NixlEngine(Adapter):
                 max_bytes=max_bytes,
                 max_batches_per_peer=_MAX_BATCHES_PER_PEER,
                 target_must_poll=True,
+                lane=" ".join(filter(None, (backend, options.get("engine_config", device_name)))),
             )
         )
         self._settle_s = settle_s

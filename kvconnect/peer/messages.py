@@ -255,15 +255,34 @@ class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"
     """P to D: the answer to ``Alive``."""
 
 
+class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
+    """To P, from anyone whom the channel admits, before a greeting too: what is known of a topic?
+
+    Nothing changes by it. It is answered by ``Answer`` with the same number; ``argument`` is the topic's own.
+    """
+
+    number: Count
+    topic: Annotated[str, msgspec.Meta(max_length=64)]
+    argument: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """P's: what it knows, encoded as the topic says, or the error for which it cannot tell."""
+
+    number: Count
+    data: bytes
+    error: str = ""
+
+
 class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     """To the peer that sent a message which could not be used. Never answered."""
 
     reason: str
 
 
-ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Bad
-ToDecode = (
-    Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed | StillAlive | Bad
+ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Question | Bad
+ToDecode = (Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed) | (
+    StillAlive | Answer | Bad
 )
 Message = ToPrefill | ToDecode
 

@@ -18,6 +18,7 @@ from kvconnect.peer.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Alive,
+    Answer,
     Bad,
     Cancel,
     CreditGrant,
@@ -28,6 +29,7 @@ from kvconnect.peer.messages import (
     Introduction,
     Landed,
     Message,
+    Question,
     Refused,
     Release,
     Renew,
@@ -53,7 +55,7 @@ class State(enum.Enum):
 
 _KEEPS_READY = {
     Side.DECODE: (Welcome, Accepted, CreditRequest, Declined, Landed, Written, Renewed, StillAlive, Bad),
-    Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Bad),
+    Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Question, Bad),
 }
 TRANSITIONS: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.GREETED, Welcome): State.READY,
@@ -62,6 +64,7 @@ TRANSITIONS: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.READY, Refused): State.ENDED,
     (Side.PREFILL, State.NEW, Hello): State.READY,
     (Side.PREFILL, State.NEW, Bad): State.NEW,
+    (Side.PREFILL, State.NEW, Question): State.NEW,
     **{(side, State.READY, kind): State.READY for side, kinds in _KEEPS_READY.items() for kind in kinds},
 }
 """The state after a received message. What is not here is illegal."""
@@ -147,6 +150,11 @@ class Session:
         if self.state is not State.READY:
             raise LocalError(f"{self!r} cannot send {type(message).__name__}")
         self._push(message)
+
+    def answer(self, answer: Answer) -> None:
+        """Queue the answer to a question, which may come before the greeting."""
+        if self.state is not State.ENDED:
+            self._push(answer)
 
     def owe(self, owed: bool, now: float) -> None:
         """D states whether the peer owes it an answer; only then is silence a failure."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
+from kvconnect.packages import package_versions
+from kvconnect.peer import description
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
@@ -192,6 +195,7 @@ class WorkerConnector:
         self._transfers = TransferThread(
             self._config.extra, self._channel, local, self._reports, self._metrics
         )
+        self._transfers.prefill.topics.add(description.TOPIC, self._describe)
         self._transfers.start(self._release)
 
     def replace_weights(self, weights: str) -> None:
@@ -256,6 +260,23 @@ class WorkerConnector:
             "peers": len(decode.peers),
             "inbound_peers": len(prefill.inbound_peers),
         }
+
+    def _describe(self, argument: str) -> bytes:
+        """On the transfer thread."""
+        assert self._transfers is not None, "it is asked once peers are served"
+        extra, local = self._config.extra, self._transfers.local
+        return msgspec.msgpack.encode(
+            description.Description(
+                clock_s=time.time(),
+                role=self._config.kv_role,
+                path=extra.path,
+                lane=self._engine.capabilities.lane,
+                lease_s=extra.lease_s,
+                versions=package_versions(),
+                directory=self._transfers.prefill.inbound_peers.directory,
+                introduced=description.introduced(local.introduce()),
+            )
+        )
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no lease any more, and wait until everything that is held was fetched, or is given up.

@@ -21,6 +21,7 @@ from kvconnect.peer.messages import (
     Cancel,
     CreditGrant,
     Fetch,
+    Question,
     Release,
     Renew,
     Renewed,
@@ -34,6 +35,7 @@ from kvconnect.worker.leases import Lease
 from kvconnect.worker.local import Local
 from kvconnect.worker.pending_fetches import PendingFetch
 from kvconnect.worker.reports import Reports
+from kvconnect.worker.topics import Topics
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class PrefillSide:
         )
         self.fetches = FetchService(config, local, self.book, self.inbound_peers, metrics)
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
+        self.topics = Topics(config.max_message_bytes)
         self._config = config
         self._reports = reports
         self._metrics = metrics
@@ -171,6 +174,8 @@ class PrefillSide:
                     inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
+            case Received(message=Question() as question):
+                inbound.session.answer(self.topics.answer(question))
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 if not inbound.has_misspoken:

@@ -96,8 +96,9 @@ class PlainCache:
             f"layer{i}": CacheTensor(self.storage[i], "block token head content") for i in range(LAYERS)
         }
         spec = FullAttentionSpec(BLOCK_TOKENS, len(self.heads), 4, torch.float16)
-        config = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),))
-        self.table = RegionTable.build(config, {0: BLOCK_TOKENS}, tensors, dict.fromkeys(tensors, self.heads))
+        self.config, self.tensors = KVCacheConfig(num_blocks, (KVCacheGroup(tuple(tensors), spec),)), tensors
+        self.by_layer = dict.fromkeys(tensors, self.heads)
+        self.table = RegionTable.build(self.config, {0: BLOCK_TOKENS}, tensors, self.by_layer)
 
 
 class FakeWorker:

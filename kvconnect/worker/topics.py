@@ -1,0 +1,47 @@
+"""What a worker answers to questions of peers: by topic, one function that only reads.
+
+Owned by the transfer thread, which calls it between two steps of its work: it is quick, or bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvconnect.peer.messages import Answer, Question
+
+logger = logging.getLogger(__name__)
+
+_HEADER_BYTES = 4096
+
+Reader = Callable[[str], bytes]
+"""Takes the question's argument. What it raises is the answer's error."""
+
+
+class Topics:
+    """Topics by name. An answer, with all around it, has at most ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._readers: dict[str, Reader] = {}
+
+    def add(self, topic: str, reader: Reader) -> None:
+        """Answer questions of a topic from now on; before the first peer is served."""
+        self._readers[topic] = reader
+
+    def answer(self, question: Question) -> Answer:
+        """The one answer to a question. Raises nothing."""
+        reader = self._readers.get(question.topic)
+        if reader is None:
+            known = ", ".join(sorted(self._readers)) or "none"
+            return Answer(question.number, b"", f"topic is {question.topic!r}, accepted: {known}")
+        try:
+            data = reader(question.argument)
+        except Exception as error:
+            logger.debug("a question for %s could not be answered", question.topic, exc_info=error)
+            return Answer(question.number, b"", f"{type(error).__name__}: {error}")
+        if len(data) > self._max_bytes - _HEADER_BYTES:
+            return Answer(
+                question.number, b"", f"the answer has {len(data)} bytes, at most {self._max_bytes}"
+            )
+        return Answer(question.number, data)

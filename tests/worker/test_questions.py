@@ -1,0 +1,108 @@
+"""Questions to a worker that serves: over real sockets, without a greeting, and without a trace of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.errors import PeerError
+from kvconnect.peer.asking import ask
+from kvconnect.peer.description import TOPIC, read_description
+from kvconnect.peer.keyring import SharedKeys
+from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
+from kvconnect.worker.connector import WorkerConnector
+from kvconnect.worker.topics import Topics
+from tests.ports import free_port
+from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
+
+SECRET = secrets.token_urlsafe(32)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker that serves, with a shared key."""
+    monkeypatch.setenv("KVCONNECT_KEY", SECRET)
+    given = {"engine": "memory", "port": free_port(), "num_slots": 2, "slot_bytes": 1 << 16}
+    config = parse_kv_transfer_config({"kv_role": "kv_both", "kv_connector_extra_config": given})
+    cache = PlainCache(8)
+    made = WorkerConnector(
+        config,
+        cache.config,
+        {0: BLOCK_TOKENS},
+        CacheMeaning("m", HEADS, 1, weights="files 1f"),
+        registry=CollectorRegistry(),
+    )
+    made.register_kv_caches(cache.tensors, cache.by_layer)
+    yield made
+    made.close()
+
+
+def asked(worker, topic=TOPIC, secret=SECRET, **changes):
+    extra = msgspec.structs.replace(worker._config.extra, **changes)
+    return ask(extra, SharedKeys(secret, "here"), ("127.0.0.1", worker.address().port), topic)
+
+
+def test_a_worker_describes_itself(worker):
+    before = time.time()
+    reply = asked(worker)
+    told = read_description(reply.data)
+    assert before <= reply.asked_at <= told.clock_s <= reply.answered_at
+    assert (told.protocol, told.role, told.path) == (PROTOCOL_VERSION, "kv_both", "packed")
+    assert told.lane == "memory of this process"
+    assert told.versions["python"]
+    assert told.introduction.meaning.weights == "files 1f"
+    assert told.introduction.table.regions == worker.table.regions
+    assert worker.state()["inbound_peers"] == 0, "who asks is no peer"
+
+
+def test_weights_that_were_replaced_are_told(worker):
+    worker.replace_weights("files 2e")
+    deadline = time.monotonic() + 5
+    while read_description(asked(worker).data).introduction.meaning.weights != "files 2e":
+        assert time.monotonic() < deadline
+
+
+def test_a_topic_that_is_not_known_is_an_error_that_names_those_that_are(worker):
+    with pytest.raises(PeerError, match=f"topic is 'rumours', accepted: .*{TOPIC}"):
+        asked(worker, "rumours")
+
+
+def test_another_key_learns_nothing(worker):
+    with pytest.raises(PeerError, match="different keys|does not admit our public key"):
+        asked(worker, secret=secrets.token_urlsafe(32))
+
+
+def test_an_address_without_a_listener_is_named(worker):
+    port = free_port()
+    with pytest.raises(PeerError, match=f"nothing listens at 127.0.0.1:{port}"):
+        ask(worker._config.extra, SharedKeys(SECRET, "here"), ("127.0.0.1", port), TOPIC)
+
+
+def test_a_listener_that_says_nothing_costs_the_time_of_a_peer(worker):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        extra = msgspec.structs.replace(worker._config.extra, peer_timeout_s=0.5)
+        with pytest.raises(PeerError, match="did not answer within 0.5 s"):
+            ask(extra, SharedKeys(SECRET, "here"), deaf.getsockname(), TOPIC)
+
+
+def test_another_protocol_is_described_and_not_read(worker):
+    told = msgspec.structs.replace(read_description(asked(worker).data), protocol=PROTOCOL_VERSION + 1)
+    told = read_description(msgspec.msgpack.encode(told))
+    with pytest.raises(PeerError, match=f"protocol version is {PROTOCOL_VERSION + 1}"):
+        _ = told.introduction
+
+
+def test_an_answer_is_bounded_and_an_error_is_one_too():
+    topics = Topics(1 << 16)
+    topics.add("long", lambda argument: bytes(1 << 16))
+    topics.add("wrong", lambda argument: bytes(int(argument)))
+    assert "65536 bytes" in topics.answer(Question(1, "long")).error
+    assert "ValueError" in topics.answer(Question(2, "wrong", "x")).error
+    assert topics.answer(Question(3, "wrong", "2")).data == bytes(2)
