@@ -18,6 +18,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvconnect.timeline import Timeline
+
 K = TypeVar("K", bound=Hashable)
 
 PREFIX = "kvconnect"
@@ -202,10 +204,14 @@ _FAILURES = _counter("failures", "What went wrong, by reason", "reason")
 
 
 class Metrics(MetricSet):
-    """What the transfers of one worker move, and what goes wrong there.
+    """What the transfers of one worker move, and what goes wrong there; ``timeline`` has what they do when.
 
     ``link`` is what a calibration measured, by its name in ``LinkCost.as_metrics``.
     """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        super().__init__(registry)
+        self.timeline = Timeline()
 
     transfers: Numbers = _counter(
         "transfers",

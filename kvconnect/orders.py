@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import astuple
 
+from kvconnect.timeline import Record
+
 # Bounds of what a peer may send. They hold where a message is read; our own values are within them.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Index = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
@@ -224,10 +226,12 @@ class Orders(_Parts, frozen=True):
 
     ``step`` counts the orders of one scheduler half: these come with step ``step``, and what they name was
     given to the device before it. ``zeroes_loads``: the step may still zero what its loads and restores fill.
+    ``notes`` are for the timeline of rank 0, and nothing to carry out.
     """
 
     step: int = 0
     zeroes_loads: bool = False
+    notes: tuple[Record, ...] = ()
     holds: tuple[Hold, ...] = ()
     loads: tuple[Load, ...] = ()
     let_go: tuple[LetGo, ...] = ()
@@ -242,7 +246,7 @@ class Orders(_Parts, frozen=True):
     awaited: tuple[Await, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(astuple(self)[2:])
+        return any(astuple(self)[3:])
 
 
 class Results(_Parts, frozen=True):

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
     *("arithmetic", "errors", "addresses", "engine_names", "reading", "config", "metrics", "orders"),
-    "packages",
+    *("packages", "timeline"),
 }
 # A folder imports only from those before it.
 ORDER = [

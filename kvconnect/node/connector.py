@@ -101,6 +101,7 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                 cache.config,
                 StackTraits(
                     prompt_digest=_prompt_digest,
+                    clock=time.monotonic,
                     longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
                 ),
                 directory=(transfer.address(),),

@@ -191,6 +191,8 @@ class Engine:
             return
         orders = transfers.hooks.build_orders()
         if not orders:
+            # There may be notes for the timeline.
+            self.worker.start(orders)
             return
         if orders.holds or orders.loads or orders.progress:
             # A peer or an engine may touch the cache from here on: computing and zeroing are over.

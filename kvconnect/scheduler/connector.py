@@ -53,7 +53,7 @@ class SchedulerConnector:
         has_states = any(group.is_state for group in groups)
         stack = dataclasses.replace(stack, held_back=max(stack.held_back, int(has_states)))
         handles = handles or Handles()
-        self._draft = draft = OrdersDraft(sorted(directory, key=lambda address: address.rank))
+        self._draft = draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), stack.clock)
         self._prefill = PrefillRequests(config, groups, stack, handles, new_handle, draft)
         self._decode = DecodeRequests(config, cache_config, stack, handles, trust, draft)
 

@@ -16,6 +16,7 @@ from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.params import RemotePrefill, read_remote_prefill, transfer_params
 from kvconnect.scheduler.stack import BlockIdsByGroup, LongestRequest, RequestView, StackTraits
+from kvconnect.timeline import Moment
 
 
 @dataclass(eq=False)
@@ -110,6 +111,8 @@ class DecodeRequests:
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
+        # Requests that load, or did, and have no token since, with the tokens that they had then.
+        self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
 
     def share(self, request: RequestView) -> _Share | None:
         """The handle that a request names, with all that name it; None if it is not fetched.
@@ -135,6 +138,7 @@ class DecodeRequests:
                 self._by_handle[remote.handle] = share
         share.undecided[request.request_id] = None
         self._shares[request.request_id] = share
+        self._draft.note(Moment.QUEUED, remote.handle, request.request_id, request.num_tokens)
         if not share.is_spent and not remote.refusal:
             self._await(share.remote)
         return share
@@ -184,10 +188,14 @@ class DecodeRequests:
         self._draft.awaited.pop(handle, None)
         groups = blocks_of(self._groups, block_ids, first, first + num_external_tokens)
         self._draft.loads.append(Load(request_id, handle, *remote.peer, wanted, groups, refusal))
+        self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
+        self._tokenless[request_id] = request, request.num_tokens, handle
 
     def finished(self, request: RequestView) -> bool:
         """A request ended. Whether its load is under way: then it is ordered to end."""
         request_id, share = request.request_id, self.share(request)
+        self._look_for_token(request_id)
+        self._tokenless.pop(request_id, None)
         if share is not None:
             del self._shares[request_id]
             share.undecided.pop(request_id, None)
@@ -202,6 +210,8 @@ class DecodeRequests:
 
     def ordered(self) -> None:
         """The draft is about to be taken: the loads that it aborts decide nothing about their handles."""
+        for request_id in list(self._tokenless):
+            self._look_for_token(request_id)
         for request_id in self._draft.aborted:
             share = self._loading.get(request_id)
             if share is not None and share.loader == request_id:
@@ -214,6 +224,7 @@ class DecodeRequests:
             share = self._loading.pop(request_id, None)
             if share is None or share.loader != request_id:
                 continue
+            self._draft.note(Moment.LOADED, share.remote.handle, request_id, request_id not in results.failed)
             share.loader = ""
             if not share.is_cancelled and (failure := results.failed.get(request_id)):
                 share.failure = f"the request that fetched for this one failed: {failure}"
@@ -231,6 +242,13 @@ class DecodeRequests:
             "sharing": len(self._shares),
             "early": len(self._early) + asked,
         }
+
+    def _look_for_token(self, request_id: str) -> None:
+        """Record the first token of a request that was loaded, once it is there."""
+        request, num_tokens, handle = self._tokenless.get(request_id, (None, 0, ""))
+        if request is not None and request.num_tokens > num_tokens:
+            del self._tokenless[request_id]
+            self._draft.note(Moment.FIRST_TOKEN, handle, request_id)
 
     def _may_load(self, share: _Share, num_tokens: int) -> bool:
         """Whether a load may have blocks now; otherwise P is asked for when it may."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.orders import Await, GroupBlocks, Hold, LetGo, Load, Orders, Progress, RankAddress, Withdraw
 from kvconnect.scheduler.stack import BlockIdsByGroup
+from kvconnect.timeline import Record
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ class OrdersDraft:
     """
 
     directory: list[RankAddress]
+    clock: InitVar[Callable[[], float] | None] = None
+    notes: list[Record] = field(default_factory=list)
     holds: list[Hold] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     let_go: list[LetGo] = field(default_factory=list)
@@ -34,8 +37,9 @@ class OrdersDraft:
     progress: list[Progress] = field(default_factory=list)
     awaited: dict[str, Await] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, clock: Callable[[], float] | None) -> None:
         self._parts = dict(vars(self))
+        self._clock = clock
         self.step = 0
         self._logged: set[str] = set()
 
@@ -45,6 +49,11 @@ class OrdersDraft:
         if handle in self.expected:
             self.expected.remove(handle)
         self.withdrawn.append(Withdraw(handle, f"no KV comes under this handle: {reason}"))
+
+    def note(self, event: str, handle: str, request_id: str, number: int = 0) -> None:
+        """Record what happens now, for the timeline of rank 0."""
+        if self._clock is not None:
+            self.notes.append((self._clock(), event, handle, request_id, 0, number))
 
     def warn(self, reason: str, text: str, *values: object) -> None:
         """Count a failure, and log the first of its reason."""

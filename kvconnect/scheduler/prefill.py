@@ -26,6 +26,7 @@ from kvconnect.scheduler.params import (
 )
 from kvconnect.scheduler.prompts import PROMPT_BYTES
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits
+from kvconnect.timeline import Moment
 
 
 @dataclass(eq=False)
@@ -102,6 +103,7 @@ class PrefillRequests:
         params = transfer_params(request)
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
+        self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -132,6 +134,7 @@ class PrefillRequests:
         if self._is_for_others(request):
             prefill = self._requests.setdefault(request.request_id, _Prefill())
             prefill.has_blocks, prefill.is_stale = True, False
+            self._draft.note(Moment.ADMITTED, prefill.handle, request.request_id)
             self.preempted(request.request_id)
             self.due[request.request_id] = 0 if prefill.is_streamed else prefill.num_tokens
 
@@ -145,6 +148,7 @@ class PrefillRequests:
         if prefill.computed < prefill.num_tokens:
             prefill.computed = max(prefill.computed, min(computed_tokens, prefill.num_tokens))
             prefill.step = self._draft.step
+            self._draft.note(Moment.LAUNCHED, prefill.handle, request_id, prefill.computed)
             if prefill.computed == prefill.num_tokens and not prefill.is_streamed:
                 self.due.pop(request_id, None)
 
@@ -263,6 +267,7 @@ class PrefillRequests:
         self._draft.holds.append(
             Hold(request.request_id, handle or token, num_tokens, groups, extra.lease_s, step)
         )
+        self._draft.note(Moment.COMPUTED, handle or token, request.request_id, num_tokens)
         # What the router passes on to D: the shape that routers know, and our handle.
         params = {
             "do_remote_prefill": True,

@@ -75,6 +75,8 @@ class StackTraits:
     parent_of: Callable[[str], str] = str
     # Of a stack that does not state what its tokens are all prompts of a length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
+    # The machine's monotonic one; without it nothing is recorded for the timeline.
+    clock: Callable[[], float] | None = None
     longest: LongestRequest | None = None
 
 

@@ -56,6 +56,7 @@ def make_scheduler_half(
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             parent_of=parent_of,
             prompt_digest=prompt_digest,
+            clock=time.monotonic,
             longest=LongestRequest(
                 vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
             ),

@@ -223,6 +223,8 @@ class WorkerConnector:
 
     def start(self, orders: Orders) -> None:
         """Take one step's orders, after the step's forward was launched. Never waits."""
+        if self._rank == 0:
+            self._metrics.timeline.take(orders.notes)
         if not orders:
             return
         if self._transfers is None:

@@ -18,6 +18,7 @@ from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import Accepted, CreditRequest, Declined, Landed, Renewed, Written
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
+from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
@@ -66,6 +67,7 @@ class DecodeSide:
         key = self._peer_of(order)
         load = LoadRecord(order, key, now, now + self._config.load_timeout_s, is_unused)
         self.loads[order.request_id] = load
+        self._metrics.timeline.note(Moment.LOAD_TAKEN, handle=order.handle, request_id=order.request_id)
         self.renewals.load(load)
         reason = load.error or order.refusal or self.peers.refusal(key, now)
         if reason:
@@ -294,6 +296,9 @@ class DecodeSide:
         finally:
             # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
             self._reports.received(request_id, load.error)
+            self._metrics.timeline.note(
+                Moment.REPORTED, not load.error, handle=load.handle, request_id=request_id
+            )
         if load.error:
             level = logging.DEBUG if load.aborted else logging.WARNING
             logger.log(level, "request %s was not loaded: %s", request_id, load.error)

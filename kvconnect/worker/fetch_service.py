@@ -7,6 +7,7 @@ Owned by the transfer thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ from kvconnect.peer.messages import (
     other_weights,
 )
 from kvconnect.plan.transfer import make_plan
+from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.worker.lease_book import LeaseBook
@@ -142,6 +144,7 @@ class FetchService:
         if isinstance(outbox, SlotOutbox):
             spared = outbox.grant(fetch.grants)
             sending.due_reported = 0 if streamed or pending.has_waited else None
+        self._note(sending, Moment.FETCH_BEGUN, len(fetch.chunks))
         # Last of all: a lease whose sending has not begun would never end.
         source.sending.add(key)
         self.sender.begin(sending)
@@ -181,6 +184,7 @@ class FetchService:
         sending = self.sender.sendings.get(key)
         if sending is not None:
             outbox = sending.outbox
+            self._note(sending, Moment.CREDITS_RECEIVED, len(granted.grants))
             spared = outbox.grant(granted.grants) if isinstance(outbox, SlotOutbox) else ()
             if sending.due_reported is not None and not sending.error:
                 self._request_credit(sending, spared)
@@ -249,7 +253,10 @@ class FetchService:
             most_bytes = min(pool.slot_bytes, capabilities.max_bytes)
             if supply.largest_bytes > most_bytes:
                 raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
-            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name)
+            note = functools.partial(
+                self._metrics.timeline.note, handle=fetch.handle, transfer_id=fetch.transfer_id
+            )
+            return SlotOutbox(packer, supply, pool, self._config.check_digest, way.name, note)
         if held is None:
             raise LayoutError("a prefill under way is sent over the packed path only")
         if link is None:
@@ -293,6 +300,7 @@ class FetchService:
                 inbound.way.calibrated(self._local, sending.error, self._metrics)
             return
         lease.sending.discard(sending.key)
+        self._note(sending, Moment.ANSWER_SENT, not sending.error)
         count_sent(self._metrics, sending)
         self._inbound_peers.send(
             sending.key[0],
@@ -319,6 +327,10 @@ class FetchService:
         if not sending.error:
             lease.served.add(sending.consumer)
         self._book.end_if_due(lease, now)
+
+    def _note(self, sending: Sending, moment: str, number: int) -> None:
+        handle = sending.lease.handle if sending.lease is not None else ""
+        self._metrics.timeline.note(moment, number, handle=handle, transfer_id=sending.key[1])
 
     def _refuse(self, pending: PendingFetch, reason: str) -> None:
         self._metrics.transfers.labels("sent", "refused").inc()

@@ -19,6 +19,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
 from kvconnect.plan.chunks import Chunk
+from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Landing:
     """
 
     transfer_id: int
+    handle: str
     holder: str
     link: str
     packer: Packer
@@ -120,7 +122,9 @@ class LandingBay:
         """
         staged = packer.stage(load.order.groups, chunks, load.order.num_tokens)
         holder, count = link.peer.address, len(chunks)
-        landing = Landing(transfer_id, holder, link.name, packer, staged, load.is_unused, count, count)
+        landing = Landing(
+            transfer_id, load.handle, holder, link.name, packer, staged, load.is_unused, count, count
+        )
         self._landings[transfer_id] = landing
         # Half of what is free, so that the next fetch need not wait for the first to end.
         first = min(count, (self._pool.free + 1) // 2, self._pool.room_for(holder))
@@ -160,6 +164,7 @@ class LandingBay:
         landing.arrived.add(message.chunk)
         self._pool.move(slot, SlotEvent.LANDED)
         landing.packed.append((slot, message))
+        self._note(landing, Moment.LANDED, message.chunk)
         self._unpack(landing)
         return ""
 
@@ -179,6 +184,7 @@ class LandingBay:
                 continue
             expected = message.digest if self._check_digest else None
             landing.unpacking.append(_Unpacking(message.chunk, slot, ticket, expected))
+            self._note(landing, Moment.UNPACKING, message.chunk)
 
     def advance(self, now: float) -> None:
         """Take what is unpacked, and lend what became free. A wrong digest sets its landing's ``error``."""
@@ -256,6 +262,7 @@ class LandingBay:
 
     def _take(self, landing: Landing, unpacked: _Unpacking) -> None:
         self._pool.move(unpacked.slot, SlotEvent.RETURN)
+        self._note(landing, Moment.UNPACKED, unpacked.chunk)
         if unpacked.ticket.digest == unpacked.expected:
             landing.committed += 1
             return
@@ -285,3 +292,7 @@ class LandingBay:
                 self._hungry.append(landing)
         for landing, grants in granted.items():
             self._send(landing.link, CreditGrant(landing.transfer_id, tuple(grants)))
+            self._note(landing, Moment.CREDITS_SENT, len(grants))
+
+    def _note(self, landing: Landing, moment: str, number: int) -> None:
+        self._metrics.timeline.note(moment, number, handle=landing.handle, transfer_id=landing.transfer_id)

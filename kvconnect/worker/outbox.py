@@ -7,7 +7,7 @@ Owned by the transfer thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from kvconnect.errors import PeerError
 from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant
+from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 from kvconnect.worker.supply import ChunkSupply
 
@@ -80,12 +81,19 @@ class SlotOutbox:
         pool: our send slots.
         with_digest: whether chunks are sent with a digest.
         holder: the peer that is sent to, which may not take all of the send slots.
+        note: called with what happens to a chunk, and its number.
     """
 
     path = "packed"
 
     def __init__(
-        self, packer: Packer, supply: ChunkSupply, pool: SlotPool, with_digest: bool, holder: str
+        self,
+        packer: Packer,
+        supply: ChunkSupply,
+        pool: SlotPool,
+        with_digest: bool,
+        holder: str,
+        note: Callable[[str, int], None],
     ) -> None:
         self.copies = supply.count
         self._packer = packer
@@ -94,6 +102,7 @@ class SlotOutbox:
         self._pool = pool
         self._holder = holder
         self._with_digest = with_digest
+        self._note = note
         self._kernels: deque[Parcel] = deque()
         self._filled: deque[Parcel] = deque()
         self._in_flight: dict[int, Parcel] = {}
@@ -135,6 +144,7 @@ class SlotOutbox:
         """
         while self._kernels and self._kernels[0].ticket.done:
             self._filled.append(self._kernels.popleft())
+            self._note(Moment.PACKED, self._filled[-1].chunk)
         if stopping:
             for parcel in self._filled:
                 self._pool.move(parcel.slot, SlotEvent.RETURN)
@@ -159,6 +169,7 @@ class SlotOutbox:
             self._pool.move(slot, SlotEvent.RETURN)
             raise
         self._kernels.append(Parcel(chunk, slot, grant, ticket, length_bytes))
+        self._note(Moment.PACKING, chunk)
 
     def peek(self) -> Columns | None:
         """The batch that can be submitted next, None if none can now."""
@@ -169,10 +180,12 @@ class SlotOutbox:
         parcel = self._filled.popleft()
         self._pool.move(parcel.slot, SlotEvent.SUBMIT)
         self._in_flight[batch_id] = parcel
+        self._note(Moment.SUBMITTED, parcel.chunk)
 
     def ended(self, completion: Completion) -> Parcel:
         """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
+        self._note(Moment.WRITTEN, parcel.chunk)
         self._pool.move(parcel.slot, SlotEvent.RETURN if completion.quiescent else SlotEvent.LOSE)
         return parcel
 

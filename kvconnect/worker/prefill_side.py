@@ -28,6 +28,7 @@ from kvconnect.peer.messages import (
     StillAlive,
 )
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
+from kvconnect.timeline import Moment
 from kvconnect.worker.fetch_service import FetchService
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.worker.lease_book import LeaseBook
@@ -108,6 +109,7 @@ class PrefillSide:
             # The other one goes on, and this one's blocks are free.
             self._reports.sent(order.request_id)
             return
+        self._metrics.timeline.note(Moment.HELD, handle=order.handle, request_id=order.request_id)
         self._metrics.streamed_bytes.inc(sum(self.sender.sendings[key].total_bytes for key in lease.sending))
         if difference:
             self._cut_short(lease, difference, again=True)
@@ -162,6 +164,12 @@ class PrefillSide:
             case Ready():
                 self.inbound_peers.met(link, inbound, {link for link, _ in self.sender.sendings})
             case Received(message=Fetch() as fetch):
+                self._metrics.timeline.note(
+                    Moment.FETCH_RECEIVED,
+                    len(fetch.chunks),
+                    handle=fetch.handle,
+                    transfer_id=fetch.transfer_id,
+                )
                 self.fetches.begin(PendingFetch(link, fetch, now), now)
             case Received(message=CreditGrant() as granted):
                 self.fetches.granted((link, granted.transfer_id), granted)
@@ -243,6 +251,9 @@ class PrefillSide:
         self.pending.end(lease.handle, text)
         if lease.hold is not None:
             self._reports.sent(lease.hold.request_id)
+            self._metrics.timeline.note(
+                Moment.LEASE_ENDED, handle=lease.handle, request_id=lease.hold.request_id
+            )
         if not lease.satisfied:
             self._report_over(lease.handle, text, lease.renewers)
 

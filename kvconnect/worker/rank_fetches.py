@@ -27,6 +27,7 @@ from kvconnect.peer.messages import (
 )
 from kvconnect.plan.chunks import Chunk, RequestCutter
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S
+from kvconnect.timeline import Moment
 from kvconnect.worker.landing import LandingBay
 from kvconnect.worker.loads import LoadRecord, RankFetch, RankFetchEvent, RankFetchState
 from kvconnect.worker.local import Local
@@ -105,6 +106,10 @@ class RankFetches:
             until_s=load.deadline + link.clock_ahead_s,
         )
         self._peers.send(link.name, message)
+        self._note(fetch, Moment.FETCH_SENT, len(chunks))
+
+    def _note(self, fetch: RankFetch, moment: str, number: int) -> None:
+        self._metrics.timeline.note(moment, number, handle=fetch.load.handle, transfer_id=fetch.transfer_id)
 
     def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
         """The chunks of a fetch, and slots; none for the direct path, a LayoutError if no path is open."""
@@ -192,6 +197,7 @@ class RankFetches:
 
     def _written(self, fetch: RankFetch, written: Written, now: float) -> None:
         is_first, fetch.is_answered = not fetch.is_answered, True
+        self._note(fetch, Moment.ANSWER_RECEIVED, written.ok)
         kept_until = now + self._config.quarantine_s
         match fetch.state:
             case RankFetchState.BUSY if written.quiescent:

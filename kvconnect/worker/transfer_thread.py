@@ -24,6 +24,7 @@ from kvconnect.orders import Orders
 from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
+from kvconnect.timeline import Turns
 from kvconnect.worker.decode_side import DecodeSide
 from kvconnect.worker.device_steps import Finished, always
 from kvconnect.worker.error_counting import ErrorsCounted
@@ -160,14 +161,16 @@ class TransferThread:
                 torch.cuda.set_stream(stream)
             else:
                 use_one_thread()
+            turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
                 try:
-                    sleep_s = self.step(time.monotonic())
+                    sleep_s = self.step(turns.begin())
                 except Exception:
                     # A bug, since bad input never raises here. Requests that hang on it end by their
                     # deadlines; the others go on.
                     logger.exception("the transfer thread met an error of its own")
                     sleep_s = 0.1
+                turns.end(sleep_s)
                 if sleep_s >= _LONG_NAP_S:
                     self._channel.wait(sleep_s)
                 elif sleep_s > 0:

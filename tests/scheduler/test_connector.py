@@ -33,7 +33,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = field(default=None)
 
 
-def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, **extra):
+def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, clock=None, **extra):
     limits = {name: extra.pop(name) for name in Limits.__struct_fields__ if name in extra}
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
     extra_config = msgspec.structs.replace(config.extra, **limits)
@@ -42,7 +42,7 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, **
     return SchedulerConnector(
         config,
         KVCacheConfig(100, tuple(groups)),
-        StackTraits(parent_of=parent_of),
+        StackTraits(parent_of=parent_of, clock=clock),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
         handles=HANDLES,
@@ -95,6 +95,42 @@ def test_a_finished_prefill_is_held_and_described_in_the_shape_that_routers_know
     assert prefill.state()["held"] == 1
     prefill.update_results(Results(sent=("p",)))
     assert set(prefill.state().values()) == {0}
+
+
+def test_what_happens_to_a_request_is_noted_with_the_orders_and_is_no_order():
+    ticks = iter(range(100))
+    prefill = connector("kv_producer", clock=lambda: float(next(ticks)))
+    assert prefill.build_orders(), "the directory, once"
+    request = Request("p", 40, {"do_remote_decode": True})
+    prefill.new_request(request)
+    prefill.update_after_alloc(request, ([1, 2, 3],), 0)
+    orders = prefill.build_orders()
+    assert not orders
+    assert [note[:4] for note in orders.notes] == [(0.0, "queued", "", "p"), (1.0, "admitted", "", "p")]
+    prefill.launched(Step([Computed("p", 40, None)]))
+    request.num_tokens += 1
+    _, params = prefill.request_finished(request, ([1, 2, 3],), delivered=True)
+    notes = prefill.build_orders().notes
+    assert [note[1] for note in notes] == ["prefill launched", "prefill done"]
+    assert notes[1][2:4] == (params[HANDLE_KEY], "p"), "the two names of it, once"
+
+    decode = connector("kv_consumer", clock=lambda: float(next(ticks)))
+    request = Request("d", 40, params)
+    decode.new_request(request)
+    assert decode.matched_tokens(request, 0) == (40, True)
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    orders = decode.build_orders()
+    decode.update_results(Results(received=("d",)))
+    loaded = decode.build_orders()
+    request.num_tokens += 1
+    first = decode.build_orders()
+    request.num_tokens += 1
+    assert [note[1] for it in (orders, loaded, first, decode.build_orders()) for note in it.notes] == [
+        *("queued", "load ordered", "loaded", "first token")
+    ]
+    assert all(note[2] == params[HANDLE_KEY] for note in (*orders.notes, *loaded.notes, *first.notes))
+    decode.request_finished(request, ([7, 8, 9],), delivered=True)
+    assert not decode._decode._tokenless
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""What is recorded of requests: bounded, in the sequence of time, from both halves."""
+
+from __future__ import annotations
+
+import threading
+
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.messages import Fetch
+from kvconnect.timeline import LATE_S, Moment, Timeline, Turns
+from tests.worker.pair import Pair
+
+SENT = (Moment.PACKING, Moment.PACKED, Moment.SUBMITTED, Moment.WRITTEN)
+RECEIVED = (Moment.LANDED, Moment.UNPACKING, Moment.UNPACKED)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def moments(worker):
+    """What was recorded of the one load of a worker, each moment once, in its sequence."""
+    return list(dict.fromkeys(record[1] for record in worker.metrics.timeline.records()))
+
+
+def test_the_oldest_records_go_and_those_of_another_part_take_their_place_in_time():
+    clock = Clock()
+    timeline = Timeline(clock, most=3)
+    for number in range(5):
+        clock.now += 1
+        timeline.note(Moment.PACKED, number, handle="h", transfer_id=7)
+    assert [record[5] for record in timeline.records()] == [2, 3, 4]
+    assert timeline.records()[0] == (103.0, "packed", "h", "", 7, 2)
+    timeline.take([(103.5, Moment.QUEUED, "h", "r", 0, 0)])
+    assert [record[0] for record in timeline.records()] == [103.5, 104.0, 105.0]
+
+
+def test_records_are_read_while_another_thread_adds_some():
+    timeline, stopping = Timeline(most=1000), threading.Event()
+
+    def add():
+        while not stopping.is_set():
+            timeline.note(Moment.PACKED)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    for _ in range(300):
+        records = timeline.records()
+        assert records == sorted(records)
+    stopping.set()
+    thread.join()
+
+
+def test_a_turn_that_comes_late_or_takes_long_is_recorded_with_its_time():
+    clock = Clock()
+    timeline = Timeline(clock)
+    turns = Turns(timeline)
+    # begins so long after the last one ended, takes so long, and wants to sleep so long then
+    for after_s, takes_s, sleep_s in (
+        (0, 1e-4, 0.0),
+        (LATE_S / 2, LATE_S / 2, 50e-6),
+        (5e-3 + 50e-6, 1e-4, 0.0),
+        (1e-4, 3e-3, 5.0),
+        (2.0, 1e-4, 0.0),
+    ):
+        clock.now += after_s
+        assert turns.begin() == clock.now
+        clock.now += takes_s
+        turns.end(sleep_s)
+    assert [(record[1], record[5]) for record in timeline.records()] == [("late", 5000), ("slow", 3000)]
+
+
+def test_a_load_is_recorded_on_both_sides_from_its_order_to_its_report():
+    pair = Pair(ExtraConfig(path="packed"))
+    pair.start()
+    pair.run()
+    assert pair.landed()
+    assert moments(pair.prefill) == [
+        *(Moment.HELD, Moment.FETCH_RECEIVED, Moment.FETCH_BEGUN, Moment.PACKING, Moment.PACKED),
+        *(Moment.SUBMITTED, Moment.WRITTEN, Moment.ANSWER_SENT, Moment.LEASE_ENDED),
+    ]
+    assert moments(pair.decode) == [
+        *(Moment.LOAD_TAKEN, Moment.FETCH_SENT, Moment.LANDED, Moment.UNPACKING),
+        *(Moment.ANSWER_RECEIVED, Moment.UNPACKED, Moment.REPORTED),
+    ]
+    (fetch,) = pair.network.heard(Fetch)
+    chunks = list(range(len(fetch.chunks)))
+    for worker, each in ((pair.prefill, SENT), (pair.decode, RECEIVED)):
+        records = worker.metrics.timeline.records()
+        assert {record[2] for record in records} == {fetch.handle}, "all of it is found by its handle"
+        for moment in each:
+            assert sorted(record[5] for record in records if record[1] == moment) == chunks
