@@ -15,6 +15,7 @@ import typer
 from kvconnect import __version__
 from kvconnect.cli.cache import cache_app
 from kvconnect.cli.demo import demo
+from kvconnect.cli.doctor import doctor
 from kvconnect.cli.explain import explain
 from kvconnect.cli.keys import keys_app
 from kvconnect.cli.router import router
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, router, demo, explain):
+for command in (serve, router, demo, explain, doctor):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")

@@ -7,6 +7,9 @@ from typing import Any
 
 from kvconnect.errors import EngineError
 
+_DMA_BUF_SUPPORTED = 124
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED"""
+
 
 def load_driver() -> Any:
     """The driver's library, initialised. Raises ``EngineError``."""
@@ -49,3 +52,13 @@ def check_code(library: Any, code: int, what: str) -> None:
         library.cuGetErrorName(code, ctypes.byref(name))
         text = name.value.decode() if name.value else "error"
         raise EngineError(f"{what}: the CUDA driver says {text} ({code})")
+
+
+def supports_dmabuf(device: int) -> bool:
+    """Whether a GPU's memory can be given to RDMA devices without a kernel module. Raises ``EngineError``."""
+    library = load_driver()
+    number, value = ctypes.c_int(), ctypes.c_int()
+    check_code(library, library.cuDeviceGet(ctypes.byref(number), device), f"there is no cuda:{device}")
+    code = library.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, number)
+    check_code(library, code, f"cuda:{device} does not say whether it has DMA-BUF")
+    return bool(value.value)

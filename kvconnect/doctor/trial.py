@@ -1,0 +1,136 @@
+"""An engine tried as a node would use it, in a process of its own: a library that crashes ends only that.
+
+Two engines of the process write a megabyte from one to the other, of GPU memory where there is any. NIXL's
+UCX then says in its own words what it wrote over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_BYTES = 1 << 20
+_WRITE_S = 10.0
+_CHILD_S = 60.0
+_WRITE = "remote memory write by ucp_put"
+_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
+_NEAR = "^sm,cuda_ipc"
+"""UCX_TLS without what reaches the same host alone."""
+
+
+class TrialSettings(msgspec.Struct, frozen=True):
+    """How to make the engine: the arguments of ``create_engine``."""
+
+    engine: str
+    host: str
+    protocol: str = "auto"
+    options: dict[str, Any] = {}
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the child prints last. ``error`` is empty if bytes arrived."""
+
+    engine: str = ""
+    lane: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of it. ``wire`` is UCX's own word for what carried the bytes, where it was asked."""
+
+    engine: str
+    lane: str
+    wire: str
+    error: str
+
+
+def run_trial(
+    settings: TrialSettings, *, to_other_hosts: bool, environ: Mapping[str, str] = os.environ
+) -> Trial:
+    """Try an engine. ``to_other_hosts``: UCX does without what only reaches its own, unless it is told."""
+    surroundings = {**environ, "UCX_PROTO_INFO": "y"}
+    if to_other_hosts:
+        surroundings.setdefault("UCX_TLS", _NEAR)
+    command = [sys.executable, "-m", "kvconnect.doctor.trial", msgspec.json.encode(settings).decode()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, env=surroundings)
+    except subprocess.TimeoutExpired:
+        return Trial(settings.engine, "", "", f"it did not start within {_CHILD_S:g} s")
+    lines = done.stdout.splitlines()
+    try:
+        told = msgspec.json.decode(lines[-1] if lines else "", type=Told)
+    except msgspec.MsgspecError:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        return Trial(settings.engine, "", "", f"its process ended with {done.returncode}; it said: {said}")
+    return Trial(told.engine or settings.engine, told.lane, wire_of(lines), told.error)
+
+
+def wire_of(lines: list[str]) -> str:
+    """What UCX writes a large piece over, of the tables that it prints; empty where it printed none."""
+    found, is_write = "", False
+    for line in lines:
+        if " by ucp_" in line:
+            is_write = _WRITE in line
+        elif is_write and (cells := _CELLS.search(line)) and "inf" in cells[1]:
+            found = cells[3].strip()
+    return found
+
+
+def main() -> None:
+    """The child: what it was told to try is its argument."""
+    settings = msgspec.json.decode(sys.argv[1], type=TrialSettings)
+    try:
+        told = _try(settings)
+    except Exception as error:
+        told = Told(error=str(error) or repr(error))
+    sys.stdout.flush()
+    print(f"\n{msgspec.json.encode(told).decode()}", flush=True)
+    # Libraries that were left half made may not end.
+    os._exit(0)
+
+
+def _try(settings: TrialSettings) -> Told:
+    import numpy as np
+    import torch
+
+    from kvconnect.engine.base import Batch, Span
+    from kvconnect.engine.registry import create_engine
+
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    memory = [torch.full((_BYTES,), value, dtype=torch.uint8, device=device) for value in (7, 0)]
+    engines = [
+        create_engine(
+            settings.engine, host=settings.host, protocol=settings.protocol, options=settings.options
+        )
+        for _ in memory
+    ]
+    for engine, tensor in zip(engines, memory, strict=True):
+        engine.register([Span(tensor.data_ptr(), _BYTES, device)])
+    source, target = engines
+    source.connect("target", target.card())
+    begin, end, length = (
+        np.array([number], dtype=np.int64) for number in (*(t.data_ptr() for t in memory), _BYTES)
+    )
+    source.submit(Batch(1, "target", begin, end, length, timeout_s=_WRITE_S))
+    done, deadline = source.poll(), time.monotonic() + 2 * _WRITE_S
+    while not done and time.monotonic() < deadline:
+        target.poll()
+        done = source.poll()
+    lane = source.capabilities.lane
+    error = done[0].error if done else "a write did not end"
+    if not error and not bool((memory[1] == 7).all()):
+        error = "a write ended, and other bytes arrived"
+    return Told(source.capabilities.name, lane, error)
+
+
+if __name__ == "__main__":
+    main()

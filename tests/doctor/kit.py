@@ -1,0 +1,62 @@
+"""A machine as the doctor finds it: files below a folder, and probes of which a test replaces one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kvconnect.doctor import runner
+from kvconnect.doctor.facts import Probes
+from kvconnect.doctor.findings import Finding, Level
+from kvconnect.doctor.trial import Trial, TrialSettings
+
+RDMA = Trial("nixl", "UCX mlx5_0:1", "rc_mlx5/mlx5_0:1", "")
+
+
+def works(settings: TrialSettings, *, to_other_hosts: bool) -> Trial:
+    """An engine that starts."""
+    return Trial(settings.engine, f"{settings.engine} on {settings.host}", "", "")
+
+
+QUICK = Probes(engines=lambda: {"nixl": "", "mooncake": "", "memory": ""}, trial=works)
+"""Everything is looked at but the libraries, which take seconds."""
+
+
+def configured(role: str = "kv_both", **extra: object) -> str:
+    """A configuration as an operator gives it to vLLM."""
+    given = {"kv_connector": "KVConnect", "kv_role": role, "kv_connector_extra_config": extra}
+    return json.dumps(given)
+
+
+def found(configuration: str | None = None, *, probes: Probes = QUICK, **changes) -> dict[str, Finding]:
+    """What the doctor says, by what it is about; the worst of several."""
+    order = list(Level)
+    said = runner.examine(configuration, replace(probes, **changes))
+    return {one.about: one for one in sorted(said, key=lambda one: order.index(one.level))}
+
+
+def failures(said: dict[str, Finding]) -> dict[str, str]:
+    """Every failure, with what to do."""
+    wrong = {about: one for about, one in said.items() if one.level is Level.FAILURE}
+    assert all(one.advice for one in wrong.values()), "a failure says what to do"
+    return {about: f"{one.found} > {one.advice}" for about, one in wrong.items()}
+
+
+def make_root(folder: Path, *, state: str = "4: ACTIVE", modules: str = "", verbs: bool = True) -> Path:
+    """A machine with one RDMA device, whose processes have no rights of their own."""
+    port = folder / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "link_layer").write_text("InfiniBand\n")
+    (folder / "sys/class/infiniband/mlx5_0/device").mkdir()
+    (folder / "sys/class/infiniband/mlx5_0/device/numa_node").write_text("1\n")
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/status").write_text("Name:\tx\nCapEff:\t0000000000000000\n")
+    (folder / "proc/meminfo").write_text("MemAvailable:   1048576 kB\n")
+    (folder / "proc/modules").write_text(modules)
+    (folder / "dev/infiniband").mkdir(parents=True)
+    if verbs:
+        (folder / "dev/infiniband/uverbs0").touch()
+    return folder

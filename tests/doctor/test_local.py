@@ -1,0 +1,296 @@
+"""``kvconnect doctor`` on this machine: faults are named, with what to do; the rest passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvconnect.doctor.configuration import read_configuration
+from kvconnect.doctor.machine import Gpu, Machine, look, read_topology
+from kvconnect.doctor.trial import Trial, TrialSettings, run_trial, wire_of
+from kvconnect.errors import ConfigError
+from kvconnect.peer.key_files import new_secret, write
+from tests.doctor.kit import QUICK, RDMA, configured, failures, found, make_root
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+OTHER = "192.0.2.77"
+"""An address that is no loopback address, and not of this machine."""
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch, tmp_path):
+    for name in [*os.environ]:
+        if name.startswith(("KVCONNECT_", "XDG_", "UCX_", "MC_", "VLLM_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def doctor(*arguments: str, before: str = "", code: int = 0) -> str:
+    """Run the command in a process of its own, after a line of Python; what it prints."""
+    program = f"import sys\n{before}\nfrom kvconnect.cli import main\nmain()"
+    command = [sys.executable, "-c", program, "doctor", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_is_well_passes_and_no_line_is_wider_than_80():
+    said = doctor("--kv-transfer-config", configured("kv_producer"))
+    assert "0 failures" in said
+    assert max(map(len, map(str.rstrip, said.splitlines()))) <= 80
+    assert "nixl 1." in said
+
+
+def test_no_engine_that_works_is_a_failure_that_says_what_to_install():
+    gone = "sys.modules['nixl'] = sys.modules['mooncake'] = None"
+    said = json.loads(doctor("--json", before=gone, code=1))
+    assert said["works"] is False
+    (wrong,) = [one for one in said["findings"] if one["level"] == "failure"]
+    assert wrong["about"] == "engine auto"
+    assert "none works here" in wrong["found"]
+    assert "pip install 'kvconnect[nixl]'" in wrong["advice"]
+
+
+def test_the_engine_that_is_configured_has_to_work_and_no_other():
+    engines = {"nixl": "NIXL is not usable", "mooncake": ""}
+    said = failures(found(configured(engine="nixl"), engines=lambda: engines))
+    assert list(said) == ["engine nixl"]
+    assert "NIXL is not usable > pip install" in said["engine nixl"]
+    assert failures(found(configured(engine="mooncake"), engines=lambda: engines)) == {}
+    assert "takes mooncake" in found(configured(), engines=lambda: engines)["engine auto"].found
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [("nixl", "NIXL cannot start its backend 'rmda'"), ("mooncake", "protocol is 'rmda'")],
+)
+def test_a_wrong_protocol_is_found_by_starting_the_engine(engine, names):
+    said = failures(found(configured(engine=engine, protocol="rmda"), trial=run_trial))
+    assert names in said[f"engine {engine}"]
+    assert "protocol takes auto" in said[f"engine {engine}"]
+
+
+def test_a_device_that_is_not_there_is_found_by_starting_the_engine_and_those_that_are_are_named():
+    said = failures(found(configured(engine="nixl", device_name="mlx5_7:1"), trial=run_trial))
+    assert "device_name has to be one of these" in said["engine nixl"]
+    assert "interfaces lo" in said["engine nixl"]
+    assert "device_name 'mlx5_7:1' asks for it, and this machine has no RDMA device" in said["RDMA"]
+
+
+def test_tcp_where_rdma_is_asked_for_is_a_failure(tmp_path):
+    said = failures(found(configured(engine="mooncake", protocol="rdma"), trial=run_trial))
+    assert "protocol 'rdma' needs adapters" in said["engine mooncake"]
+    assert "no RDMA device" in said["RDMA"]
+    machine = look(make_root(tmp_path), {"UCX_TLS": "tcp,cuda_copy"})
+    over_tcp = Trial("nixl", "UCX mlx5_0:1", "tcp/eth0", "")
+    said = failures(
+        found(configured(device_name="mlx5_0:1"), machine=lambda: machine, trial=lambda *a, **k: over_tcp)
+    )
+    assert (
+        "device_name 'mlx5_0:1' asks for RDMA, and bytes go over tcp/eth0 > unset UCX_TLS"
+        in said["transport"]
+    )
+    assert "has no RDMA" in said["UCX_TLS"]
+
+
+def test_tcp_beside_an_rdma_device_is_a_warning_between_machines(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
+    machine = replace(look(make_root(tmp_path)), memlock_bytes=None)
+    over_tcp = Trial("mooncake", "tcp", "", "")
+    said = found(
+        configured(host=OTHER, engine="mooncake"), machine=lambda: machine, trial=lambda *a, **k: over_tcp
+    )
+    assert "bytes to other hosts go over tcp, though mlx5_0 is there" in said["transport"].found
+    assert "device_name mlx5_0;" in said["transport"].advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "names"),
+    [
+        ({"state": "1: DOWN"}, "RDMA mlx5_0:1", "DOWN, 400 Gb/sec"),
+        ({"verbs": False}, "RDMA", "--device /dev/infiniband"),
+    ],
+)
+def test_an_rdma_device_that_cannot_be_used_is_named(tmp_path, changes, about, names):
+    machine = replace(look(make_root(tmp_path, **changes)), memlock_bytes=None)
+    said = failures(
+        found(configured(device_name="mlx5_0:1"), machine=lambda: machine, trial=lambda *a, **k: RDMA)
+    )
+    assert list(said) == [about]
+    assert names in said[about]
+
+
+def test_an_rdma_device_of_another_name_is_answered_with_those_that_there_are(tmp_path):
+    machine = replace(look(make_root(tmp_path)), memlock_bytes=None)
+    said = failures(
+        found(configured(device_name="mlx5_3"), machine=lambda: machine, trial=lambda *a, **k: RDMA)
+    )
+    assert said == {"RDMA": "device_name names mlx5_3, which this machine does not have > accepted: mlx5_0"}
+
+
+def test_a_key_that_others_can_read_is_a_failure(tmp_path):
+    path = tmp_path / "key"
+    write(path, new_secret(), mode=0o644)
+    path.chmod(0o644)
+    said = failures(found(configured(key_file=str(path))))
+    assert list(said) == ["key"]
+    assert "0644: others can use it" in said["key"]
+    assert f"chmod 600 {path}" in said["key"]
+    path.chmod(0o600)
+    assert "shared key" in found(configured(key_file=str(path)))["key"].found
+
+
+def test_no_key_between_machines_is_a_failure_and_none_is_made_here(tmp_path):
+    said = failures(found(configured(host=OTHER)))
+    assert "kvconnect keys new" in said["key"]
+    assert "none yet" in found(configured())["key"].found
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_port_that_another_program_has_is_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = failures(found(configured(port=port, peer_timeout_s=0.5)))
+    assert list(said) == ["port"]
+    assert f"127.0.0.1:{port} is taken" in said["port"]
+    assert "another port" in said["port"]
+    free = free_port()
+    assert found(configured(port=free))["port"].found.startswith(f"127.0.0.1:{free} is free")
+
+
+def test_a_host_that_is_not_this_machine_is_a_failure(monkeypatch):
+    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
+    said = failures(found(configured(host=OTHER)))
+    assert f"{OTHER}:0 cannot be listened on" in said["port"]
+
+
+def test_locked_memory_of_64_kib_is_a_failure_beside_an_rdma_device(tmp_path):
+    root = make_root(tmp_path)
+    program = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from kvconnect.doctor.machine import look\n"
+        "from pathlib import Path\n"
+        "from tests.doctor.kit import *\n"
+        f"said = found(configured(), machine=lambda: look(Path({str(root)!r})))\n"
+        "print(failures(said))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    said = eval(done.stdout)
+    assert list(said) == ["memlock"], done.stderr
+    assert "64 KiB: RDMA devices cannot register memory" in said["memlock"]
+    assert "ulimit -l unlimited" in said["memlock"]
+
+
+def test_locked_memory_does_not_matter_without_rdma_or_where_it_may_be_exceeded(tmp_path):
+    little = Machine(versions={"torch": "2"}, memlock_bytes=65536, shm_free_bytes=1 << 30)
+    assert failures(found(configured(), machine=lambda: little)) == {}
+    mighty = replace(look(make_root(tmp_path)), memlock_bytes=65536, may_lock=True)
+    assert failures(found(configured(), machine=lambda: mighty)) == {}
+
+
+def test_small_limits_are_warnings():
+    small = Machine(versions={"torch": "2"}, open_files=1024, shm_free_bytes=64 << 20, shm_bytes=64 << 20)
+    said = found(configured(), machine=lambda: small)
+    assert "1024" in said["open files"].found
+    assert "--shm-size" in said["/dev/shm"].advice
+    assert look().open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+GPUS = (Gpu(0, "H200", 0, False, (1,)), Gpu(1, "H200", 0, False, (0,)))
+
+
+def test_gpus_without_their_way_to_the_network_are_warned_of(tmp_path):
+    machine = replace(
+        look(make_root(tmp_path)), gpus=GPUS, memlock_bytes=None, links={(0, 1): "NV18"}, compiler=""
+    )
+    said = found(configured(), machine=lambda: machine)
+    assert "go through host memory" in said["GPUDirect"].found
+    assert "GPUs [0, 1] are on other nodes" in said["NUMA"].found
+    assert "links NV18" in said["GPU links"].found
+    assert "no C compiler" in failures(said)["Triton"]
+    well = replace(machine, has_peermem=True, compiler="/usr/bin/gcc")
+    assert "nvidia_peermem" in found(configured(), machine=lambda: well)["GPUDirect"].found
+
+
+def test_the_topology_of_gpus_is_read_as_it_is_printed():
+    text = (
+        "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV18\tPIX\t0-31\n"
+        "GPU1\tNV18\t X \tSYS\t0-31\nNIC0\tPIX\tSYS\t X\n"
+    )
+    assert read_topology(text) == {(0, 1): "NV18", (1, 0): "NV18"}
+
+
+def test_what_ucx_says_of_a_write_is_read_as_it_is_printed():
+    lines = [
+        "[1.0] [vm:1 :0]   | remote memory write by ucp_put* from host memory to host |",
+        "[1.0] [vm:1 :0]   | Range  | Description |              Config               |",
+        "[1.0] [vm:1 :0]   | 0..2038 | short      | rc_mlx5/mlx5_0:1 |",
+        "[1.0] [vm:1 :0]   | 2039..inf | zero-copy   | rc_mlx5/mlx5_1:1 |",
+        "[1.0] [vm:1 :0]   | active message by ucp_am_send* from host memory |",
+        "[1.0] [vm:1 :0]   | 0..inf | multi-frag | tcp/lo |",
+    ]
+    assert wire_of(lines) == "rc_mlx5/mlx5_1:1"
+    assert wire_of(lines[4:]) == ""
+
+
+def test_an_engine_whose_process_dies_is_an_error_and_not_ours(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    tried = run_trial(TrialSettings("nowhere", "127.0.0.1"), to_other_hosts=False)
+    assert tried.error
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ('{"kv_role": "kv_producer", "kv_rol": 1}', "did you mean 'kv_role'"),
+        ("{", "not JSON"),
+        ("/nowhere/file.json", "neither JSON nor a file"),
+        ('{"kv_connector": "MultiConnector", "kv_role": "kv_both"}', "0 connectors named 'KVConnect'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_a_failure_beside_all_others(given, names):
+    said = found(given)
+    assert names in failures(said)["configuration"]
+    assert "Python" in said
+
+
+def test_a_configuration_is_read_as_vllm_takes_it(tmp_path):
+    ours = json.loads(configured("kv_consumer", port=14_600)) | {"kv_rank": 1, "kv_buffer_size": 1e9}
+    (tmp_path / "config.json").write_text(json.dumps(ours))
+    assert read_configuration(str(tmp_path / "config.json")).extra.port == 14_600
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, ours]},
+    }
+    assert read_configuration(json.dumps(several)).extra.port == 14_600
+    several["kv_connector_extra_config"]["connectors"][0] = ours
+    with pytest.raises(ConfigError, match="2 connectors"):
+        read_configuration(json.dumps(several))
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "about", "names"),
+    [
+        ("0.29.1", {}, "vLLM", "install vLLM 0.30 to 0.33"),
+        ("0.32.0", {"VLLM_PLUGINS": "other"}, "vLLM plugin", '"kv_connector_module_path": "kvconnect.vllm"'),
+    ],
+)
+def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
+    machine = Machine(versions={"torch": "2", "vllm": version}, environ=environ, shm_free_bytes=1 << 30)
+    assert names in found(configured(), machine=lambda: machine)[about].advice
+
+
+def test_no_secret_of_the_environment_is_kept():
+    assert "KVCONNECT_KEY" not in look(environ={"KVCONNECT_KEY": "x", "UCX_TLS": "tcp"}).environ
+    assert QUICK.machine is look
