@@ -46,8 +46,8 @@ class Exchange:
     body: Mapping[str, Any]
 
 
-Prefilled = Mapping[str, Any] | None | web.Response
-"""What a prefill node handed out, if that was anything, or its own refusal as the client gets it."""
+Prefilled = Mapping[str, Any] | str | web.Response
+"""What a prefill node handed out, or why that is nothing, or its own refusal as the client gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +182,8 @@ class Flow:
                 return outcome
             why = f"the prefill node answered {outcome.status}"
             return await self._run_alone(exchange, "prefill_refused", why)
-        if outcome is None:
-            why = "the prefill node handed out no transfer parameters"
-            return await self._run_alone(exchange, "empty_params", why)
+        if isinstance(outcome, str):
+            return await self._run_alone(exchange, "empty_params", outcome)
         params = bodies.decode_params(exchange.body, outcome)
         if params is None:
             why = "several prompts or answers cannot share what the prefill node handed out"
@@ -246,7 +245,12 @@ class Flow:
             self._channels.pop(url, None)
         else:
             self._channels[url] = channel
-        return handed or None
+        if handed:
+            return handed
+        return (
+            f"prefill node {url} handed out no kv_transfer_params; where that is so for every prompt, its "
+            "kv_role has to be kv_producer or kv_both"
+        )
 
     async def _read_whole(self, answer: aiohttp.ClientResponse) -> bytes:
         """The prefill node's answer, within its bound.
@@ -339,7 +343,7 @@ def _is_as_announced(prefill: asyncio.Task[Prefilled], channel: SideChannel) -> 
     if not prefill.done() or prefill.cancelled() or prefill.exception() is not None:
         return False
     outcome = prefill.result()
-    return not isinstance(outcome, web.Response) and bodies.side_channel(outcome) == channel
+    return not isinstance(outcome, (web.Response, str)) and bodies.side_channel(outcome) == channel
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

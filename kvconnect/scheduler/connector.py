@@ -89,7 +89,7 @@ class SchedulerConnector:
 
     def new_request(self, request: RequestView) -> None:
         if transfer_params(request):
-            self._decode.share(request)
+            self._decode.arrive(request)
             self._prefill.arrive(request)
 
     def prefill_tokens(self, request: RequestView) -> int:

@@ -14,6 +14,7 @@ from kvconnect.config import TransferConfig
 from kvconnect.orders import Await, LetGo, Load, Results
 from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import Handles, PeerTrust
+from kvconnect.scheduler.outcomes import FetchOutcomes
 from kvconnect.scheduler.params import RemotePrefill, read_remote_prefill, transfer_params
 from kvconnect.scheduler.stack import BlockIdsByGroup, LongestRequest, RequestView, StackTraits
 from kvconnect.timeline import Moment
@@ -107,12 +108,24 @@ class DecodeRequests:
     ) -> None:
         self._is_consumer, self._groups = config.is_consumer, cache_config.groups
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
+        self._outcomes = FetchOutcomes(handles.clock)
         self._early = EarlyLoads(cache_config, stack.longest, config.extra.max_loads)
         self._shares: dict[str, _Share] = {}
         self._by_handle: dict[str, _Share] = {}
         self._loading: dict[str, _Share] = {}
         # Requests that load, or did, and have no token since, with the tokens that they had then.
         self._tokenless: dict[str, tuple[RequestView, int, str]] = {}
+
+    def arrive(self, request: RequestView) -> None:
+        """A request with parameters has come: they may ask a node that never fetches to do so."""
+        if not self._is_consumer and transfer_params(request).get("do_remote_prefill"):
+            self._outcomes.missed()
+            self._draft.warn(
+                "wrong_role",
+                "a request asks this node to fetch its KV, and is computed here instead: kv_role is "
+                "kv_producer, that of a decode node has to be kv_consumer or kv_both",
+            )
+        self.share(request)
 
     def share(self, request: RequestView) -> _Share | None:
         """The handle that a request names, with all that name it; None if it is not fetched.
@@ -226,7 +239,11 @@ class DecodeRequests:
                 continue
             self._draft.note(Moment.LOADED, share.remote.handle, request_id, request_id not in results.failed)
             share.loader = ""
-            if not share.is_cancelled and (failure := results.failed.get(request_id)):
+            failure = results.failed.get(request_id)
+            if not failure:
+                self._outcomes.got()
+            elif not share.is_cancelled:
+                self._outcomes.missed()
                 share.failure = f"the request that fetched for this one failed: {failure}"
             self._forget_if_over(share)
         for handle in results.settled:
@@ -283,6 +300,7 @@ class DecodeRequests:
     def _checked(self, remote: RemotePrefill) -> RemotePrefill:
         """The same, refused and counted if it is not to be trusted."""
         if remote.is_of_other_prompt:
+            self._outcomes.missed()
             self._draft.warn("prompt_differs", "a request has the handle of another prompt, and is computed")
         elif remote.refusal:
             self._draft.failures.append("parameters_refused")

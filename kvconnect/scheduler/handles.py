@@ -58,13 +58,13 @@ class Handles:
     """Makes and reads handles, with what all nodes of a cluster sign with, and the wall clock in seconds."""
 
     def __init__(self, secret: bytes = b"", clock: Callable[[], float] = lambda: 0.0) -> None:
-        self._secret, self._clock = secret, clock
+        self._secret, self.clock = secret, clock
         self.are_signed = bool(secret)
         """Whether what they state is beyond doubt."""
 
     def expiry(self, lease_s: float) -> float:
         """When a handle that is made now expires."""
-        return self._clock() + lease_s
+        return self.clock() + lease_s
 
     def make(self, claims: Claims) -> str:
         """The handle of some claims. Raises ``ConfigError``: engine id and host make it too long."""
@@ -97,7 +97,7 @@ class Handles:
             claims = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise PeerError(f"its content cannot be read: {error}") from error
-        late_s = self._clock() - claims.expires_at
+        late_s = self.clock() - claims.expires_at
         if late_s > MOST_SKEW_S and not even_expired:
             raise PeerError(f"it expired {late_s:.0f} s ago by this node's clock")
         return claims

@@ -98,9 +98,15 @@ class PrefillRequests:
 
     def arrive(self, request: RequestView) -> None:
         """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
-        if not self._is_for_others(request):
-            return
         params = transfer_params(request)
+        if not self._is_for_others(request):
+            if params.get("do_remote_decode"):
+                self._draft.warn(
+                    "wrong_role",
+                    "a request asks this node to hold its KV for another, which it does not: kv_role is "
+                    "kv_consumer, that of a prefill node has to be kv_producer or kv_both",
+                )
+            return
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)

@@ -65,15 +65,17 @@ def test_a_request_without_an_id_gets_one_for_both_legs_and_the_answer() -> None
 )
 def test_no_params_from_prefill_means_decode_alone_counted_and_logged_once(empty: dict, caplog) -> None:
     async def main() -> None:
-        async with pair(prefill=answers(body=empty)) as (client, _, decode):
+        async with pair(prefill=answers(body=empty)) as (client, prefill, decode):
             for _ in range(2):
                 assert (await client.post(ASK))[0] == 200
             assert [seen.body for seen in decode.seen] == [ASK, ASK]
             assert await client.metric('kvconnect_router_fallbacks_total{reason="empty_params"}') == 2
+            (said,) = [record.message for record in caplog.records if "empty_params" in record.message]
+            assert f"prefill node {prefill.url} handed out no kv_transfer_params" in said
+            assert "kv_producer or kv_both" in said
 
     with caplog.at_level(logging.WARNING, logger="kvconnect.router"):
         run(main())
-    assert sum("empty_params" in record.message for record in caplog.records) == 1
 
 
 def test_a_beam_search_goes_straight_to_decode() -> None:
