@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
+from kvconnect.vllm.plugin import OURS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-
-_OURS = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_role",
-    "engine_id",
-    "kv_load_failure_policy",
-    "kv_connector_extra_config",
-)
 
 
 def log_like_vllm() -> None:
@@ -36,7 +28,7 @@ def log_like_vllm() -> None:
 def read_config(vllm_config: VllmConfig) -> TransferConfig:
     """What is ours of it, as this engine of several has to take it. Raises ``ConfigError``."""
     given = vllm_config.kv_transfer_config
-    values = {name: getattr(given, name) for name in _OURS}
+    values = {name: getattr(given, name) for name in OURS}
     extra = dict(values["kv_connector_extra_config"] or {})
     # Every data-parallel engine of a host needs ports of its own, and a folder is one process's.
     parallel, offload = vllm_config.parallel_config, extra.get("offload")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import pickle
 import subprocess
 import sys
@@ -27,13 +28,16 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvconnect.errors import ConfigError
 from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_changes
 from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.orders import OffloadReport, TierChange
@@ -115,6 +119,17 @@ def test_it_is_found_by_its_name():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "found kvconnect.vllm.connector" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_wrong_configuration_is_refused_when_vllm_reads_it():
+    """Before any process is begun, or a model loaded; what is another connector's is left alone."""
+    load_general_plugins()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    wrong = {"kv_connector_extra_config": {"slot_byte": 4096}}
+    with pytest.raises(ConfigError, match=r"no key 'slot_byte'.*did you mean 'slot_bytes'"):
+        parser.parse_args(["--kv-transfer-config", json.dumps({**CHILD, **wrong})])
+    for right in (CHILD, {**CHILD, **wrong, "kv_connector": "NixlConnector"}):
+        assert parser.parse_args(["--kv-transfer-config", json.dumps(right)]).kv_transfer_config
 
 
 def test_module_path_and_name_are_one_class():
