@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -74,6 +74,40 @@ def merge_changes(first: Changes | None, second: Changes | None) -> Changes | No
     for name, numbers in second.counters.items():
         _add(counters.setdefault(name, {}), numbers)
     return Changes(counters, {**first.gauges, **second.gauges}, [*first.load_seconds, *second.load_seconds])
+
+
+def summarize(
+    counters: Mapping[str, Mapping[str, float]],
+    gauges: Iterable[Mapping[str, float]],
+    load_seconds: Sequence[float],
+) -> dict[str, int | float]:
+    """The numbers of a log line, of what changed. Failures by reason; gauges as the busiest rank has them."""
+    loads, ranks = sorted(load_seconds), list(gauges)
+    line: dict[str, int | float] = {}
+    for direction in ("sent", "received"):
+        count, mib, seconds = (
+            sum(n for labels, n in counters.get(name, {}).items() if labels.split(",")[0] == direction)
+            for name in ("transfers", "transfer_bytes", "transfer_seconds")
+        )
+        mib /= 2**20
+        if count:
+            line[f"Transfers {direction}"] = round(count)
+            line[f"MB {direction}"] = round(mib, 3)
+        if mib and seconds:
+            line[f"MB/s {direction}"] = round(mib / seconds, 1)
+    if loads:
+        line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
+        line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
+    for labels, growth in counters.get("offload_rows", {}).items():
+        name = f"Blocks {labels.split(',')[0]}"
+        line[name] = round(line.get(name, 0) + growth)
+    for reason, growth in counters.get("failures", {}).items():
+        line[f"Failures ({reason})"] = round(growth)
+    for family in FAMILIES:
+        values = [gauges.get(family.name, 0) for gauges in ranks]
+        if family.kind == "gauge" and any(values):
+            line[family.name.replace("_", " ").capitalize()] = round(max(values))
+    return line
 
 
 class Number:

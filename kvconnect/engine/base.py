@@ -58,6 +58,9 @@ class Capabilities:
     can_renew: bool = False
     lane: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.lane})" if self.lane else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

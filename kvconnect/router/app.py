@@ -22,6 +22,7 @@ from kvconnect.router.flow import Flow
 from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
+from kvconnect.router.summary import Summaries
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
@@ -77,13 +78,14 @@ class Router:
         )
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """Hold the client session and the health checks while the application runs."""
+        """Hold the client session, the health checks and the summaries while the application runs."""
         async with self._upstream:
             checks = [
                 asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
                 for pool in (self.prefill, self.decode)
                 for url in pool.urls
             ]
+            checks.append(asyncio.create_task(Summaries(self.metrics).run(), name="summaries"))
             try:
                 yield
             finally:

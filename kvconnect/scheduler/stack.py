@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from kvconnect.metrics import Changes
 from kvconnect.orders import Orders, Results
 
 BlockIdsByGroup = Sequence[Sequence[int]]
@@ -196,6 +197,9 @@ class WorkerHooks(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Counts of what is held and under way, for people and tests. All zero when idle."""
+
+    def changes(self) -> Changes | None:
+        """What the metrics have changed by since the last call, or None. From any one thread."""
 
     def drain(self) -> bool:
         """Wait, within a bound, until nothing is held any more. From any thread but that of the hooks."""

@@ -19,6 +19,7 @@ from kvconnect.metrics import (
     LOAD_SECONDS_TEXT,
     PREFIX,
     Changes,
+    summarize,
 )
 
 if TYPE_CHECKING:
@@ -67,33 +68,8 @@ class TransferStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of a log line. Failures by reason; gauges as the busiest rank has them."""
-        counters, loads = self.data["counters"], sorted(self.data["load_seconds"])
-        line: dict[str, int | float] = {}
-        for direction in ("sent", "received"):
-            count, mib, seconds = (
-                sum(n for labels, n in counters.get(name, {}).items() if labels.split(",")[0] == direction)
-                for name in ("transfers", "transfer_bytes", "transfer_seconds")
-            )
-            mib /= 2**20
-            if count:
-                line[f"Transfers {direction}"] = round(count)
-                line[f"MB {direction}"] = round(mib, 3)
-            if mib and seconds:
-                line[f"MB/s {direction}"] = round(mib / seconds, 1)
-        if loads:
-            line["Avg load time (ms)"] = round(sum(loads) / len(loads) * 1e3, 3)
-            line["P90 load time (ms)"] = round(loads[(len(loads) * 9 - 1) // 10] * 1e3, 3)
-        for labels, growth in counters.get("offload_rows", {}).items():
-            name = f"Blocks {labels.split(',')[0]}"
-            line[name] = round(line.get(name, 0) + growth)
-        for reason, growth in counters.get("failures", {}).items():
-            line[f"Failures ({reason})"] = round(growth)
-        for family in FAMILIES:
-            values = [gauges.get(family.name, 0) for gauges in self.data["gauges"].values()]
-            if family.kind == "gauge" and any(values):
-                line[family.name.replace("_", " ").capitalize()] = round(max(values))
-        return line
+        """The numbers of a log line."""
+        return summarize(self.data["counters"], self.data["gauges"].values(), self.data["load_seconds"])
 
 
 class TransferPromMetrics(KVConnectorPromMetrics):

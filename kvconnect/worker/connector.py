@@ -113,7 +113,7 @@ class WorkerConnector:
             config.kv_role,
             config.engine_id,
             rank,
-            self._engine.capabilities.name,
+            self._engine.capabilities,
             extra.host,
             self._channel.port,
         )

@@ -192,6 +192,16 @@ class DecodeSide:
         if reason:
             self._lose(link, PeerLoss.UNUSABLE, reason, now)
             return
+        if not link.was_met:
+            link.was_met = True
+            logger.info(
+                "prefill node %s rank %d at %s is met: KV comes over %s, path %s",
+                ready.peer.engine_id,
+                link.rank,
+                link.peer.address,
+                self._engine.capabilities,
+                self._config.path,
+            )
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key, now)
 

@@ -141,6 +141,8 @@ class InboundPeers:
             except EngineError as error:
                 raise PeerError(f"the engine cannot reach the peer: {error}") from error
             self._connected[way.name] = None
+            who, lane = f"{peer.engine_id} rank {peer.rank}", self._local.engine.capabilities
+            logger.info("decode node %s at %s fetches: over %s, path %s", who, inbound.host, lane, way.open)
         self._connected.move_to_end(way.name)
         self._disconnect_idle(in_use | {way.name})
         return way

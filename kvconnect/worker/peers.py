@@ -46,7 +46,8 @@ PackedPath = tuple[RequestCutter, Packer]
 class RankLink:
     """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
-    The peer's clock is ahead of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
+    ``was_met`` once it has introduced itself. The peer's clock is ahead of ours by
+    ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
     """
 
     name: str
@@ -55,6 +56,7 @@ class RankLink:
     session: Session
     packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
+    was_met: bool = False
 
     @property
     def is_ready(self) -> bool:

@@ -39,6 +39,12 @@ class Way:
     slot_bytes: int = 0
 
     @property
+    def open(self) -> str:
+        """The paths that are."""
+        paths = {"direct": self.direct, "packed": self.packer}
+        return " or ".join(path for path, means in paths.items() if means is not None)
+
+    @property
     def closed(self) -> str:
         """Why each path that is closed is."""
         return "; ".join(f"{path}: {why}" for path, why in self.refusals.items())

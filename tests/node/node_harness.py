@@ -159,6 +159,9 @@ class CopyConnector:
     def is_restored(self, request_id):
         return False
 
+    def changes(self):
+        return None
+
     def checkpoints(self, request):
         return ()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -211,3 +213,15 @@ def test_a_load_that_ends_makes_room_for_the_next_at_once():
             assert pair.decode.transfers.decode.loads["b"].admitted
             assert sleep_s < 5
     assert sorted(pair.decode.received) == ["a", "b"]
+
+
+def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
+    """It is how an operator sees that two nodes found each other, and by which way KV travels."""
+    with caplog.at_level(logging.INFO):
+        for request in ("a", "b"):
+            pair.start(request)
+            pair.run()
+    said = [text for text in caplog.messages if "over memory" in text]
+    assert len(said) == 2
+    assert any(text.startswith("prefill node ") and "is met" in text for text in said)
+    assert any(text.startswith("decode node ") and f"path {pair.path}" in text for text in said)
