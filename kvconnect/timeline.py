@@ -10,11 +10,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 Record = tuple[float, str, str, str, int, int]
-"""Time in seconds, event, handle and request id as far as it has them, the transfer id, and a number.
+"""Time in seconds, moment, handle and request id as far as it has them, the transfer id, and a number.
 
-The number is that of a chunk, or what the event counts.
+The number is that of a chunk, or of the peer's rank, or what is counted, or whether it went well.
 """
 
 MOST_RECORDS = 1 << 16
@@ -79,7 +80,7 @@ class Timeline:
     def records(self) -> list[Record]:
         """All that are kept, in the sequence of their times."""
         # Copied in one go: other threads add to it meanwhile.
-        return sorted(self._records.copy())
+        return sorted(self._records.copy(), key=itemgetter(0))
 
 
 class Turns:

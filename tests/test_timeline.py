@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
+import pytest
+
 from kvconnect.config import ExtraConfig
+from kvconnect.errors import PeerError
 from kvconnect.peer.messages import Fetch
+from kvconnect.peer.timeline_page import MOST_PER_PAGE, read_page, write_page
 from kvconnect.timeline import LATE_S, Moment, Timeline, Turns
 from tests.worker.pair import Pair
 
@@ -93,3 +98,24 @@ def test_a_load_is_recorded_on_both_sides_from_its_order_to_its_report():
         assert {record[2] for record in records} == {fetch.handle}, "all of it is found by its handle"
         for moment in each:
             assert sorted(record[5] for record in records if record[1] == moment) == chunks
+
+
+def test_pages_have_every_record_once_and_no_handle():
+    timeline = Timeline()
+    for number in range(MOST_PER_PAGE + 10):
+        timeline.note(Moment.PACKED, number, handle="secret", request_id="r" * 1000, transfer_id=3)
+    timeline.note(Moment.REPORTED, True, handle="secret")
+    first = read_page(write_page(timeline, "P", 1, ""))
+    second = read_page(write_page(timeline, "P", 1, repr(first.records()[-1][0])))
+    assert (first.is_last, second.is_last, first.engine_id, first.rank) == (False, True, "P", 1)
+    records = first.records() + second.records()
+    assert [record[5] for record in records] == [*range(MOST_PER_PAGE + 10), 1]
+    assert [record[0] for record in records] == [record[0] for record in timeline.records()]
+    (handle,) = {record[2] for record in records}
+    assert handle != "secret"
+    assert b"secret" not in write_page(timeline, "P", 1, "")
+    assert second.clock_s >= records[-1][0]
+    with pytest.raises(PeerError, match="does not tell"):
+        msgspec.structs.replace(first, rows=((0.0, 9999, 0, 0, 0, 0),)).records()
+    with pytest.raises(PeerError, match="cannot be read"):
+        read_page(b"\xc1")

@@ -6,6 +6,7 @@ results are taken from what it reports.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.packages import package_versions
-from kvconnect.peer import description
+from kvconnect.peer import description, timeline_page
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
@@ -195,7 +196,12 @@ class WorkerConnector:
         self._transfers = TransferThread(
             self._config.extra, self._channel, local, self._reports, self._metrics
         )
-        self._transfers.prefill.topics.add(description.TOPIC, self._describe)
+        topics, timeline = self._transfers.prefill.topics, self._metrics.timeline
+        topics.add(description.TOPIC, self._describe)
+        topics.add(
+            timeline_page.TOPIC,
+            functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
+        )
         self._transfers.start(self._release)
 
     def replace_weights(self, weights: str) -> None:

@@ -164,11 +164,9 @@ class PrefillSide:
             case Ready():
                 self.inbound_peers.met(link, inbound, {link for link, _ in self.sender.sendings})
             case Received(message=Fetch() as fetch):
+                rank = inbound.session.peer.rank if inbound.session.peer is not None else 0
                 self._metrics.timeline.note(
-                    Moment.FETCH_RECEIVED,
-                    len(fetch.chunks),
-                    handle=fetch.handle,
-                    transfer_id=fetch.transfer_id,
+                    Moment.FETCH_RECEIVED, rank, handle=fetch.handle, transfer_id=fetch.transfer_id
                 )
                 self.fetches.begin(PendingFetch(link, fetch, now), now)
             case Received(message=CreditGrant() as granted):

@@ -105,8 +105,8 @@ class RankFetches:
             grants=grants,
             until_s=load.deadline + link.clock_ahead_s,
         )
+        self._note(fetch, Moment.FETCH_SENT, link.rank)
         self._peers.send(link.name, message)
-        self._note(fetch, Moment.FETCH_SENT, len(chunks))
 
     def _note(self, fetch: RankFetch, moment: str, number: int) -> None:
         self._metrics.timeline.note(moment, number, handle=fetch.load.handle, transfer_id=fetch.transfer_id)
