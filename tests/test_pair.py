@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import socket
+import subprocess
 import time
 from urllib.parse import urlsplit
 
@@ -16,16 +17,18 @@ import msgspec
 import pytest
 
 from kvconnect.config import ExtraConfig
-from kvconnect.demo.children import Children
+from kvconnect.demo.children import COMMAND, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import ask
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.handles import Handles
+from kvconnect.trace.joining import PHASES
 from tests.ports import free_port
 
 PROMPT = list(range(1, 201))
 DEADLINE_S = 6
 EXTRA = {"lease_s": 4, "peer_timeout_s": 4}
+PORTS = {"prefill": free_port(), "decode": free_port()}
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -34,7 +37,7 @@ def node_options(name, role, **config):
         "kv_connector": "KVConnect",
         "kv_role": role,
         "engine_id": name,
-        "kv_connector_extra_config": {"engine": "nixl", **EXTRA},
+        "kv_connector_extra_config": {"engine": "nixl", "port": PORTS.get(name, 0), **EXTRA},
         **config,
     }
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
@@ -274,3 +277,21 @@ def test_a_prompt_longer_than_the_cache(nodes, role):
         ask(nodes[role], "gqa", [1] * 5000)
     assert "5000" in str(error.value)
     assert "4096" in str(error.value)
+
+
+def test_what_the_nodes_did_is_traced_from_the_outside(nodes, tmp_path):
+    for _ in range(3):
+        assert ask(nodes["router"], "gqa", PROMPT)["choices"]
+    addresses, out = [f"127.0.0.1:{port}" for port in PORTS.values()], tmp_path / "trace.json"
+    command = [*COMMAND, "trace", *addresses, "--last", "2", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["load", *PHASES, "late", "request"]
+    assert len(lines) == 4, "the head, the last two loads, and where the file is"
+    events = json.loads(out.read_text())["traceEvents"]
+    times = {event["name"]: event["ts"] + event["dur"] for event in events if event["ph"] == "X"}
+    # Both nodes are of this machine, so that their clocks are one: each comes after the one before it.
+    path = ["to prefill done", "to held", "to fetch sent", "to fetch begun", "write", "unpack"]
+    path += ["to reported", "to loaded", "to first token"]
+    assert sorted(path, key=times.__getitem__) == path

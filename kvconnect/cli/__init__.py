@@ -20,6 +20,7 @@ from kvconnect.cli.explain import explain
 from kvconnect.cli.keys import keys_app
 from kvconnect.cli.router import router
 from kvconnect.cli.serve import serve
+from kvconnect.cli.trace import trace
 from kvconnect.errors import KVConnectError
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, router, demo, explain, doctor):
+for command in (serve, router, demo, explain, doctor, trace):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")

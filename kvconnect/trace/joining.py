@@ -1,0 +1,235 @@
+"""The records of several workers on one clock, and by request. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvconnect.timeline import Moment, Record
+
+_PHASES = (
+    *(("meet", Moment.FETCH_SENT), ("ask", Moment.FETCH_RECEIVED), ("wait", Moment.FETCH_BEGUN)),
+    *(("pack", Moment.PACKED), ("write", Moment.WRITTEN), ("tell", Moment.LANDED)),
+    *(("unpack", Moment.UNPACKED), ("report", Moment.REPORTED)),
+)
+PHASES = tuple(name for name, _ in _PHASES)
+"""What a load consists of, one after the other: each ends with the last moment of its kind, on any worker.
+
+``meet``: until every rank of P was asked. ``ask``: until P has the fetch. ``wait``: until P holds, or
+streams, what is asked for. ``pack``: until the last chunk is packed, many being written by then. ``write``:
+until the engine has written the last one. ``tell``: until D has the message of it. ``unpack`` and ``report``
+are D's.
+"""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval of numbers that one number is known to lie in, ``low`` to ``high``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def width(self) -> float:
+        """How little is known of the number."""
+        return self.high - self.low
+
+    @property
+    def guess(self) -> float:
+        """The number, as far as it is known: 0 wherever it may be."""
+        if self.low <= 0 <= self.high:
+            # The clocks of one machine are one, and those of two are far apart.
+            return 0.0
+        return (self.low + self.high) / 2 if math.isfinite(self.width) else 0.0
+
+    def also(self, other: Span) -> Span:
+        """What both say; what this says, where they contradict each other."""
+        both = Span(max(self.low, other.low), min(self.high, other.high))
+        return both if both.low <= both.high else self
+
+    def __neg__(self) -> Span:
+        return Span(-self.high, -self.low)
+
+    def __add__(self, other: Span) -> Span:
+        return Span(self.low + other.low, self.high + other.high)
+
+
+@dataclass
+class Worker:
+    """What one worker told. ``ahead``: how far its clock is ahead of that of whoever asked."""
+
+    name: str
+    rank: int
+    records: Sequence[Record]
+    ahead: Span = field(default_factory=Span)
+
+
+@dataclass
+class Request:
+    """A load, or a prefill that nobody fetched: the records of each worker, by its place in the list."""
+
+    handle: str
+    records: dict[int, list[Record]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The request ids of it, those of a worker that loads it first."""
+        ids = {record[3]: record[1] == Moment.LOAD_TAKEN for record in self._all() if record[3]}
+        return " ".join(sorted(ids, key=lambda one: not ids[one])) or self.handle
+
+    @property
+    def phases(self) -> dict[str, float] | None:
+        """How long in seconds each of ``PHASES`` took, which add up to the load; None if it is not all here.
+
+        A phase that has no moment, as those of chunks where pages were moved directly, took no time.
+        """
+        last: dict[str, float] = {}
+        began_at = math.inf
+        for record in self._all():
+            last[record[1]] = max(record[0], last.get(record[1], -math.inf))
+            if record[1] == Moment.LOAD_TAKEN:
+                began_at = min(began_at, record[0])
+        if not math.isfinite(began_at) or Moment.REPORTED not in last:
+            return None
+        took, now = {}, began_at
+        for name, moment in _PHASES:
+            # Where another moment came later already, as with a clock that is a little off, it took nothing.
+            end = min(max(now, last.get(moment, now)), last[Moment.REPORTED])
+            took[name], now = end - now, end
+        return took
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The first and the last that is known of it."""
+        times = [record[0] for record in self._all()]
+        return min(times), max(times)
+
+    def load_interval(self) -> tuple[float, float] | None:
+        """From when a worker took the load to when the last one reported it, if both are here."""
+        phases = self.phases
+        if phases is None:
+            return None
+        began_at = min(record[0] for record in self._all() if record[1] == Moment.LOAD_TAKEN)
+        return began_at, began_at + sum(phases.values())
+
+    def _all(self) -> Iterable[Record]:
+        return (record for records in self.records.values() for record in records)
+
+
+def align(workers: Sequence[Worker]) -> list[Worker]:
+    """The same with the clock of the first, as far as messages between them, and the asking, show it."""
+    if not workers:
+        return []
+    spoken = [_Messages(worker) for worker in workers]
+    offsets = {0: 0.0}
+    while len(offsets) < len(workers):
+        spans = {
+            (known, other): _ahead(spoken[known], spoken[other]).also(
+                workers[other].ahead + -workers[known].ahead
+            )
+            for known in offsets
+            for other in range(len(workers))
+            if other not in offsets
+        }
+        # The one that is known best comes next: each may have talked to few others.
+        known, other = min(spans, key=lambda pair: (spans[pair].width, pair))
+        offsets[other] = offsets[known] + spans[known, other].guess
+    return [
+        replace(worker, records=[(record[0] - offsets[place], *record[1:]) for record in worker.records])
+        for place, worker in enumerate(workers)
+    ]
+
+
+class _Messages:
+    """When a worker sent and got messages, by handle and D's number for the fetch.
+
+    What P was asked has D's rank beside it, since each rank of D counts its fetches for itself.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.rank = worker.rank
+        self.asked: dict[tuple[str, int], float] = {}
+        self.was_asked: dict[tuple[str, int, int], float] = {}
+        self.told: dict[tuple[str, str, int, int], float] = {}
+        self.heard: dict[tuple[str, str, int, int], float] = {}
+        for at, moment, handle, _, transfer_id, number in worker.records:
+            if moment == Moment.FETCH_SENT:
+                self.asked[handle, transfer_id] = at
+            elif moment == Moment.FETCH_RECEIVED:
+                self.was_asked[handle, transfer_id, number] = at
+            elif moment in (Moment.WRITTEN, Moment.ANSWER_SENT):
+                self.told[_TOLD[moment], handle, transfer_id, number] = at
+            elif moment in _TOLD.values():
+                self.heard[moment, handle, transfer_id, number] = at
+        # Where several ranks of D ask under one number it is not known which of them was told.
+        asking = Counter(key[:2] for key in self.was_asked)
+        self.ambiguous = {key for key, count in asking.items() if count > 1}
+
+
+_TOLD = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
+"""What P records before it sends D a message, and what D does with it."""
+
+
+def _ahead(first: _Messages, second: _Messages) -> Span:
+    """How far the second one's clock is ahead of the first's, whichever of them is D."""
+    return _ahead_of_asking(first, second).also(-_ahead_of_asking(second, first))
+
+
+def _ahead_of_asking(decode: _Messages, prefill: _Messages) -> Span:
+    """How far P's clock is ahead of D's, since no message arrives before it is sent."""
+    low, high = -math.inf, math.inf
+    fetches = set()
+    for fetch, at in decode.asked.items():
+        received_at = prefill.was_asked.get((*fetch, decode.rank))
+        if received_at is not None:
+            fetches.add(fetch)
+            high = min(high, received_at - at)
+    fetches -= prefill.ambiguous
+    for key, at in prefill.told.items():
+        heard_at = decode.heard.get(key) if key[1:3] in fetches else None
+        if heard_at is not None:
+            low = max(low, at - heard_at)
+    # Clocks that drift contradict themselves a little over minutes.
+    return Span(low, high) if low <= high else Span((low + high) / 2, (low + high) / 2)
+
+
+def join(workers: Sequence[Worker]) -> list[Request]:
+    """All requests, in the sequence of their ends. The clocks are one."""
+    found: dict[str, Request] = {}
+    for place, worker in enumerate(workers):
+        handle_of = {record[3]: record[2] for record in worker.records if record[2] and record[3]}
+        for record in worker.records:
+            handle = record[2] or handle_of.get(record[3], record[3])
+            if handle:
+                request = found.setdefault(handle, Request(handle))
+                request.records.setdefault(place, []).append(record)
+    return sorted(found.values(), key=lambda request: (request.interval[1], request.handle))
+
+
+def late_s(workers: Sequence[Worker], began_at: float, ended_at: float) -> list[float]:
+    """By worker, for how long within this time its thread did not run, or was held up, beyond its sleep."""
+    return [
+        sum(
+            max(0.0, min(record[0], ended_at) - max(record[0] - record[5] * 1e-6, began_at))
+            for record in worker.records
+            if record[1] in (Moment.LATE, Moment.SLOW)
+        )
+        for worker in workers
+    ]
+
+
+def lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
+    """For each interval the number of a lane in which it overlaps with no other, of as few as can be."""
+    given = list(intervals)
+    made = [0] * len(given)
+    free_at: list[float] = []
+    for place in sorted(range(len(given)), key=lambda one: given[one]):
+        began_at, ended_at = given[place]
+        lane = next((number for number, free in enumerate(free_at) if free <= began_at), len(free_at))
+        if lane == len(free_at):
+            free_at.append(ended_at)
+        free_at[lane] = max(free_at[lane], ended_at)
+        made[place] = lane
+    return made

@@ -1,0 +1,101 @@
+"""What was joined, for people: a trace file in Chrome's format, which Perfetto shows, and a table. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvconnect.timeline import Moment, Record
+from kvconnect.trace.joining import PHASES, Request, Worker, lanes, late_s
+
+_CHUNK_SLICES = {
+    (Moment.PACKING, Moment.PACKED): "pack",
+    (Moment.PACKED, Moment.SUBMITTED): "wait to be sent",
+    (Moment.SUBMITTED, Moment.WRITTEN): "write",
+    (Moment.LANDED, Moment.UNPACKING): "wait to be unpacked",
+    (Moment.UNPACKING, Moment.UNPACKED): "unpack",
+}
+_OF_CHUNKS = {moment for pair in _CHUNK_SLICES for moment in pair}
+_THREAD = 0
+
+Event = dict[str, Any]
+
+
+def trace(workers: Sequence[Worker], requests: Sequence[Request]) -> dict[str, Any]:
+    """The trace: a process a worker, with tracks of its thread and its requests, and lanes of chunks."""
+    began_at = min((request.interval[0] for request in requests), default=0.0)
+    ended_at = max((request.interval[1] for request in requests), default=0.0)
+    events: list[Event] = []
+    for place, worker in enumerate(workers):
+        events.append(_named("process_name", worker.name, place))
+        events.append(_named("thread_name", "transfer thread", place, _THREAD))
+        for record in worker.records:
+            if record[1] in (Moment.LATE, Moment.SLOW) and began_at <= record[0] <= ended_at:
+                start = record[0] - record[5] * 1e-6
+                events.append(_slice(record[1], start, record[0], place, _THREAD))
+        ours = [request for request in requests if place in request.records]
+        for number, request in enumerate(ours, 1):
+            events.append(_named("thread_name", request.name, place, number))
+            events += _request_slices(request, place, number)
+        events += _chunk_lanes(ours, place, len(ours) + 1)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round((event["ts"] - began_at) * 1e6, 3)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _request_slices(request: Request, place: int, track: int) -> Iterator[Event]:
+    """What lies between two moments of a request is named by the one that ends it."""
+    records = [record for record in request.records[place] if record[1] not in _OF_CHUNKS]
+    for before, record in zip(records[:1] + records, records, strict=False):
+        arguments = {"handle": request.handle, "number": record[5]}
+        yield _slice(f"to {record[1]}", before[0], record[0], place, track, arguments)
+
+
+def _chunk_lanes(requests: Sequence[Request], place: int, first_track: int) -> Iterator[Event]:
+    chunks: list[tuple[Request, list[Record]]] = []
+    for request in requests:
+        found: dict[tuple[int, int], list[Record]] = {}
+        for record in request.records[place]:
+            if record[1] in _OF_CHUNKS:
+                found.setdefault((record[4], record[5]), []).append(record)
+        chunks += [(request, records) for records in found.values()]
+    placed = lanes((records[0][0], records[-1][0]) for _, records in chunks)
+    for lane in sorted(set(placed)):
+        yield _named("thread_name", f"chunks {lane}", place, first_track + lane)
+    for lane, (request, records) in zip(placed, chunks, strict=True):
+        for before, after in itertools.pairwise(records):
+            name = _CHUNK_SLICES.get((before[1], after[1]))
+            if name is not None:
+                arguments = {"request": request.name, "handle": request.handle, "chunk": after[5]}
+                yield _slice(name, before[0], after[0], place, first_track + lane, arguments)
+
+
+def _named(what: str, name: str, process: int, track: int = _THREAD) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _slice(
+    name: str, start: float, end: float, process: int, track: int, arguments: dict[str, Any] | None = None
+) -> Event:
+    length = {"ts": start, "dur": round((end - start) * 1e6, 3)}
+    return {"ph": "X", "name": name, "pid": process, "tid": track, **length, "args": arguments or {}}
+
+
+def slowest(workers: Sequence[Worker], requests: Sequence[Request], most: int) -> list[str]:
+    """The slowest loads as lines of a table, all times in milliseconds.
+
+    ``late`` is for how long, of this, the threads of all workers were late or held up.
+    """
+    loads = []
+    for request in requests:
+        phases, interval = request.phases, request.load_interval()
+        if phases is not None and interval is not None:
+            loads.append((sum(phases.values()), request.name, phases, sum(late_s(workers, *interval))))
+    loads.sort(key=lambda load: (-load[0], load[1]))
+    lines = ["".join(f"{column:>8}" for column in ("load", *PHASES, "late")) + "  request"]
+    for total, name, phases, late in loads[:most]:
+        times = (total, *(phases[phase] for phase in PHASES), late)
+        lines.append("".join(f"{seconds * 1e3:8.2f}" for seconds in times) + f"  {name}")
+    return lines

@@ -1,0 +1,60 @@
+"""``kvconnect trace``: asks workers for their timelines, writes a trace file and prints the slowest loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvconnect.addresses import split_address
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import ConfigError
+from kvconnect.peer.asking import ask
+from kvconnect.peer.keyring import Keyring, load_keyring
+from kvconnect.peer.timeline_page import TOPIC, read_page
+from kvconnect.timeline import Record
+from kvconnect.trace.joining import Span, Worker, align, join
+from kvconnect.trace.output import slowest, trace
+
+_MOST_PAGES = 64
+_SHOWN = 10
+
+
+def run_trace(addresses: Sequence[str], *, last: int, out: Path, extra: ExtraConfig) -> int:
+    """Write the trace of the last so many requests of these workers. Returns 1 if there were none.
+
+    Raises:
+        ConfigError: an address or a key cannot be used, or the file cannot be written.
+        PeerError: a worker does not answer.
+    """
+    keyring = load_keyring(extra, os.environ)
+    workers = align([read_worker(extra, keyring, address) for address in addresses])
+    requests = join(workers)[-last:]
+    try:
+        out.write_text(json.dumps(trace(workers, requests)))
+    except OSError as error:
+        raise ConfigError(f"--out is {str(out)!r}: {error}") from error
+    for line in slowest(workers, requests, _SHOWN):
+        print(line)
+    print(f"{len(requests)} requests are in {out}: open it with https://ui.perfetto.dev")
+    return 0 if requests else 1
+
+
+def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: str) -> Worker:
+    """All that a worker has recorded. Raises as ``run_trace`` does."""
+    split = split_address(address)
+    if split is None:
+        raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+    records: list[Record] = []
+    ahead, argument = Span(), ""
+    # A worker that is busy records more meanwhile, and there is an end all the same.
+    for _ in range(_MOST_PAGES):
+        reply = ask(extra, keyring, split, TOPIC, argument)
+        page = read_page(reply.data)
+        records += page.records()
+        ahead = Span(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
+        if page.is_last or not records:
+            break
+        argument = repr(records[-1][0])
+    return Worker(f"{page.engine_id} rank {page.rank} at {address}", page.rank, records, ahead)
