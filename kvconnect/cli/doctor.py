@@ -14,9 +14,13 @@ def doctor(
         str | None,
         typer.Option(metavar="JSON|FILE", help="The node's configuration, as it is started with."),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST:PORT of the side channel of a node that serves (repeatable)."),
+    ] = None,
     json_output: JsonObject = False,
 ) -> None:
     """Report what will work here, what will not, and what to do about it; exit 1 on a failure."""
     from kvconnect.doctor.runner import run_doctor
 
-    raise typer.Exit(run_doctor(kv_transfer_config, json_output=json_output))
+    raise typer.Exit(run_doctor(kv_transfer_config, peer or (), json_output=json_output))

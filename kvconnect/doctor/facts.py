@@ -64,6 +64,7 @@ class Facts:
     key: str = ""
     key_problem: str = ""
     port: PortState = field(default_factory=PortState)
+    keyring: Keyring | None = None
     own: Told | None = None
     own_problem: str = ""
 
@@ -101,6 +102,7 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
         key=key,
         key_problem=key_problem,
         port=port,
+        keyring=keyring,
         own=own,
         own_problem=own_problem,
     )

@@ -10,11 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvconnect.addresses import split_address
 from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.facts import Probes, gather
 from kvconnect.doctor.findings import Finding, Level, failure
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.node import check_node
+from kvconnect.doctor.pair import check_pair, meet
 from kvconnect.doctor.software import check_software
 from kvconnect.errors import ConfigError
 
@@ -22,9 +24,9 @@ _WIDTH = 80
 _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
-def run_doctor(configuration: str | None, *, json_output: bool = False, probes: Probes | None = None) -> int:
+def run_doctor(configuration: str | None, peers: Sequence[str] = (), *, json_output: bool = False) -> int:
     """Print what was found; 1 if anything of it is a failure."""
-    findings = examine(configuration, probes or Probes())
+    findings = examine(configuration, Probes(), peers)
     if json_output:
         print(as_json(findings))
     else:
@@ -32,8 +34,11 @@ def run_doctor(configuration: str | None, *, json_output: bool = False, probes: 
     return int(any(finding.level is Level.FAILURE for finding in findings))
 
 
-def examine(configuration: str | None, probes: Probes) -> list[Finding]:
-    """Look at everything."""
+def examine(configuration: str | None, probes: Probes, peers: Sequence[str] = ()) -> list[Finding]:
+    """Look at everything. Raises ``ConfigError``: a peer is no address."""
+    addresses = [split_address(peer) for peer in peers]
+    if None in addresses:
+        raise ConfigError(f"--peer is {peers[addresses.index(None)]!r}; accepted: HOST:PORT")
     findings, config = [], None
     try:
         config = read_configuration(configuration) if configuration is not None else None
@@ -42,6 +47,8 @@ def examine(configuration: str | None, probes: Probes) -> list[Finding]:
     facts = gather(config, probes)
     for check in (check_node, check_software, check_hardware):
         findings.extend(check(facts))
+    for address in filter(None, addresses if not facts.key_problem else ()):
+        findings.extend(check_pair(facts, meet(address, facts, probes)))
     return findings
 
 
@@ -59,10 +66,15 @@ def _print(findings: Sequence[Finding]) -> None:
     table.add_column(ratio=1, overflow="fold")
     for finding in findings:
         colour = _COLOURS[finding.level]
-        text = escape(finding.found) + (f"\n[bold]> {escape(finding.advice)}[/]" if finding.advice else "")
+        text = _shown(finding.found) + (f"\n[bold]> {_shown(finding.advice)}[/]" if finding.advice else "")
         table.add_row(f"[{colour}]{finding.level.value}[/]", escape(finding.about), text)
     console.print(table)
     counts = Counter(finding.level for finding in findings)
     console.print(
         f"\n{counts[Level.FAILURE]} failures, {counts[Level.WARNING]} warnings, {counts[Level.PASS]} passed"
     )
+
+
+def _shown(text: str) -> str:
+    """Text of ours or a peer's, which steers neither the table nor the terminal."""
+    return escape("".join(one if one.isprintable() else " " for one in text))

@@ -222,10 +222,10 @@ def _reasons_in(closed: list[str]) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        closed.extend(_reasons(error))
+        closed.extend(reasons_of(error))
 
 
-def _reasons(error: LayoutError) -> list[str]:
+def reasons_of(error: LayoutError) -> list[str]:
     """The reasons that an error lists, layers with the same one together."""
     found: dict[str, list[str]] = {}
     for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):

@@ -29,10 +29,12 @@ def configured(role: str = "kv_both", **extra: object) -> str:
     return json.dumps(given)
 
 
-def found(configuration: str | None = None, *, probes: Probes = QUICK, **changes) -> dict[str, Finding]:
+def found(
+    configuration: str | None = None, *, probes: Probes = QUICK, peers: tuple[str, ...] = (), **changes
+) -> dict[str, Finding]:
     """What the doctor says, by what it is about; the worst of several."""
     order = list(Level)
-    said = runner.examine(configuration, replace(probes, **changes))
+    said = runner.examine(configuration, replace(probes, **changes), peers)
     return {one.about: one for one in sorted(said, key=lambda one: order.index(one.level))}
 
 

@@ -1,0 +1,257 @@
+"""``kvconnect doctor --peer``: a good pair passes, and what keeps two nodes apart is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
+
+from kvconnect.cli import app
+from kvconnect.doctor import runner
+from kvconnect.doctor.configuration import read_configuration
+from kvconnect.doctor.findings import Level, well
+from kvconnect.errors import ConfigError
+from kvconnect.orders import Orders
+from kvconnect.peer import messages
+from kvconnect.peer.asking import ask
+from kvconnect.peer.description import introduced, read_description
+from kvconnect.peer.key_files import new_secret
+from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
+from kvconnect.worker.connector import WorkerConnector
+from tests.doctor.kit import QUICK, configured, failures, found
+from tests.ports import free_port
+from tests.worker.pair import BLOCK_TOKENS, HEADS, PlainCache
+
+MEMORY = dataclasses.replace(QUICK, engines=lambda: {"memory": ""})
+
+
+class Node:
+    """Workers that serve: one rank of a cache each, with neighbouring ports."""
+
+    def __init__(self, role, *, ranks=1, model="m", weights="files 1f", **extra) -> None:
+        extra = {"engine": "memory", "slot_bytes": 1 << 16, "num_slots": 2, "port": free_port(), **extra}
+        self.given = configured(role, **extra)
+        self.workers = []
+        config = read_configuration(self.given)
+        for rank in range(ranks):
+            cache = PlainCache(8, rank, ranks)
+            worker = WorkerConnector(
+                config,
+                cache.config,
+                {0: BLOCK_TOKENS},
+                CacheMeaning(model, HEADS, ranks, weights=weights),
+                rank=rank,
+                registry=CollectorRegistry(),
+            )
+            self.workers.append(worker)
+            worker.register_kv_caches(cache.tensors, cache.by_layer)
+        for worker in self.workers:
+            worker.start(Orders(step=0, directory=tuple(one.address() for one in self.workers)))
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.workers[0].address().port}"
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """Makes nodes with one key, and closes them."""
+    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
+    made = []
+
+    def make(role, **changes):
+        made.append(Node(role, **changes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for worker in one.workers:
+            worker.close()
+
+
+def asked(given, peer, probes=MEMORY):
+    return found(given, probes=probes, peers=(peer,))
+
+
+def changed(**changes):
+    """What asks, and reads other facts than the peer told."""
+
+    def altered(*arguments):
+        reply = ask(*arguments)
+        told = read_description(reply.data)
+        fields = {name: value(told) if callable(value) else value for name, value in changes.items()}
+        return dataclasses.replace(
+            reply, data=msgspec.msgpack.encode(msgspec.structs.replace(told, **fields))
+        )
+
+    return dataclasses.replace(MEMORY, ask=altered)
+
+
+def test_a_good_pair_over_nixl_passes_whole(node):
+    prefill, decode = (node(role, engine="nixl") for role in ("kv_producer", "kv_consumer"))
+    done = CliRunner().invoke(
+        app, ["doctor", "--json", "--kv-transfer-config", decode.given, "--peer", prefill.address]
+    )
+    said = {one["about"]: one for one in json.loads(done.stdout)["findings"]}
+    assert [one for one in said.values() if one["level"] == "failure"] == []
+    assert done.exit_code == 0
+    assert said["caches"]["found"].startswith("rank to rank 0 > 0: packed (closed: direct: the source's path")
+    assert "UCX NET_DEVICES=lo" in said["lane"]["found"]
+    assert said["weights"]["found"] == "the same on both"
+    assert said["port"]["found"].startswith("a node serves on")
+    assert "kv_consumer here, kv_producer there" in said["roles"]["found"]
+    assert [worker.state()["inbound_peers"] for worker in prefill.workers] == [0]
+
+
+def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):
+    prefill, decode = node("kv_producer", ranks=2, path="auto"), node("kv_consumer", path="auto")
+    said = asked(decode.given, prefill.address)
+    assert failures(said) == {}
+    assert "2 ranks" in said["peer"].found
+    assert "0 > 0, 1 > 0: direct and packed" in said["caches"].found
+    said = asked(prefill.given, decode.address)
+    assert failures(said) == {}
+    assert "0 > 0, 1 > 0" in said["caches"].found, "seen from the node that sends"
+
+
+def test_a_node_that_does_not_run_is_not_compared_and_the_engine_is(node):
+    prefill = node("kv_producer")
+    said = asked(configured("kv_consumer", engine="memory"), prefill.address)
+    assert failures(said) == {}
+    assert said["caches"].level is Level.WARNING
+    assert said["peer's weights"].found == "files 1f"
+    said = failures(asked(configured("kv_consumer", engine="nixl"), prefill.address, QUICK))
+    assert "the peer's is memory, here it is nixl" in said["engine"]
+
+
+def test_another_key_is_named_with_what_to_compare(node, monkeypatch):
+    prefill = node("kv_producer")
+    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    assert list(said) == ["peer"]
+    assert "kvconnect keys show" in said["peer"]
+
+
+def test_a_node_of_ours_on_the_port_that_has_another_key_is_another_program(node, monkeypatch):
+    prefill = node("kv_producer")
+    monkeypatch.setenv("KVCONNECT_KEY", new_secret())
+    said = failures(found(prefill.given, probes=MEMORY))
+    assert "no node with our key" in said["port"]
+    assert "different keys" in said["port"]
+
+
+@pytest.mark.parametrize("ahead_s", [90.0, -90.0])
+def test_a_clock_that_is_90_s_off_is_a_failure(node, ahead_s):
+    prefill = node("kv_producer")
+    probes = changed(clock_s=lambda told: told.clock_s + ahead_s)
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
+    assert list(said) == ["clock"]
+    assert f"90 s {'ahead' if ahead_s > 0 else 'behind'}" in said["clock"]
+    assert "NTP" in said["clock"]
+
+
+def test_a_clock_that_is_a_little_off_is_a_warning(node):
+    prefill = node("kv_producer")
+    probes = changed(clock_s=lambda told: told.clock_s + 20)
+    said = asked(configured("kv_consumer", engine="memory"), prefill.address, probes)
+    assert said["clock"].level is Level.WARNING
+    assert asked(prefill.given, prefill.address)["clock"].level is Level.PASS
+
+
+def test_other_weights_are_named_with_both(node):
+    prefill, decode = node("kv_producer"), node("kv_consumer", weights="files 2e")
+    said = failures(asked(decode.given, prefill.address))
+    assert list(said) == ["weights"]
+    assert "here 'files 2e', peer 'files 1f'" in said["weights"]
+
+
+def test_another_model_is_named_with_both(node):
+    prefill, decode = node("kv_producer"), node("kv_consumer", model="n", weights="files 2e")
+    said = failures(asked(decode.given, prefill.address))
+    assert sorted(said) == ["model", "weights"]
+    assert "'m' asks 'n'" in said["model"]
+
+
+def test_caches_without_a_path_are_a_failure_with_every_reason(node):
+    prefill, decode = node("kv_producer", path="direct"), node("kv_consumer", path="packed")
+    said = failures(asked(decode.given, prefill.address))
+    assert list(said) == ["caches"]
+    assert "packed: the source's path is 'direct'" in said["caches"]
+    assert "direct: the target's path is 'packed'" in said["caches"]
+
+
+def test_another_release_is_a_failure_that_names_both(node):
+    prefill = node("kv_producer")
+    probes = changed(release="9.0", protocol=PROTOCOL_VERSION + 1, introduced=msgspec.Raw(b"\xc0"))
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
+    assert list(said) == ["release"]
+    assert f"9.0 (protocol {PROTOCOL_VERSION + 1})" in said["release"]
+
+
+def test_a_release_that_answers_no_questions_is_named(node, monkeypatch):
+    prefill = node("kv_producer")
+    former = messages.ToPrefill.__args__[:-2]
+    decoders = {
+        messages.Side.PREFILL: msgspec.msgpack.Decoder(former[0] | former[1]),
+        messages.Side.DECODE: messages._decoders[messages.Side.DECODE],
+    }
+    monkeypatch.setattr(messages, "_decoders", decoders)
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    assert list(said) == ["release"]
+    assert "install the same release" in said["release"]
+
+
+def test_a_table_that_is_no_cache_is_refused_before_anything_is_computed_with_it(node):
+    prefill, decode = node("kv_producer", ranks=2), node("kv_consumer")
+
+    def absurd(told):
+        ours = told.introduction
+        if ours.rank != 1:
+            return told.introduced
+        axes = msgspec.structs.replace(ours.table.regions[0].axes, tokens=2**40)
+        region = msgspec.structs.replace(ours.table.regions[0], axes=axes)
+        table = msgspec.structs.replace(ours.table, regions=(region,))
+        return introduced(msgspec.structs.replace(ours, table=table))
+
+    said = failures(asked(decode.given, prefill.address, changed(introduced=absurd)))
+    assert list(said) == ["caches"]
+    assert "has impossible sizes" in said["caches"]
+
+
+def test_what_a_peer_writes_cannot_steer_the_terminal(capsys):
+    runner._print([well("peer", "a\x1b[2Jb [red]c")])
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+def test_two_nodes_of_one_role_are_a_failure(node):
+    prefill = node("kv_producer")
+    said = failures(asked(configured("kv_producer", engine="memory"), prefill.address))
+    assert "both are kv_producer" in said["roles"]
+
+
+def test_a_peer_that_is_not_there_is_a_failure():
+    said = failures(
+        asked(configured("kv_consumer", engine="memory", insecure=True), f"127.0.0.1:{free_port()}")
+    )
+    assert list(said) == ["peer"]
+    assert "nothing listens" in said["peer"]
+    assert "not that of HTTP" in said["peer"]
+
+
+def test_a_peer_that_is_no_address_is_refused():
+    with pytest.raises(ConfigError, match="--peer is 'here'; accepted: HOST:PORT"):
+        asked(None, "here")
+
+
+def test_a_rank_that_is_gone_is_named(node):
+    prefill = node("kv_producer", ranks=2)
+    prefill.workers[1].close()
+    deadline = time.monotonic() + 5
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
+    assert time.monotonic() < deadline
+    assert f"nothing listens at 127.0.0.1:{prefill.workers[1].address().port}" in said["peer"]
