@@ -199,16 +199,11 @@ class Engine:
         if self.worker is None or transfers is None:
             return
         orders = transfers.hooks.build_orders()
-        if not orders:
-            # There may be notes for the timeline.
-            self.worker.start(orders)
-            return
         if orders.holds or orders.loads or orders.progress:
             # A peer or an engine may touch the cache from here on: computing and zeroing are over.
             self.runner.synchronize()
         # What is kept was computed by now, and no other request has been given the blocks yet.
         self.worker.before_step(orders)
-        self.worker.start(orders)
 
     def _deliver(self) -> None:
         outputs, self.scheduler.outputs = self.scheduler.outputs, []

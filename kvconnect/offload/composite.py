@@ -156,7 +156,6 @@ class WorkerComposite(WorkerHooks):
 
     def __init__(self, transfer: WorkerConnector | None, offload: OffloadWorker | None) -> None:
         self.transfer, self.offload = transfer, offload
-        self._last_use: Any = None
 
     @property
     def _parts(self) -> Sequence[WorkerConnector | OffloadWorker]:
@@ -181,16 +180,18 @@ class WorkerComposite(WorkerHooks):
             self.transfer.before_step(orders)
         if self.offload is not None and orders.offload:
             self.offload.before_step(orders.offload)
-            if orders.offload.restores:
-                self._last_use = self.offload.mark()
-        # After that: one step's orders may store a block, and give it to a load or a restore.
-        if self.transfer is not None and orders.loads:
-            self.transfer.mark()
+        # Behind that snapshot: one step's orders may store a block, and give it to a load or a restore. Not
+        # behind the launch: it takes as long as a prefill where another one keeps the device's queue full.
+        if not orders.zeroes_loads:
+            self._start(orders)
 
-    def start(self, orders: Orders) -> None:
+    def after_zeroing(self, orders: Orders) -> None:
+        if orders.zeroes_loads:
+            self._start(orders)
+
+    def _start(self, orders: Orders) -> None:
         if self.offload is not None and orders.offload:
-            last_use, self._last_use = self._last_use, None
-            self.offload.start(orders.offload, None if orders.zeroes_loads else last_use)
+            self.offload.start(orders.offload)
         if self.transfer is not None:
             alone = msgspec.structs.replace(orders, offload=_NO_OFFLOAD) if orders.offload else orders
             self.transfer.start(alone)

@@ -13,7 +13,7 @@ and of a step, in this order:
                 launched           the steps that the device was given since these orders were built last
                 build_orders       once for each step, one without tokens too
     each rank   before_step        before the kernels of the step that the orders come with are launched
-                start              after that
+                after_zeroing      once those are launched that zero its blocks
                 results            taken with every step, and whenever ``on_results`` wakes the stack
 
 Blocks are named by cache group and position. What a block id means in one group does not hold in another:
@@ -184,10 +184,13 @@ class WorkerHooks(Protocol):
     """The half of a connector that lives with the tensors of one rank."""
 
     def before_step(self, orders: Orders) -> None:
-        """Mark on the device where the step begins, and read what it may overwrite. Of every step."""
+        """Mark on the device where the step begins, read what it may overwrite, and begin what was ordered.
 
-    def start(self, orders: Orders) -> None:
-        """Begin what was ordered. Never waits."""
+        Of every step. What was ordered with ``zeroes_loads`` begins later. Never waits.
+        """
+
+    def after_zeroing(self, orders: Orders) -> None:
+        """Begin what was ordered with ``zeroes_loads``. Never waits."""
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""

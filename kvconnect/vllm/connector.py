@@ -270,17 +270,22 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         tokens are known.
         """
         if isinstance(kv_connector_metadata, OrdersMetadata):
-            self._check_weights(kv_connector_metadata)
+            kv_connector_metadata.is_begun = True
+            if kv_connector_metadata.asks_address and self._own is not None:
+                self._report.addresses = (self._own,)
+            if kv_connector_metadata.check_weights and self._weights is not None and self._weights.check():
+                # Before anything of this step's orders is carried out.
+                self._worker.replace_weights(self._weights.name)
             self._worker.before_step(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand this step's orders to the worker half. Never waits."""
+        """Blocks that vLLM zeroes with this step can be filled from now on."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, OrdersMetadata):
-            if metadata.asks_address and self._own is not None:
-                self._report.addresses = (self._own,)
-            self._check_weights(metadata)
-            self._worker.start(metadata.orders)
+            if not metadata.is_begun:
+                # A runner that has no earlier hook.
+                self.handle_preemptions(metadata)
+            self._worker.after_zeroing(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request runs only once all of it has arrived."""
@@ -342,10 +347,3 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         offload = self._config.extra.offload
         self._workers[worker.rank] = worker
         self._recovery.expect(expects=bool(offload and offload.disk_path))
-
-    def _check_weights(self, metadata: OrdersMetadata) -> None:
-        """Before anything of a step's orders is carried out, in whichever hook of it comes first."""
-        if metadata.check_weights and self._weights is not None:
-            metadata.check_weights = False
-            if self._weights.check():
-                self._worker.replace_weights(self._weights.name)

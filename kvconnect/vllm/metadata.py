@@ -47,11 +47,13 @@ class OrdersMetadata(KVConnectorMetadata):
     """One step's orders. ``asks_address``: no worker has announced itself to the scheduler yet.
 
     ``check_weights``: caches were reset, as where weights are replaced, and this step is the first with work.
+    ``is_begun``: the worker that has this copy was given them in the first hook of the step.
     """
 
     orders: Orders
     asks_address: bool = False
     check_weights: bool = False
+    is_begun: bool = False
 
 
 @dataclass

@@ -107,7 +107,6 @@ class WorkerConnector:
         self._reports = Reports(rank)
         self._transfers: TransferThread | None = None
         self._steps = DeviceSteps(self._record)
-        self._last_use: Finished | None = None
         self._is_closed = False
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
@@ -223,20 +222,18 @@ class WorkerConnector:
         if self._config.is_producer:
             self._steps.begin(orders.step)
 
-    def mark(self) -> None:
-        """What the device was given so far, and nothing later, may use the blocks of the next loads."""
-        self._last_use = self._record()
-
     def start(self, orders: Orders) -> None:
-        """Take one step's orders, after the step's forward was launched. Never waits."""
+        """Take one step's orders; never waits.
+
+        What the device was given so far may use the blocks that are to be filled, and nothing later.
+        """
         if self._rank == 0:
             self._metrics.timeline.take(orders.notes)
         if not orders:
             return
         if self._transfers is None:
             raise LocalError("orders came before register_kv_caches was called")
-        last_use, self._last_use = self._last_use, None
-        self._transfers.order(orders, self._steps.finished, last_use)
+        self._transfers.order(orders, self._steps.finished)
 
     def results(self) -> Results:
         """What ended since the last call. Every ordered request comes back exactly once."""

@@ -26,7 +26,7 @@ from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.timeline import Turns
 from kvconnect.worker.decode_side import DecodeSide
-from kvconnect.worker.device_steps import Finished, always
+from kvconnect.worker.device_steps import Finished
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
@@ -93,21 +93,19 @@ class TransferThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def order(
-        self, orders: Orders, finished: Callable[[int], Finished], last_use: Finished | None = None
-    ) -> None:
+    def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
         """Queue one step's orders. ``finished`` returns what says whether the device has finished a step.
 
-        ``last_use`` says so of what may use the blocks of loads; None for all that it was given so far.
+        Of the step of these orders, that is all that the device was given so far.
         """
         steps = {order.step for order in orders.holds}
         if orders.progress:
             steps.add(orders.step - 1)
+        if orders.loads:
+            steps.add(orders.step)
         # Here and now: an event is recorded on the caller's stream.
         checks = {step: finished(step) for step in steps}
-        if orders.loads and (orders.zeroes_loads or last_use is None):
-            last_use = finished(orders.step)
-        self._call(lambda now: self._carry_out(orders, checks, last_use or always, now))
+        self._call(lambda now: self._carry_out(orders, checks, now))
 
     def replace_weights(self, weights: str) -> None:
         """Our introduction names other weights from now on: before the orders that are given after this."""
@@ -182,19 +180,19 @@ class TransferThread:
             # By the thread that used them, so that nothing is closed under a running call.
             release()
 
-    def _carry_out(
-        self, orders: Orders, finished: Mapping[int, Finished], last_use: Finished, now: float
-    ) -> None:
-        prefill, decode, last = self.prefill, self.decode, orders.step - 1
+    def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
+        prefill, decode, step = self.prefill, self.decode, orders.step
         if orders.directory:
             prefill.inbound_peers.directory = orders.directory
         # In this order: a handle may be withdrawn, expected anew and held, all in one step.
         self._each("withdraw", orders.withdrawn, prefill.withdraw)
         self._each("expect", orders.expected, prefill.expect)
         self._each("preempt", orders.preempted, prefill.preempted)
-        self._each("report progress", orders.progress, lambda order: prefill.progress(order, finished[last]))
+        self._each(
+            "report progress", orders.progress, lambda order: prefill.progress(order, finished[step - 1])
+        )
         self._each("hold", orders.holds, lambda order: prefill.hold(order, finished[order.step], now))
-        self._each("load", orders.loads, lambda order: decode.load(order, last_use, now))
+        self._each("load", orders.loads, lambda order: decode.load(order, finished[step], now))
         self._each("let go", orders.let_go, lambda order: decode.let_go(order, now))
         self._each("await", orders.awaited, lambda order: decode.wait(order, now))
         self._each("abort", orders.aborted, decode.abort)

@@ -193,9 +193,6 @@ class CopyConnector:
 
     # worker half
     def before_step(self, orders):
-        pass
-
-    def start(self, orders):
         self.pending.extend(order.request_id for order in orders.let_go)
         if not self.hold_loads:
             self.release()

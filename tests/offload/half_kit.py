@@ -160,8 +160,8 @@ class Stack:
         self._tell()
         orders = self.half.build_orders()
         self.ranks.before_step(orders)
-        self._execute()
         self.ranks.start(orders)
+        self._execute()
         self._settle(self.ranks.work(everything))
 
     def _schedule(self) -> None:

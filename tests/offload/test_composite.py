@@ -217,19 +217,19 @@ def test_orders_reach_the_part_that_they_are_for():
     tiers = OffloadOrders(seeks=(Seek(1, "store", 0, (b"x",)),))
     given = Orders(aborted=("r",), failures=("why",), offload=tiers)
     half.before_step(given)
-    half.start(given)
-    assert offload.calls == [("before_step", tiers), ("start", tiers, None)]
+    assert offload.calls == [("before_step", tiers), ("start", tiers)]
     assert transfer.calls == [("before_step", given), ("start", Orders(aborted=("r",), failures=("why",)))]
-    half.before_step(Orders())
-    half.start(Orders(aborted=("r",)))
+    half.after_zeroing(given)
+    half.before_step(Orders(aborted=("r",)))
     assert len(offload.calls) == 2
+    assert transfer.calls[-1] == ("start", Orders(aborted=("r",)))
     assert half.state() == {"open": 0, "offload_open": 0}
 
 
 def test_without_a_transfer_part_somebody_still_counts():
     offload = Part()
     half = WorkerComposite(None, offload)
-    half.start(Orders(failures=("why",)))
+    half.before_step(Orders(failures=("why",)))
     assert offload.calls == [("count_failures", ("why",))]
     assert (half.address(), half.drain()) == (None, True)
     with pytest.raises(LocalError):
@@ -259,8 +259,13 @@ def test_of_a_request_that_both_parts_wait_for_the_earlier_count_is_due():
     assert half.due.keys() >= half.offload.due.keys()
 
 
-def test_loads_and_restores_wait_for_the_snapshot_of_their_own_orders():
-    """A block may be stored for one request and filled for another with one step's orders."""
+@pytest.mark.parametrize("zeroes_loads", [False, True])
+def test_what_is_ordered_begins_before_the_launch_behind_the_snapshot_of_its_own_orders(zeroes_loads):
+    """A block may be stored for one request and filled for another with one step's orders.
+
+    And a launch takes as long as the prefill before it, where that fills the device's queue. Only what the
+    step zeroes has to wait for that.
+    """
 
     class Noting(Part):
         def __init__(self, part):
@@ -275,10 +280,14 @@ def test_loads_and_restores_wait_for_the_snapshot_of_their_own_orders():
     store = Store(1, RowCopies(0, (5,), (0,)), (b"x",))
     restore = Restore("r", (RowCopies(0, (5,), (1,)),))
     load = Load("l", "h", "P", "x", 1, 4, (GroupBlocks(0, 0, (5,)),))
-    half.before_step(Orders(loads=(load,), offload=OffloadOrders(stores=(store,), restores=(restore,))))
-    assert done[0] == ("transfer", "before_step")
-    assert done[1] == ("offload", "before_step")
-    assert sorted(done[2:]) == [("offload", "mark"), ("transfer", "mark")]
+    offload = OffloadOrders(stores=(store,), restores=(restore,))
+    orders = Orders(loads=(load,), offload=offload, zeroes_loads=zeroes_loads)
+    half.before_step(orders)
+    done.append("launch")
+    half.after_zeroing(orders)
+    begun = [("offload", "start"), ("transfer", "start")]
+    snapshot = [("transfer", "before_step"), ("offload", "before_step")]
+    assert done == snapshot + (["launch", *begun] if zeroes_loads else [*begun, "launch"])
 
 
 @pytest.mark.parametrize("zeroes_loads", [False, True])
@@ -292,7 +301,7 @@ def test_a_restore_waits_for_its_step_only_where_that_zeroes_its_blocks(zeroes_l
     orders = Orders(zeroes_loads=zeroes_loads, offload=OffloadOrders(restores=(order,)))
     half.before_step(orders)
     stage.append("after its launch")
-    half.start(orders)
+    half.after_zeroing(orders)
     rig.until(lambda: "r" in rig.received)
     assert given == ["after its launch" if zeroes_loads else "before the step"]
     rig.worker.close()

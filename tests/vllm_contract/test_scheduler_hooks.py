@@ -117,7 +117,10 @@ class Theirs:
 class Worker:
     """A worker half that carries nothing out."""
 
-    def start(self, orders) -> None:
+    def before_step(self, orders) -> None:
+        pass
+
+    def after_zeroing(self, orders) -> None:
         pass
 
 
@@ -141,7 +144,9 @@ OUTPUT = SimpleNamespace(
 
 def step(scheduler: MultiConnector, worker: MultiConnector) -> None:
     """One step of vLLM without tokens."""
-    worker.bind_connector_metadata(scheduler.build_connector_meta(OUTPUT))
+    metadata = scheduler.build_connector_meta(OUTPUT)
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
     worker.start_load_kv(None)
     meta = worker.build_connector_worker_meta()
     worker.clear_connector_metadata()

@@ -184,17 +184,12 @@ class OffloadWorker:
             begun = [(copier.snapshot([job.copies]), [job]) for job in jobs]
         loop.order(*((partial(loop.work.begun, ticket, jobs, now), None) for ticket, jobs in begun))
 
-    def mark(self) -> Any:
-        """Take note of what the device was given so far."""
-        return self._registered()[0].mark()
-
-    def start(self, orders: OffloadOrders, last_use: Any = None) -> None:
-        """Begin what was ordered. Blocks that are restored were used up to the mark ``last_use``, or now."""
+    def start(self, orders: OffloadOrders) -> None:
+        """Begin what was ordered. What the device was given so far may use the blocks that are restored."""
         if not (orders.restores or orders.fetches or orders.seeks):
             return
         (copier, loop), now, opened = self._registered(), time.monotonic(), self._jobs.open
-        if orders.restores and last_use is None:
-            last_use = copier.mark()
+        last_use = copier.mark() if orders.restores else None
         turn = self._metrics.wait_seconds.labels("turn")
         work: list[Command] = [(lambda later: turn.inc(later - now), None)]
         # What a request waits for to find more comes before the copies, which keep the thread busy.
