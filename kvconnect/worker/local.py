@@ -133,7 +133,8 @@ def open_local(
         device,
         _slot_pool(arenas.get("landing")),
         _slot_pool(arenas.get("send")),
-        torch.cuda.Stream(device) if on_cuda else None,  # type: ignore[no-untyped-call]
+        # Its kernels take less than those of a prefill, which would each be waited for.
+        torch.cuda.Stream(device, priority=-1) if on_cuda else None,  # type: ignore[no-untyped-call]
         pack_bytes_per_s(memory[0]) if memory else None,
         memory,
     )
