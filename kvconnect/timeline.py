@@ -42,6 +42,7 @@ class Moment:
     WRITTEN = "written"
     ANSWER_SENT = "answer sent"
     LEASE_ENDED = "lease ended"
+    FREED = "blocks freed"
 
     LOAD_ORDERED = "load ordered"
     LOAD_TAKEN = "load taken"

@@ -25,6 +25,7 @@ NATIVE = {
     "mooncake": "engine",
     "nixl": "engine",
     "vllm": "vllm",
+    "opentelemetry": "vllm",
     "zmq": "peer",
     "aiohttp": ("node", "router", "demo"),
 }

@@ -59,13 +59,13 @@ def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> 
     def place(text: str) -> int:
         return places.setdefault(text, len(places))
 
-    digest = functools.cache(_digest)
+    cached_digest = functools.cache(digest)
     rows = tuple(
         # A number may be the answer to a question, yes or no.
         (
             at,
             place(moment),
-            place(digest(handle)),
+            place(cached_digest(handle)),
             place(request_id[:_MOST_REQUEST_ID]),
             transfer,
             int(number),
@@ -91,5 +91,6 @@ def read_page(data: bytes) -> TimelinePage:
         raise PeerError(f"its timeline cannot be read: {error}") from error
 
 
-def _digest(handle: str) -> str:
+def digest(handle: str) -> str:
+    """What is told of a handle."""
     return hashlib.blake2b(handle.encode(), digest_size=_DIGEST_BYTES).hexdigest() if handle else ""

@@ -230,6 +230,7 @@ class PrefillRequests:
     def sent(self, request_id: str) -> None:
         """A lease is over."""
         if request_id in self._held:
+            self._draft.note(Moment.FREED, "", request_id)
             self._owners.pop(self._held.pop(request_id), None)
             self._answers.pop(self._stack.parent_of(request_id), None)
 

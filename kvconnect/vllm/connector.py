@@ -33,6 +33,7 @@ from kvconnect.vllm.metadata import (
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
 from kvconnect.vllm.requests import introduce, reaches_router, shorten
+from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
 from kvconnect.vllm.versions import check_vllm
@@ -81,9 +82,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = False
-        is_zeroed_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
-        self._steps = Steps(is_zeroed_first=is_zeroed_first)
-        self._zeroes_loads = _ZEROES_LOADS and not is_zeroed_first
+        self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
+        self._spans = Spans(time.monotonic, time.time_ns)
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._worker = WorkerComposite(None, None)
         self._own: AddressMetadata | None = None
@@ -138,6 +138,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             request.kv_transfer_params = None
         introduce(half, request)
         self._steps.begin(request)
+        self._spans.begin(request)
         excess = request.num_tokens - half.prefill_tokens(request)
         if excess > 0 and not request.get_skip_reading_prefix_cache():
             shorten(request, excess)
@@ -181,6 +182,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._recovery.step()
         self._steps.tell(half, scheduler_output)
         orders = half.build_orders()
+        self._spans.take(orders.notes)
         offload = orders.offload
         uses_kv = orders.loads or orders.holds or offload.restores or offload.fetches or offload.seeks
         # vLLM resets caches first, and replaces weights before the next step that is not empty.
@@ -238,7 +240,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         half = self._half
         self._steps.end(half, request.request_id)
         running = running_states(self._cache, block_ids)
-        return half.request_finished(request, running, delivered=delivered)
+        kept, params = half.request_finished(request, running, delivered=delivered)
+        if not kept:
+            self._spans.end(request.request_id)
+        return kept, params
 
     # The workers' half
 
@@ -330,8 +335,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             if self._awaits_workers:
                 return _NOTHING_YET
+            zeroes_loads = _ZEROES_LOADS and not self._steps.is_zeroed_first
             self._scheduler = make_scheduler_half(
-                self._vllm, self._cache, self._config, self._workers, zeroes_loads=self._zeroes_loads
+                self._vllm, self._cache, self._config, self._workers, zeroes_loads=zeroes_loads
             )
             for request in self._early.values():
                 introduce(self._scheduler, request)

@@ -27,7 +27,7 @@ class Steps:
     """
 
     def __init__(self, *, is_zeroed_first: bool) -> None:
-        self._is_zeroed_first = is_zeroed_first
+        self.is_zeroed_first = is_zeroed_first
         self._requests: dict[str, Any] = {}
         # Requests of which blocks were reported.
         self._known: set[str] = set()
@@ -74,7 +74,7 @@ class Steps:
         try:
             preempted = list(scheduler_output.preempted_req_ids or ())
             self._computed, self._states = _computed(scheduler_output, due), _states(scheduler_output)
-            overwritten = _overwritten(scheduler_output) if self._is_zeroed_first else set()
+            overwritten = _overwritten(scheduler_output) if self.is_zeroed_first else set()
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             # What a scheduler outputs is no stable interface, and must not end a server.
             self.refusal = f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvconnect.orders import GroupBlocks, Hold, Load, OffloadOrders, Orders, Seek
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import OrdersMetadata
+from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.steps import Steps
 from kvconnect.vllm.weights import LoadedWeights
 
@@ -29,7 +30,7 @@ def connector(**attributes):
     made = KVConnect.__new__(KVConnect)
     config = SimpleNamespace(extra=SimpleNamespace(engine="nixl"))
     made.__dict__ |= {"_was_reset": False, "_kept": (), "_config": config, **attributes}
-    made._steps = Steps(is_zeroed_first=True)
+    made._steps, made._spans = Steps(is_zeroed_first=True), Spans(float, int)
     return made
 
 

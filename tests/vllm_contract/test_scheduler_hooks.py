@@ -20,6 +20,7 @@ from kvconnect.orders import RankAddress
 from kvconnect.vllm import connector as module
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import AddressMetadata, ReportMetadata
+from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.steps import WAIT_S, Recovery, Steps
 from tests.offload.half_kit import Kind, Stack
 
@@ -42,7 +43,7 @@ def connector(half: SchedulerComposite | None = None, engine: str = "none") -> K
     )
     made._workers, made._early = {}, {}
     made._report, made._own, made._worker = ReportMetadata(()), None, None
-    made._scheduler, made._kept, made._zeroes_loads = half, KEPT, False
+    made._scheduler, made._kept, made._spans = half, KEPT, Spans(float, int)
     made._cache = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())], transfer_group_ids=MOVED
     )

@@ -1,0 +1,102 @@
+"""Spans of OpenTelemetry for requests that vLLM traces: the load of one, and the hold of its KV.
+
+With ``--otlp-traces-endpoint`` vLLM hands on the trace that a client names in its ``traceparent``. It makes
+its own span, ``llm_request``, in another process once the request has ended, and names it to nobody: no span
+can be its child. Ours are its siblings, children of the client's span, by the tracer that vLLM made for this
+process.
+Imports no vLLM, and OpenTelemetry only for a request that is traced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvconnect.peer.timeline_page import digest
+from kvconnect.timeline import Moment, Record
+
+logger = logging.getLogger(__name__)
+
+_SPANS = {
+    Moment.LOADED: ("kvconnect load", Moment.LOAD_ORDERED),
+    Moment.FREED: ("kvconnect hold", Moment.COMPUTED),
+}
+"""By the moment that ends it a span's name, and the moment that it begins with."""
+
+
+@dataclass
+class _Traced:
+    headers: Any
+    records: list[Record] = field(default_factory=list)
+
+
+class Spans:
+    """The requests that are traced, until they end and their KV is not held any more.
+
+    Args:
+        clock: the monotonic one of the records, in seconds.
+        wall_ns: the wall clock in nanoseconds, by which spans are told.
+    """
+
+    def __init__(self, clock: Callable[[], float], wall_ns: Callable[[], int]) -> None:
+        self._clock = clock
+        self._wall_ns = wall_ns
+        self._traced: dict[str, _Traced] = {}
+
+    def __len__(self) -> int:
+        """Requests that are remembered."""
+        return len(self._traced)
+
+    def begin(self, request: Any) -> None:
+        """A request arrived; vLLM's own."""
+        if headers := getattr(request, "trace_headers", None):
+            self._traced[request.request_id] = _Traced(headers)
+
+    def end(self, request_id: str) -> None:
+        """It is over, and nothing of it is held."""
+        self._traced.pop(request_id, None)
+
+    def take(self, notes: Iterable[Record]) -> None:
+        """What the scheduler half recorded since the last call."""
+        if not self._traced:
+            return
+        for note in notes:
+            traced = self._traced.get(note[3])
+            if traced is not None:
+                traced.records.append(note)
+                self._close(traced, note)
+
+    def _close(self, traced: _Traced, last: Record) -> None:
+        name, first = _SPANS.get(last[1], ("", ""))
+        began = next((record for record in traced.records if record[1] == first), None)
+        if began is not None:
+            try:
+                self._emit(name, traced, began, last)
+            except Exception:
+                # Nobody's request fails for a span.
+                logger.exception("the span %r of request %s could not be made", name, last[3])
+        if last[1] == Moment.FREED:
+            self.end(last[3])
+
+    def _emit(self, name: str, traced: _Traced, began: Record, last: Record) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        offset_ns = self._wall_ns() - round(self._clock() * 1e9)
+        context = TraceContextTextMapPropagator().extract(traced.headers)
+        attributes = {
+            "kvconnect.request_id": last[3],
+            "kvconnect.handle": digest(began[2]),
+            "kvconnect.tokens": began[5],
+        }
+        span = trace.get_tracer("kvconnect").start_span(
+            name, context=context, attributes=attributes, start_time=round(began[0] * 1e9) + offset_ns
+        )
+        for record in traced.records:
+            if began[0] < record[0] < last[0]:
+                span.add_event(record[1], timestamp=round(record[0] * 1e9) + offset_ns)
+        if last[1] == Moment.LOADED and not last[5]:
+            span.set_status(trace.StatusCode.ERROR, "it was not loaded: the worker's log has why")
+        span.end(end_time=round(last[0] * 1e9) + offset_ns)
