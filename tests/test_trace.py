@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.timeline import Moment
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import ConfigError
+from kvconnect.orders import RankAddress
+from kvconnect.peer.asking import Reply
+from kvconnect.peer.timeline_page import write_page
+from kvconnect.timeline import Moment, Timeline
+from kvconnect.trace import runner
 from kvconnect.trace.joining import PHASES, Span, Worker, align, join, lanes
 from kvconnect.trace.output import slowest, trace
 
@@ -149,3 +156,33 @@ def test_the_table_has_the_slowest_first_and_how_late_threads_were_meanwhile():
     times = [float(time) for time in lines[1].split()[:-2]]
     assert times[0] == pytest.approx(sum(times[1:]), abs=0.05)
     assert len(slowest([prefill, decode], join([prefill, decode]), 1)) == 2
+
+
+def test_what_was_recorded_after_another_worker_was_read_is_left_out():
+    prefill, decode = load("h", 0.0, [1.0], 1)
+    # D was read when it had sent its fetch, P at the end of all.
+    workers = align([Worker("D", 0, decode[:2], read_at=decode[1][0]), Worker("P", 0, prefill, read_at=99.0)])
+    assert [record[1] for record in workers[0].records] == [Moment.LOAD_TAKEN, Moment.FETCH_SENT]
+    assert not workers[1].records
+
+
+def test_all_ranks_of_a_node_are_read_each_once(monkeypatch):
+    asked = []
+
+    def ask(extra, keyring, address, topic, argument=""):
+        asked.append((address[1], topic))
+        if topic == "description":
+            return Reply(b"", 0.0, 1.0)
+        timeline = Timeline()
+        timeline.note(Moment.LATE)
+        return Reply(write_page(timeline, "P", address[1] - 5600, argument), 0.0, 1.0)
+
+    directory = tuple(RankAddress(rank, "here", 5600 + rank) for rank in range(3))
+    monkeypatch.setattr(runner, "ask", ask)
+    monkeypatch.setattr(runner, "read_description", lambda data: SimpleNamespace(directory=directory))
+    workers = runner.read_workers(ExtraConfig(), None, ["here:5600", "here:5601"])
+    assert [worker.name for worker in workers] == ["P rank 0", "P rank 1", "P rank 2"]
+    assert all(worker.read_at >= worker.records[0][0] for worker in workers)
+    assert asked[:2] == [(5600, "timeline"), (5600, "description")]
+    with pytest.raises(ConfigError, match="'nowhere' is not an address"):
+        runner.read_workers(ExtraConfig(), None, ["nowhere"])

@@ -13,7 +13,7 @@ def trace(
         list[str],
         typer.Argument(
             metavar="HOST:PORT...",
-            help="Side channels of the workers: P's and D's. Rank r listens on the port of rank 0 plus r.",
+            help="Side channels of the nodes: of one rank each, P's and D's.",
         ),
     ],
     last: Annotated[int, typer.Option(min=1, help="So many requests, those that ended last.")] = 100,

@@ -58,12 +58,16 @@ class Span:
 
 @dataclass
 class Worker:
-    """What one worker told. ``ahead``: how far its clock is ahead of that of whoever asked."""
+    """What one worker told, until ``read_at`` of its clock.
+
+    ``ahead``: how far that is ahead of the clock of whoever asked.
+    """
 
     name: str
     rank: int
     records: Sequence[Record]
     ahead: Span = field(default_factory=Span)
+    read_at: float = math.inf
 
 
 @dataclass
@@ -119,7 +123,10 @@ class Request:
 
 
 def align(workers: Sequence[Worker]) -> list[Worker]:
-    """The same with the clock of the first, as far as messages between them, and the asking, show it."""
+    """The same with the clock of the first, as far as messages between them, and the asking, show it.
+
+    Without what a worker recorded when others had been read already: they have nothing that belongs to it.
+    """
     if not workers:
         return []
     spoken = [_Messages(worker) for worker in workers]
@@ -136,9 +143,18 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
         # The one that is known best comes next: each may have talked to few others.
         known, other = min(spans, key=lambda pair: (spans[pair].width, pair))
         offsets[other] = offsets[known] + spans[known, other].guess
+    read_at = min(worker.read_at - offsets[place] for place, worker in enumerate(workers))
     return [
-        replace(worker, records=[(record[0] - offsets[place], *record[1:]) for record in worker.records])
-        for place, worker in enumerate(workers)
+        replace(
+            worker,
+            records=[
+                (record[0] - offset, *record[1:])
+                for record in worker.records
+                if record[0] - offset <= read_at
+            ],
+            read_at=read_at,
+        )
+        for worker, offset in ((worker, offsets[place]) for place, worker in enumerate(workers))
     ]
 
 

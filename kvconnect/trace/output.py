@@ -32,7 +32,7 @@ def trace(workers: Sequence[Worker], requests: Sequence[Request]) -> dict[str, A
         events.append(_named("thread_name", "transfer thread", place, _THREAD))
         for record in worker.records:
             if record[1] in (Moment.LATE, Moment.SLOW) and began_at <= record[0] <= ended_at:
-                start = record[0] - record[5] * 1e-6
+                start = max(began_at, record[0] - record[5] * 1e-6)
                 events.append(_slice(record[1], start, record[0], place, _THREAD))
         ours = [request for request in requests if place in request.records]
         for number, request in enumerate(ours, 1):

@@ -11,6 +11,8 @@ from kvconnect.addresses import split_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.asking import ask
+from kvconnect.peer.description import TOPIC as DESCRIPTION
+from kvconnect.peer.description import read_description
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC, read_page
 from kvconnect.timeline import Record
@@ -22,14 +24,14 @@ _SHOWN = 10
 
 
 def run_trace(addresses: Sequence[str], *, last: int, out: Path, extra: ExtraConfig) -> int:
-    """Write the trace of the last so many requests of these workers. Returns 1 if there were none.
+    """Write the trace of the last so many requests of these nodes, all ranks of them. 1: there were none.
 
     Raises:
         ConfigError: an address or a key cannot be used, or the file cannot be written.
         PeerError: a worker does not answer.
     """
     keyring = load_keyring(extra, os.environ)
-    workers = align([read_worker(extra, keyring, address) for address in addresses])
+    workers = align(read_workers(extra, keyring, addresses))
     requests = join(workers)[-last:]
     try:
         out.write_text(json.dumps(trace(workers, requests)))
@@ -41,20 +43,33 @@ def run_trace(addresses: Sequence[str], *, last: int, out: Path, extra: ExtraCon
     return 0 if requests else 1
 
 
-def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: str) -> Worker:
-    """All that a worker has recorded. Raises as ``run_trace`` does."""
-    split = split_address(address)
-    if split is None:
-        raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+def read_workers(extra: ExtraConfig, keyring: Keyring | None, addresses: Sequence[str]) -> list[Worker]:
+    """These workers and the other ranks of their nodes, each once. Raises as ``run_trace`` does."""
+    found: dict[str, Worker] = {}
+    for address in addresses:
+        split = split_address(address)
+        if split is None:
+            raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+        worker = read_worker(extra, keyring, split)
+        found[worker.name] = worker
+        for other in read_description(ask(extra, keyring, split, DESCRIPTION).data).directory:
+            if other.rank != worker.rank:
+                rank = read_worker(extra, keyring, (other.host, other.port))
+                found.setdefault(rank.name, rank)
+    return list(found.values())
+
+
+def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> Worker:
+    """All that a worker has recorded. Raises ``PeerError``: it does not answer."""
     records: list[Record] = []
     ahead, argument = Span(), ""
     # A worker that is busy records more meanwhile, and there is an end all the same.
     for _ in range(_MOST_PAGES):
-        reply = ask(extra, keyring, split, TOPIC, argument)
+        reply = ask(extra, keyring, address, TOPIC, argument)
         page = read_page(reply.data)
         records += page.records()
         ahead = Span(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
         if page.is_last or not records:
             break
         argument = repr(records[-1][0])
-    return Worker(f"{page.engine_id} rank {page.rank} at {address}", page.rank, records, ahead)
+    return Worker(f"{page.engine_id} rank {page.rank}", page.rank, records, ahead, page.clock_s)
