@@ -243,10 +243,18 @@ def test_torch_casts_exactly_the_rows(case):
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
-@settings(max_examples=50 if DEVICE == "cpu" else 300)
-@given(exchanges())
-def test_triton_casts_exactly_the_rows(case):
-    check("triton", case)
+# An example takes Triton's interpreter more than a second.
+@pytest.mark.parametrize(
+    "examples", [15 if DEVICE == "cpu" else 300, pytest.param(200, marks=pytest.mark.full)]
+)
+@pytest.mark.timeout(900)
+def test_triton_casts_exactly_the_rows(examples):
+    @settings(max_examples=examples)
+    @given(exchanges())
+    def every_row(case):
+        check("triton", case)
+
+    every_row()
 
 
 def one_layer(dtype, layout="block token head", width=128, kernel=16, heads=1, scales=(1.0, 1.0), blocks=18):
