@@ -12,7 +12,7 @@ ARGS ?=
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup demo test test-vllm test-vllm-releases check bench simulate faults
+.PHONY: help setup setup-vllm demo test test-vllm test-vllm-releases check bench simulate faults
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -29,8 +29,10 @@ test: setup ## all tests
 	@echo "test: pytest over tests/"
 	@.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "$(MARKS)" $(PYTEST_ARGS)
 
-test-vllm: setup ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
+setup-vllm: ## make .venv-vllm, with the CPU build of vLLM
 	@deploy/setup-vllm.sh
+
+test-vllm: setup setup-vllm ## prefill and decode servers of real vLLM (CPU build), in an environment of their own
 	@echo "test-vllm: pytest over tests/vllm_contract/, tests/vllm_bench/, and tests/vllm/ with real servers"
 	@.venv-vllm/bin/python -m pytest tests/vllm_contract tests/vllm_bench tests/vllm -m "$(MARKS)" $(PYTEST_ARGS)
 
