@@ -176,10 +176,14 @@ def _check_adapters(device_name: str) -> None:
     found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name.strip() for name in device_name.split(",") if name.strip()]
     missing = [name for name in wanted if name not in found]
-    if not found or missing:
+    if not found:
         raise EngineError(
-            f"protocol 'rdma' needs adapters {missing or '(any)'}, this host has {found or 'none'}: "
-            "use protocol 'tcp', or name one of these in device_name"
+            f"protocol 'rdma' needs adapters {device_name or '(any)'}, and {root} has none: set "
+            "kv_connector_extra_config.protocol to 'tcp', or give the container the host's RDMA devices"
+        )
+    if missing:
+        raise EngineError(
+            f"kv_connector_extra_config.device_name has {missing}, accepted: {', '.join(found)}, or '' for all"
         )
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from kvconnect.errors import EngineError
 log = logging.getLogger("kvconnect.engine.nixl")
 
 _MAX_IDLE = 256
+_DEVICE_FOLDERS = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
 
 
 def load_library() -> Any:
@@ -55,7 +57,13 @@ def start_agent(backend: str, options: dict[str, str]) -> Any:
         agent.create_backend(backend, options)
         return agent
     except Exception as error:
-        raise EngineError(f"NIXL cannot start its backend {backend!r}: {error!r}") from error
+        settings = f"protocol is {backend!r}"
+        if device := options.get("engine_config"):
+            known = ", ".join(sorted(path.name for root in _DEVICE_FOLDERS for path in root.glob("*")))
+            settings += f", and UCX gets {device} by device_name or host; devices here are {known}"
+        raise EngineError(
+            f"NIXL cannot start its backend {backend!r}: {error!r}; in kv_connector_extra_config {settings}"
+        ) from error
 
 
 def released(handle: Any) -> bool:

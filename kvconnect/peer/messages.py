@@ -311,8 +311,9 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
 
     The tables themselves are compared when they are lined up.
     """
+    if ours.meaning.model != theirs.meaning.model:
+        return f"model differ: {_model_differences(ours.meaning.model, theirs.meaning.model)}"
     for what, our_value, their_value in (
-        ("model", ours.meaning.model, theirs.meaning.model),
         ("number of KV heads", ours.meaning.num_heads, theirs.meaning.num_heads),
         ("prompt tokens left to the decode node", ours.meaning.held_back, theirs.meaning.held_back),
         ("engine", ours.engine, theirs.engine),
@@ -320,6 +321,21 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
         if our_value != their_value:
             return f"{what} differ: {their_value!r} asks {our_value!r}"
     return other_weights(ours.meaning, theirs.meaning) or card_refusal(theirs.table)
+
+
+def _model_differences(ours: str, theirs: str) -> str:
+    """Which parts of two models' words differ; a part is ``name=value``, or a value alone."""
+    parts: list[dict[str, list[str]]] = [{}, {}]
+    for words, named in zip((ours, theirs), parts, strict=True):
+        for part in words.split(":"):
+            name, _, value = part.rpartition("=")
+            named.setdefault(name, []).append(value)
+    our_parts, their_parts = ({name: " ".join(values) for name, values in named.items()} for named in parts)
+    return "; ".join(
+        f"{name} {their_parts.get(name, 'none')!r} asks {our_parts.get(name, 'none')!r}".strip()
+        for name in dict.fromkeys([*our_parts, *their_parts])
+        if our_parts.get(name) != their_parts.get(name)
+    )
 
 
 def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:

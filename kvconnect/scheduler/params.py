@@ -122,6 +122,12 @@ def announced_id(handle: str) -> str:
 
 def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> RemotePrefill:
     """P's own answer."""
+    if params.get(HANDLE_KEY) is None:
+        raise PeerError(
+            f"kv_transfer_params have no {HANDLE_KEY}: another connector made them. Does the prefill node, "
+            f"engine {_shown(params, 'remote_engine_id')}, run NixlConnector? Its kv_connector has to be "
+            "KVConnect, as here; or the router drops what it does not know"
+        )
     handle, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id", "remote_num_tokens"))
     if prompt is not None and claims.prompt != prompt:
         return RemotePrefill(is_of_other_prompt=True)
@@ -177,5 +183,9 @@ def _read(params: Mapping[str, Any], key: str) -> Any:
 
 
 def _unusable(params: Mapping[str, Any], key: str, why: str) -> PeerError:
+    return PeerError(f"kv_transfer_params.{key} is {_shown(params, key)}, {why}")
+
+
+def _shown(params: Mapping[str, Any], key: str) -> str:
     text = repr(params.get(key))
-    return PeerError(f"kv_transfer_params.{key} is {text if len(text) <= 80 else text[:77] + '...'}, {why}")
+    return text if len(text) <= 80 else text[:77] + "..."

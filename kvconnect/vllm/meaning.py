@@ -20,7 +20,7 @@ _CONVERTED_MODELS = ("bfloat16", "float16")
 def fingerprint(
     vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None, convert_dtype: bool = False
 ) -> str:
-    """Model and cache contents in words.
+    """Model and cache contents in words: ``name=value`` but for the first, so that what differs can be named.
 
     Nothing of a model's path counts, since paths differ between hosts, and weights have a name of their own.
     ``bound_to`` is the number of ranks where some layer can only travel between equal ones. With
@@ -31,12 +31,13 @@ def fingerprint(
     states = _states(kv_cache_config)
     parts = [
         str(text.model_type),
-        f"{text.num_hidden_layers}x{text.hidden_size}",
+        f"layers={text.num_hidden_layers}",
+        f"hidden_size={text.hidden_size}",
         *_dtypes(vllm_config, bool(states), convert_dtype),
         *states,
     ]
     if bound_to is not None:
-        parts.append(f"over {bound_to} ranks")
+        parts.append(f"tensor_parallel_size={bound_to}")
     return ":".join(parts)
 
 
@@ -55,12 +56,13 @@ def _dtypes(vllm_config: VllmConfig, has_states: bool, convert_dtype: bool) -> l
     """The types that must be equal on both sides, of the model and of its cache."""
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    equal = [model_dtype, _SAME_DTYPE.get(cache_dtype, cache_dtype)]
+    named = f"dtype={model_dtype}"
+    equal = [named, f"kv_cache_dtype={_SAME_DTYPE.get(cache_dtype, cache_dtype)}"]
     if not convert_dtype:
         return equal
     if cache_dtype in _CONVERTED_CACHES and model_dtype in _CONVERTED_MODELS:
         # States are not converted, and they may have the model's type.
-        equal = [model_dtype] if has_states else []
+        equal = [named] if has_states else []
     # Rows of other caches hold more than values, and some of that has the model's type.
     return [*equal, "convert_dtype=true"]
 
@@ -77,7 +79,7 @@ def _states(kv_cache_config: Any) -> list[str]:
         if is_state(spec):
             shapes = getattr(spec, "shapes", ())
             dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in getattr(spec, "dtypes", ()))
-            described.add(f"state {shapes} {dtypes} {conv_layout()}")
+            described.add(f"state={shapes} {dtypes} {conv_layout()}")
     return sorted(described)
 
 

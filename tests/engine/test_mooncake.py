@@ -83,7 +83,7 @@ def test_another_protocol_than_asked_for_is_an_error(monkeypatch: pytest.MonkeyP
     with pytest.raises(EngineError, match="MC_FORCE_TCP"):
         MooncakeEngine("127.0.0.1", "rdma")
     monkeypatch.delenv("MC_FORCE_TCP")
-    with pytest.raises(EngineError, match="no-such-adapter"):
+    with pytest.raises(EngineError, match=r"no-such-adapter, and .* has none: set .*protocol to 'tcp'"):
         MooncakeEngine("127.0.0.1", "rdma", "no-such-adapter")
     monkeypatch.setenv("MC_FORCE_HCA", "1")
     with pytest.raises(EngineError, match="MC_FORCE_HCA"):

@@ -173,3 +173,12 @@ def _cut_tcp_connections() -> int:
                     sock.shutdown(socket.SHUT_RDWR)
                     cut += 1
     return cut
+
+
+def test_a_device_that_is_not_here_is_named_with_its_key_and_those_that_are() -> None:
+    from kvconnect.engine.nixl import NixlEngine
+
+    with pytest.raises(
+        EngineError, match=r"protocol is 'UCX', and UCX gets NET_DEVICES=nope0 by device_name.* lo"
+    ):
+        NixlEngine(device_name="nope0")

@@ -89,6 +89,7 @@ def test_greeting_makes_both_sides_ready():
     ("difference", "match"),
     [
         ({"model": "other"}, "model differ: 'other' asks 'm'"),
+        ({"model": "m:layers=28:state=a:state=b"}, "model differ: layers '28' asks 'none'; state 'a b' asks"),
         ({"engine": "nixl"}, "engine differ: 'nixl' asks 'memory'"),
         ({"heads": 4}, "number of KV heads differ"),
         ({"weights": "v"}, "peer has other weights: 'v' asks 'w'"),

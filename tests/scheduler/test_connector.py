@@ -301,7 +301,7 @@ def test_the_directory_is_sent_once():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({HANDLE_KEY: None}, "kvconnect_handle is None"),
+        ({HANDLE_KEY: None}, "Does the prefill node, engine 'P', run NixlConnector?"),
         ({HANDLE_KEY: 7}, "kvconnect_handle is 7, accepted: printable ASCII"),
         ({HANDLE_KEY: "x" * 600}, "accepted: printable ASCII, at most 512 characters"),
         ({"remote_host": ""}, "remote_host is ''"),

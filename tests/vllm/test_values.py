@@ -201,8 +201,10 @@ def test_types_that_are_converted_count_as_one():
         for cache in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    assert set(everything) == {"qwen3:4x128:convert_dtype=true"}
-    assert words("fp8", convert=False) == "qwen3:4x128:bfloat16:fp8_e4m3"
+    assert set(everything) == {"qwen3:layers=4:hidden_size=128:convert_dtype=true"}
+    assert (
+        words("fp8", convert=False) == "qwen3:layers=4:hidden_size=128:dtype=bfloat16:kv_cache_dtype=fp8_e4m3"
+    )
 
 
 def test_types_that_are_not_converted_are_told_apart():
