@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvconnect.addresses import split_address
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer import key_files
 from kvconnect.peer.allow_list import AllowList
+
+if TYPE_CHECKING:
+    from kvconnect.config import ExtraConfig
+    from kvconnect.peer.keyring import Keyring
 
 keys_app = typer.Typer(
     name="keys",
@@ -137,9 +141,9 @@ def check(
         list[str] | None, typer.Option(help="HOST:PORT that the node is to fetch from (repeatable).")
     ] = None,
 ) -> None:
-    """Report whether a node could start with these keys, and fetch from its peers; exit 1 if not from all."""
+    """Report whether a node could start with these keys, and ask its peers; exit 1 if not all answer."""
     from kvconnect.config import parse_kv_transfer_config
-    from kvconnect.peer.keyring import fingerprint, load_keyring
+    from kvconnect.peer.keyring import load_keyring
 
     extra = parse_kv_transfer_config(kv_transfer_config).extra
     keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
@@ -152,10 +156,26 @@ def check(
         refusal = "no public key of it is known" if public is None else ""
         if allowed and not allowed.allows(*split):
             refusal = "allow_peers does not have it"
+        try:
+            said = refusal or _answer(extra, keyring, split)
+        except PeerError as error:
+            said = refusal = f"it cannot be fetched from: {error}"
         is_well = is_well and not refusal
-        typer.echo(f"{address}: {refusal or 'expected with key ' + fingerprint(public or b'')}")
+        typer.echo(f"{address}: {said}")
     if not is_well:
         raise typer.Exit(1)
+
+
+def _answer(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> str:
+    """What a peer says of itself, in words. Raises ``PeerError``."""
+    from kvconnect.peer.asking import ask
+    from kvconnect.peer.description import TOPIC, read_description
+    from kvconnect.peer.keyring import fingerprint
+
+    found = read_description(ask(extra, keyring, address, TOPIC).data)
+    public = keyring.server_key(*address) if keyring else None
+    known = f"has key {fingerprint(public)}" if public else "is insecure"
+    return f"answers, {known}: {found.role}, kvconnect {found.release}, over {found.lane}"
 
 
 def _write_key(path: Path, text: str, replace: bool) -> None:

@@ -183,7 +183,7 @@ def _check_adapters(device_name: str) -> None:
         )
     if missing:
         raise EngineError(
-            f"kv_connector_extra_config.device_name has {missing}, accepted: {', '.join(found)}, or '' for all"
+            f"kv_connector_extra_config.device_name has {missing}, accepted: {', '.join(found)}; '' for all"
         )
 
 
