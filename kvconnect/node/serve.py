@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import logging
 import signal
+import threading
 
 import torch
 
@@ -73,22 +75,35 @@ def build_engine(
     return Engine(Scheduler(options, manager, transfers), runner, connector)
 
 
-async def _drain(engine: Engine) -> None:
-    """Hold nothing new. Let peers fetch what is held for them, within ``drain_s``, and notify the others."""
-    if engine.worker is None or engine.scheduler.transfers is None:
+async def _drain(engine: Engine, over: asyncio.Event) -> None:
+    """Hold nothing new. Let peers fetch what is held for them, within ``drain_s``, and notify the others.
+
+    Waits until that has ended, or ``over`` is set.
+    """
+    worker, loop, ended = engine.worker, asyncio.get_running_loop(), []
+    if worker is None or engine.scheduler.transfers is None:
         return
     engine.scheduler.transfers.hooks.drain()
-    if not await asyncio.get_running_loop().run_in_executor(None, engine.worker.drain):
+
+    def drain() -> None:
+        ended.append(worker.drain())
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(over.set)
+
+    # None of the loop's own threads, which it waits for at its end.
+    threading.Thread(target=drain, name="kvconnect-drain", daemon=True).start()
+    await over.wait()
+    if ended != [True]:
         logger.warning("some requests were still held, or being sent, when the node ended")
 
 
 async def _serve(options: NodeOptions, host: str, port: int) -> None:
     engine = build_engine(options)
     server = NodeServer(engine, HttpLimits().within_open_files())
-    stopped = asyncio.Event()
+    stopped, over = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+        loop.add_signal_handler(number, lambda: (over if stopped.is_set() else stopped).set())
     try:
         bound = await server.start(host, port)
         # What is here now stays: to look through it takes a collection longer than most transfers take.
@@ -97,9 +112,9 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
         print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
         await stopped.wait()
-        logger.info("stopping")
+        logger.info("stopping; a second signal ends the node at once")
         server.refuse()
-        await _drain(engine)
+        await _drain(engine, over)
     finally:
         await server.stop()
 

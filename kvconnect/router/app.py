@@ -63,7 +63,7 @@ class Router:
         self.decode = Pool("decode", [clean_url(url) for url in decode], limits)
         self.metrics = RouterMetrics(self.prefill, self.decode)
         self.in_flight = 0
-        self.is_draining = False
+        self.is_draining = self.is_hurried = False
         self._clock = clock
         self._decode_fallback = decode_fallback
         self._upstream = Upstream(limits, self.metrics, clock)
@@ -172,7 +172,7 @@ class Router:
         """Take no new request and wait for those under way. False if some were still running."""
         self.is_draining = True
         deadline = self._clock() + self.limits.drain_timeout_s
-        while self.in_flight and self._clock() < deadline:
+        while self.in_flight and self._clock() < deadline and not self.is_hurried:
             await asyncio.sleep(0.05)
         return self.in_flight == 0
 
@@ -247,7 +247,8 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
         shown = f"[{host}]" if ":" in host else host
         print(f"kvconnect router ready on http://{shown}:{taken}", flush=True)
         await stop.wait()
-        logger.info("draining %d requests", router.in_flight)
+        limit_s = router.limits.drain_timeout_s
+        logger.info("draining %d requests, for %g s at most", router.in_flight, limit_s)
         if not await router.drain():
             logger.warning("%d requests did not end in time and are cut off", router.in_flight)
     finally:
@@ -255,14 +256,23 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
 
 
 def run_router(app: web.Application, *, host: str, port: int) -> None:
-    """Run a router until SIGTERM or SIGINT. Raises ConfigError: the address cannot be used."""
+    """Run a router until SIGTERM or SIGINT; a second one cuts off what is under way.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            app[ROUTER].is_hurried = stop.is_set()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, on_signal)
         await serve_router(app, host, port, stop)
 
     asyncio.run(main())

@@ -292,9 +292,12 @@ class WorkerConnector:
         """
         if self._transfers is None:
             return True
-        drained = threading.Event()
+        drained, drain_s = threading.Event(), self._config.extra.drain_s
+        if held := len(self._transfers.prefill.leases):
+            most_s = drain_s if timeout_s is None else min(drain_s, timeout_s)
+            logger.info("%d requests are held for peers, which may fetch them for %g s more", held, most_s)
         self._transfers.drain(drained.set)
-        return drained.wait(self._config.extra.drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
+        return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.

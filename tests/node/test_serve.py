@@ -19,6 +19,7 @@ from kvconnect.node.serve import build_engine
 from tests.node.node_harness import CopyConnector, make_client, make_prompt
 
 PROMPT = make_prompt(50)
+PRODUCER = '{"kv_role": "kv_producer", "kv_connector_extra_config": {"engine": "memory"}}'
 SERVE = "import sys; from kvconnect.cli import main; sys.argv[1:1] = ['serve', '--num-threads', '1']; main()"
 
 
@@ -90,6 +91,22 @@ def test_the_served_node_ends_on_a_signal_and_leaves_nothing(number):
         assert code == 0
         assert can_bind(node.port)
         assert "Traceback" not in said
+
+
+def test_a_second_signal_ends_a_node_that_waits_for_a_lease():
+    """The first one says what is awaited, and for how long: 30 s by default."""
+    with Served("--kv-transfer-config", PRODUCER) as node:
+        assert node.complete(max_tokens=1, kv_transfer_params={"do_remote_decode": True})[
+            "kv_transfer_params"
+        ]
+        os.kill(node.pid, signal.SIGINT)
+        time.sleep(1.0)
+        assert node.process.poll() is None
+        os.kill(node.pid, signal.SIGINT)
+        code, said = node.end(10.0)
+    assert code == 0
+    assert "1 requests are held for peers, which may fetch them for 30 s more" in said
+    assert "a second signal ends the node at once" in said
 
 
 def test_a_wrong_configuration_is_one_line():
