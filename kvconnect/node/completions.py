@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +12,13 @@ from kvconnect.node.request import Output, Request
 
 MAX_REQUEST_ID_CHARACTERS = 512
 DEFAULT_MAX_TOKENS = 16
-_One = Annotated[int, Meta(ge=1, le=1)] | None
+_ACCEPTED: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (0,),
+    "n": (1,),
+    "best_of": (1,),
+    **dict.fromkeys(("echo", "logprobs", "stop", "suffix"), (False, "", [])),
+}
+"""Of fields that ask for what this node does not do: what does not ask for it. Left out is right for all."""
 
 
 class BadRequest(Exception):
@@ -32,9 +38,9 @@ class CompletionBody(Struct, kw_only=True):
     stream: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     return_kv_block_ids: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=0)] | None = None
-    n: _One = None
-    best_of: _One = None
+    temperature: float | None = None
+    n: int | None = None
+    best_of: int | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -78,9 +84,11 @@ def parse_completion(body: object, *, model: str) -> CompletionBody:
         raise BadRequest(f"the body cannot be used: {error}") from error
     if parsed.model not in (None, model):
         raise BadRequest(f"model {parsed.model!r} is not served here, this is {model!r}", status=404)
-    for name in ("echo", "logprobs", "stop", "suffix"):
-        if getattr(parsed, name) not in (None, False, "", []):
-            raise BadRequest(f"{name} is not supported by this node, leave it out")
+    for name, accepted in _ACCEPTED.items():
+        value = getattr(parsed, name)
+        if value is not None and value not in accepted:
+            shown = value if isinstance(value, (int, float)) else str(value)[:80]
+            raise BadRequest(f"{name} is {shown!r}, which is not supported by this node: leave it out")
     return parsed
 
 

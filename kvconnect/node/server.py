@@ -143,6 +143,7 @@ class NodeServer:
         max_body_bytes = _BODY_BYTES + _TOKEN_BYTES * self._engine.options.max_model_len
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_errors_as_json])
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -196,6 +197,9 @@ class NodeServer:
         if self._engine.alive and not self._draining:
             return web.json_response({"status": "ok"})
         return _error("the engine loop has ended or the node is stopping", "server_error", 503)
+
+    async def _chat(self, _: web.Request) -> web.Response:
+        raise BadRequest("messages are not supported by this node: send a prompt to /v1/completions")
 
     async def _models(self, _: web.Request) -> web.Response:
         options = self._engine.options

@@ -180,6 +180,20 @@ class Router:
 ROUTER = web.AppKey("router", Router)
 
 
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """What aiohttp refuses by itself, a path that is not served above all, is JSON too."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        request_id = bodies.request_id_of(request.headers)
+        known = sorted({resource.canonical for resource in request.app.router.resources()})
+        text = f"{request.method} {request.path}: {error.reason}; served here: {', '.join(known)}"
+        return error_response(error.status, text, request_id)
+
+
 def error_response(
     status: int, message: str, request_id: str, *, retry_after_s: int | None = None
 ) -> web.Response:
@@ -210,12 +224,16 @@ def create_router_app(
     """
     limits = limits or RouterLimits()
     router = Router(prefill_urls, decode_urls, limits, clock, flow, decode_fallback=decode_fallback)
-    app = web.Application(client_max_size=limits.max_body_bytes)
+    app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[_errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)
     app.router.add_post("/v1/completions", partial(router.admitted, run=router.flow.run))
     app.router.add_post("/v1/chat/completions", partial(router.admitted, run=router.flow.run))
-    app.router.add_get("/v1/models", partial(router.admitted, run=router.flow.pass_to_decode))
+    passed_on = partial(router.admitted, run=router.flow.pass_to_decode)
+    for path in ("/v1/models", "/version"):
+        app.router.add_get(path, passed_on)
+    for path in ("/tokenize", "/detokenize"):
+        app.router.add_post(path, passed_on)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

@@ -105,11 +105,17 @@ class Flow:
     async def pass_to_decode(
         self, request: web.Request, request_id: str, started: float
     ) -> web.StreamResponse:
-        """Serve a request without a body from a decode node. Raises UpstreamError: no node answered."""
+        """Serve a request that is no completion from a decode node.
+
+        Raises:
+            BadBody: the body is not a JSON object.
+            UpstreamError: no node answered.
+        """
+        body = None if request.method == "GET" else bodies.parse_body(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
-        exchange = Exchange(request, request_id, started, headers, {})
+        exchange = Exchange(request, request_id, started, headers, body or {})
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, None))
+            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body))
 
     async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""

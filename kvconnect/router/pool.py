@@ -3,7 +3,7 @@
 Time is an argument, in seconds on any monotonic clock. The owner of a lease gives at most one verdict
 (``answered`` or ``unreachable``) and exactly one ``release``. A node that cannot be reached several times in
 a row is ejected. After ``eject_s`` it is half open: one probe, a health check or a request when no other node
-is left, decides whether it returns.
+is left, decides whether it returns. One that never answered is being started, and may be checked at any time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Node:
     ejections: int = 0
     retry_at: float = 0.0
     last_taken: int = 0
+    was_seen: bool = False
     probe: Lease | None = None
 
 
@@ -87,7 +88,8 @@ class Pool:
     def take_check(self, url: str, now: float) -> Lease | None:
         """Lease ``url`` for a health check; None while it is ejected, or already being probed."""
         node = self._nodes[url]
-        if node.state in _IN_ROTATION or self._is_due(node, now):
+        is_new = node.state is State.EJECTED and not node.was_seen
+        if node.state in _IN_ROTATION or is_new or self._is_due(node, now):
             return self._lease(node, is_load=False)
         return None
 
@@ -95,7 +97,7 @@ class Pool:
         """The node answered: it becomes healthy from any state. True if it was not."""
         node = self._node_of(lease)
         is_new = node.state is not State.HEALTHY
-        node.state, node.failures, node.probe = State.HEALTHY, 0, None
+        node.state, node.failures, node.probe, node.was_seen = State.HEALTHY, 0, None, True
         return is_new
 
     def unreachable(self, lease: Lease, now: float) -> bool:
@@ -112,6 +114,10 @@ class Pool:
         node.state, node.retry_at = State.EJECTED, now + self.limits.eject_s
         node.ejections += 1
         return True
+
+    def unseen(self) -> list[str]:
+        """Nodes that never answered."""
+        return [url for url, node in self._nodes.items() if not node.was_seen]
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. A probe without a verdict leaves the node half open for the next one.

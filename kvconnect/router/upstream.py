@@ -115,6 +115,10 @@ class Upstream:
         while len(tried) <= retries:
             if lease is None or tried:
                 lease = pool.take(self._clock(), avoid=tried)
+            if lease is None and not tried and (unseen := pool.unseen()):
+                # Since the last check of one that is being started it may have come up.
+                await asyncio.gather(*(self.check(pool, url) for url in unseen))
+                lease = pool.take(self._clock())
             if lease is None:
                 break
             if tried:
@@ -176,7 +180,8 @@ class Upstream:
 
     def _note_unreachable(self, pool: Pool, lease: Lease, problem: str) -> None:
         if pool.unreachable(lease, self._clock()):
-            logger.warning("%s node %s left rotation: %s", pool.role, lease.url, problem)
+            became = "is not there yet, and is asked again" if lease.url in pool.unseen() else "left rotation"
+            logger.warning("%s node %s %s: %s", pool.role, lease.url, became, problem)
 
     async def check(self, pool: Pool, url: str) -> None:
         """One health check of one node, and its verdict. Does nothing while the node is ejected."""

@@ -159,11 +159,15 @@ BAD_BODIES = [
     ({"prompt": "\ud800"}, 400, "prompt is not valid Unicode"),
     ({"prompt": [1], "max_tokens": 0}, 400, "Expected `int` >= 1 - at `$.max_tokens`"),
     ({"prompt": [1], "max_tokens": 1.5}, 400, "got `float` - at `$.max_tokens`"),
-    ({"prompt": [1], "n": 2}, 400, "Expected `int` <= 1 - at `$.n`"),
-    ({"prompt": [1], "temperature": 0.7}, 400, "<= 0.0 - at `$.temperature`"),
+    (
+        {"prompt": [1], "n": 2},
+        400,
+        "n is 2, which is not supported by this node: leave it out",
+    ),
+    ({"prompt": [1], "temperature": 0.7}, 400, "temperature is 0.7, which is not supported"),
     ({"prompt": [1], "stream": "yes"}, 400, "got `str` - at `$.stream`"),
     ({"prompt": [1], "kv_transfer_params": 3}, 400, "got `int` - at `$.kv_transfer_params`"),
-    ({"prompt": [1], "echo": True}, 400, "echo is not supported"),
+    ({"prompt": [1], "echo": True}, 400, "echo is True, which is not supported"),
     ({"prompt": [1], "model": "other"}, 404, "'other' is not served"),
     ({"prompt": [1] * 390, "max_tokens": 11}, 400, "is 401 tokens, max_model_len is 400"),
 ]

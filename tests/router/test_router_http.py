@@ -240,6 +240,44 @@ def test_unreachable_decode_is_502_and_ejection_makes_it_503_at_once() -> None:
     run(main())
 
 
+def test_nodes_that_come_up_late_serve_the_first_request_after_that(caplog) -> None:
+    """They are checked when they are wanted, and a node that was never there has left nothing."""
+
+    async def main() -> None:
+        one, two = Node(), Node()
+        urls = [dead_url(), dead_url()]
+        ports = [int(url.rpartition(":")[2]) for url in urls]
+        limits = {"failures_to_eject": 1, "check_interval_s": 60.0, "eject_s": 60.0}
+        async with routed(urls[:1], urls[1:], **limits) as client:
+            await asyncio.sleep(0.1)
+            assert (await client.post(ASK))[0] == 503
+            async with one.serving(ports[0]), two.serving(ports[1]):
+                assert (await client.post(ASK))[0] == 200
+                assert len(one.seen) == len(two.seen) == 1
+
+    with caplog.at_level(logging.WARNING, logger="kvconnect.router"):
+        run(main())
+    assert "is not there yet" in caplog.text
+    assert "left rotation" not in caplog.text
+
+
+def test_other_paths_pass_to_the_decode_node_or_are_refused_in_json() -> None:
+    async def main() -> None:
+        async with pair(decode=answers(body={"version": "1"})) as (client, prefill, decode):
+            assert await client.get("/version") == (200, '{"version": "1"}')
+            assert (await client.post({"prompt": "a"}, "/tokenize"))[0] == 200
+            assert (await client.post({"tokens": [1]}, "/detokenize"))[0] == 200
+            assert [seen.body for seen in decode.seen] == [None, {"prompt": "a"}, {"tokens": [1]}]
+            assert not prefill.seen
+            status, text = await client.get("/v1/embeddings")
+            error = json.loads(text)["error"]
+            assert (status, error["code"]) == (404, 404)
+            assert "GET /v1/embeddings: Not Found; served here: " in error["message"]
+            assert "/v1/completions" in error["message"]
+
+    run(main())
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_node_that_breaks_off_before_the_first_byte_is_502(leg: str) -> None:
     async def main() -> None:
