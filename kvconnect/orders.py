@@ -186,6 +186,10 @@ class OffloadOrders(_Parts, frozen=True):
     """Forget everything that lower tiers keep, before any of the others."""
 
 
+CHANGES_AT_ONCE = 2048
+"""A tier that finds what it kept before its start has a million of them, and a step some milliseconds."""
+
+
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
     """Contents that a lower tier of one rank has got, or has no more."""
 

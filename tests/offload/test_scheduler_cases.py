@@ -6,7 +6,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
-from kvconnect.orders import OffloadReport, Results
+from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
 
@@ -434,6 +434,27 @@ def test_events_tell_what_came_and_went():
     stack.half.reset()
     events, _ = stack.half.take_events()
     assert events.cleared or set(events.removed) == {(0, name) for name in names}
+
+
+def test_events_begin_with_what_the_disk_held_in_bounded_batches():
+    """After a restart, when the disk has been looked through before anyone asks for events."""
+    half = stack_of().half
+    names = [number.to_bytes(8, "big") for number in range(5000)]
+    for first in range(0, len(names), CHANGES_AT_ONCE):
+        change = TierChange("disk", 0, added=tuple(names[first : first + CHANGES_AT_ONCE]))
+        half.update_results(Results(offload=(OffloadReport(0, changes=(change,)),)))
+    half.host.lower.drop("disk", 0, names[:1])
+    announced = []
+    for _ in range(3):
+        _, changes = half.take_events()
+        assert sum(len(change.added) for change in changes) <= CHANGES_AT_ONCE
+        announced += [name for change in changes for name in change.added]
+        assert half.pending == (len(announced) < 4999), "vLLM steps as long as there is more"
+    assert announced == names[1:]
+    half.update_results(
+        Results(offload=(OffloadReport(0, changes=(TierChange("disk", 0, removed=(names[1],)),)),))
+    )
+    assert half.take_events()[1][0].removed == (names[1],)
 
 
 def test_too_little_memory_for_one_hit_is_said():

@@ -6,8 +6,8 @@ Each rank reports what its own disk has got and lost. A content can be restored 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, repeat
 
 from kvconnect.orders import TierChange
 
@@ -47,6 +47,13 @@ class LowerIndex:
         ranks = self._ranks.get((tier, group), {})
         for content in hashes:
             self._complete[tier, group] -= ranks.pop(content, 0) == self._all
+
+    def contents(self, rank: int, at_once: int) -> Iterator[TierChange]:
+        """What a rank has, as changes of at most so many contents."""
+        for (tier, group), ranks in self._ranks.items():
+            held = (content for content, bits in ranks.items() if bits >> rank & 1)
+            while part := tuple(islice(held, at_once)):
+                yield TierChange(tier, group, added=part)
 
     def clear(self) -> None:
         self._ranks.clear()

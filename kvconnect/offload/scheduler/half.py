@@ -6,6 +6,7 @@ nothing over what a client or a worker sends.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +21,7 @@ from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import lower_tier_names
-from kvconnect.orders import OffloadOrders, OffloadReport, Results, TierChange
+from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
 HOST = "host"
@@ -66,7 +67,8 @@ class OffloadScheduler:
         )
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
-        self._changes: list[TierChange] | None = None
+        self._changes: deque[TierChange] | None = None
+        self._is_behind = False
         self._clear = False
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
@@ -241,15 +243,23 @@ class OffloadScheduler:
     def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have.
 
-        Changes of lower tiers are not noted before the first call.
+        The first call begins with all that there is, which after a restart is what the disk held. Of lower
+        tiers a call has about ``CHANGES_AT_ONCE`` contents, and the next one goes on.
         """
-        changes, self._changes = self._changes or [], []
-        return self.host.index.take_events(), changes
+        if self._changes is None:
+            self._changes = deque(self.host.lower.contents(0, CHANGES_AT_ONCE))
+        taken, left = [], CHANGES_AT_ONCE
+        while self._changes and left > 0:
+            taken.append(self._changes.popleft())
+            left -= len(taken[-1].added) + len(taken[-1].removed)
+        self._is_behind = bool(self._changes)
+        return self.host.index.take_events(), taken
 
     @property
     def pending(self) -> bool:
-        """Whether workers are to report something yet that a request may wait for."""
-        return bool(self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear)
+        """Whether workers are to report something yet that a request may wait for, or events are left."""
+        waits = self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear
+        return bool(waits or self._is_behind)
 
     def state(self) -> dict[str, int]:
         return {

@@ -15,12 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvconnect.orders import OffloadReport, Results, RowCopies, TierChange
+from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
-
-CHANGES_AT_ONCE = 2048
-"""A tier that finds what it kept before its start has a million of them, and a step some milliseconds."""
 
 HostRow = tuple[int, int]
 """A row of host memory: its class, and its number there."""

@@ -16,8 +16,8 @@ from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.tier import Content, LowerTier, TierRow, TierUpdate
-from kvconnect.offload.worker.jobs import CHANGES_AT_ONCE, Job, Jobs, Report
-from kvconnect.orders import RowCopies, TierChange
+from kvconnect.offload.worker.jobs import Job, Jobs, Report
+from kvconnect.orders import CHANGES_AT_ONCE, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
