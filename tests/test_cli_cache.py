@@ -45,11 +45,13 @@ def keep(path, rows=ROWS, **settings):
 def test_ls_says_what_is_there(cache, tmp_path):
     assert "nothing is kept here" in cache("ls")
     folder = keep(tmp_path)
-    other = keep(tmp_path, some_rows(7, 2, length=500), rank=3, world_size=4, namespace="b" * 64)
+    more = some_rows(7, 2, length=500)
+    other = keep(tmp_path, more, rank=3, world_size=4, namespace="b" * 64, label="/models/mine")
     (tmp_path / "something else").mkdir()
     text = cache("ls")
     assert folder.name in text
-    assert "some/model" in text
+    assert "some/model\n" in text
+    assert "/models/mine (some/model)" in text
     first, second = cache("ls", "--json")["folders"]
     assert first["name"] == folder.name
     assert first["namespace"] == NAMESPACE

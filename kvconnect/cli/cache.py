@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,7 +44,7 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
         age = f"{_duration(now_s - one['newest_s'])}..{_duration(now_s - one['oldest_s'])}"
         typer.echo(
             f"{one['records']:>9} {_size(one['length_bytes']):>9} {age if one['records'] else '-':>13}  "
-            f"{one['holder'] or '-':>8} {one['rank']:>4}  {one['name']}  {one['model'] or '-'}"
+            f"{one['holder'] or '-':>8} {one['rank']:>4}  {one['name']}  {_called(one)}"
         )
 
 
@@ -112,6 +112,12 @@ def _chosen(path: Path, names: list[str] | None) -> list[Path]:
                 f"--name is {name!r}; in {path} there are {[folder.name for folder in folders]}"
             )
     return [folder for folder in folders if not names or folder.name.startswith(tuple(names))]
+
+
+def _called(one: dict[str, Any]) -> str:
+    """How the node called its model, and the kind that is a part of its identity."""
+    label, model = one["label"], one["model"]
+    return f"{label} ({model})" if label and model and label != model else label or model or "-"
 
 
 def _size(length_bytes: int) -> str:

@@ -74,7 +74,12 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                 config.extra.offload,
                 cache.config,
                 cache.kernel_block_sizes,
-                facts={"model": fingerprint(options, model), "hashes": HASH_SCHEME, "weights": weights},
+                facts={
+                    "model": fingerprint(options, model),
+                    "hashes": HASH_SCHEME,
+                    "weights": weights,
+                    "label": options.model,
+                },
             )
             offload.register_kv_caches(cache.tensors)
             scheduler.offload = OffloadScheduler(

@@ -26,17 +26,18 @@ FORMAT_VERSION = 1
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """All facts as text, and their digest of 32 bytes."""
+    """All facts as text, and their digest of 32 bytes; ``label`` is for people, and no fact."""
 
     text: str
     digest: bytes
+    label: str = ""
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Namespace:
+    def of(cls, facts: Mapping[str, Any], label: str = "") -> Namespace:
         """The namespace of facts, in any order. Raises ``LocalError``: JSON cannot express one of them."""
         stated = {"format": FORMAT_VERSION, "facts": _plain(facts, "facts")}
         text = json.dumps(stated, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return cls(text, hashlib.sha256(text.encode()).digest())
+        return cls(text, hashlib.sha256(text.encode()).digest(), label)
 
     @property
     def name(self) -> str:

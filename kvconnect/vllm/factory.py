@@ -133,13 +133,14 @@ def make_worker_half(
             # Its thread and its port would outlive an error of the offload.
             opened.callback(transfer.close)
         if config.extra.offload is not None:
+            label = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
             # What comes back to the same rank is bytes: nothing of it is converted.
             cache = described(kept_config(kv_cache_config))
             offload = OffloadWorker(
                 config.extra.offload,
                 cache.config,
                 cache.kernel_block_sizes,
-                facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights},
+                facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights, "label": label},
                 rank=rank,
                 world_size=world_size,
             )

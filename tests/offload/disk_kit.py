@@ -84,10 +84,13 @@ def open_tier(
     rank=0,
     world_size=1,
     facts=None,
+    label="",
     **settings,
 ) -> DiskTier:
     """A disk tier that has found what was there before."""
-    tier = DiskTier(path, FolderOwner(namespace, rank, world_size, facts or {}), limit_bytes, **settings)
+    tier = DiskTier(
+        path, FolderOwner(namespace, rank, world_size, facts or {}, label), limit_bytes, **settings
+    )
     assert tier.recovered.wait(HANG_S)
     return tier
 

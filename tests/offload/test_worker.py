@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
+from kvconnect.offload.disk.survey import cache_folders, look
 from kvconnect.orders import Fetch, OffloadOrders, Restore, Results, Seek, Store
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Rig, copies
@@ -220,6 +221,18 @@ def test_an_error_of_ours_does_not_end_the_thread(rig):
     rig.order(stores=(Store(1, copies(0, [(1, 0)]), hashes(1)),))
     rig.until(lambda: rig.stored == {1: ()})
     assert rig.failures("internal") == 2
+
+
+def test_a_label_is_no_part_of_a_name_and_is_kept_on_disk(tmp_path):
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 8 << 20}
+    named = []
+    for label in ("/models/one", "/models/other"):
+        rig = Rig(label=label, **disk)
+        named.append(rig.worker.namespace.name)
+        rig.close()
+    assert named[0] == named[1]
+    (folder,) = cache_folders(tmp_path)
+    assert look(folder)["label"] == "/models/other"
 
 
 def test_namespaces_differ_by_salt_and_model_facts():

@@ -47,7 +47,7 @@ def caches():
 class Rig:
     """A worker, its caches, and what it reported so far, by job and by request."""
 
-    def __init__(self, *tiers, seed=0, register=True, weights="", **settings):
+    def __init__(self, *tiers, seed=0, register=True, weights="", label="", **settings):
         config, sizes, self.tensors = caches()
         for at, cache in enumerate(self.tensors.values()):
             fill_random(cache, seed * 100 + at)
@@ -57,7 +57,7 @@ class Rig:
             OffloadConfig(**given),
             config,
             sizes,
-            facts={"model": "m", "weights": weights},
+            facts={"model": "m", "weights": weights, "label": label},
             registry=self.registry,
         )
         if tiers:

@@ -29,6 +29,7 @@ _CLEARED = "cleared"
 """While this file is there, all rows in the folder are void."""
 
 _MAX_FACT_BYTES = 12 << 10
+_MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
@@ -40,13 +41,14 @@ _REMAINS = re.compile(r"(new|[0-9a-f]+-[0-9a-f]+)\.kv\.unfinished|[0-9]{12}\.kv"
 class FolderOwner:
     """Whose rows a folder holds: those of one rank of ``world_size``, in a namespace.
 
-    ``namespace`` is a digest in hexadecimal; ``facts`` describe it to operators.
+    ``namespace`` is a digest in hexadecimal; ``facts`` and ``label`` describe it to operators.
     """
 
     namespace: str
     rank: int = 0
     world_size: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -185,7 +187,8 @@ class DiskFolder:
     def describe(self, owner: FolderOwner) -> None:
         """Write the owner into the folder, for operators, with those of its facts that are short."""
         facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
-        text = json.dumps({"namespace": owner.namespace, "rank": owner.rank, "facts": facts})
+        described = {"namespace": owner.namespace, "label": owner.label[:_MAX_LABEL], "rank": owner.rank}
+        text = json.dumps({**described, "facts": facts})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write(file, [text.encode()], 0)

@@ -44,6 +44,7 @@ def look(path: Path) -> dict[str, Any]:
         "name": path.name,
         "namespace": str(described.get("namespace", parsed[0])),
         "rank": parsed[1],
+        "label": str(described.get("label", ""))[:200],
         "model": _model_of(described.get("facts")),
         "records": len(rows),
         "length_bytes": sum(row.length_bytes for row in rows),

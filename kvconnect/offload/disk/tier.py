@@ -38,7 +38,7 @@ def open_disk_tier(config: OffloadConfig, namespace: Namespace, rank: int, world
     facts = json.loads(namespace.text)["facts"]
     # Who may look at a folder need not know what it takes to find something in it.
     facts.pop("salt", None)
-    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts)
+    owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label)
     return DiskTier(
         Path(config.disk_path), owner, config.disk_bytes, max_queued_bytes=config.max_queued_bytes
     )

@@ -39,7 +39,8 @@ class OffloadWorker:
     """Every order is reported exactly once through ``results``, as done or failed.
 
     Only groups that are in ``kernel_block_sizes`` are kept. ``facts``, values of JSON, are what the bytes of
-    blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``.
+    blocks depend on that only the serving stack knows: the model, how hashes are made, and its ``weights``;
+    beside them ``label`` is how people call the model, and no part of any name.
     """
 
     def __init__(
@@ -132,7 +133,9 @@ class OffloadWorker:
     def _name(self) -> Namespace:
         own = {"rank": self._rank, "world_size": self._world_size, "salt": self._config.salt}
         kept = {"cache": cache_facts(self._cache_config), "rows": row_facts(self._table)}
-        return Namespace.of({**kept, **own, "stack": self._facts})
+        facts = dict(self._facts)
+        label = str(facts.pop("label", ""))
+        return Namespace.of({**kept, **own, "stack": facts}, label)
 
     def replace_weights(self, weights: str) -> None:
         """Move all tiers to the namespace of the weights that the model runs with from now on.
