@@ -30,7 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvconnect.config import ExtraConfig
 from kvconnect.demo.http import BadAnswer
+from kvconnect.errors import KVConnectError
+from kvconnect.trace.runner import run_trace
+from tests.ports import free_port
 from tests.vllm import dense_model, load_client, tiny_models
 from tests.vllm.load_client import Job
 from tests.vllm.load_figures import PARTS, Load, buckets, figures, grown, over_rounds, ratios
@@ -67,6 +71,7 @@ class System:
     places: frozenset[str]
     servers: tuple[Server, ...]
     series: str | None = None
+    side_channels: tuple[str, ...] = ()
 
     @property
     def decode(self) -> tuple[Server, ...]:
@@ -122,7 +127,7 @@ def _started(
 ) -> System:
     """The processes of a pair, or of two plain servers; not waited for."""
     name = variant.name if variant else _PLAIN
-    made = []
+    made, side_channels = [], []
     for role, place in zip(("producer", "consumer"), places.split(","), strict=True):
         settings = environment(None if given.cpu else place)
         if given.cpu:
@@ -131,11 +136,14 @@ def _started(
             settings["TORCHDYNAMO_DISABLE"] = "0"
         settings |= dict(setting.split("=", 1) for setting in given.environment)
         config = variant.config(role) if variant else None
+        if config and variant is not NIXL:
+            port = config["kv_connector_extra_config"].setdefault("port", free_port())
+            side_channels.append(f"127.0.0.1:{port}")
         options = _options(role if variant else _PLAIN, given)
         cpu = place if given.cpu else "0"
         made.append(Server(recipe, folder, f"{name}-{role}", cpu, config, options, settings))
     series = None if variant is None else _THEIRS if variant is NIXL else _OURS
-    return System(name, frozenset(places.split(",")), tuple(made), series)
+    return System(name, frozenset(places.split(",")), tuple(made), series, tuple(side_channels))
 
 
 def side_by_side(systems: Sequence[System]) -> list[list[System]]:
@@ -196,10 +204,22 @@ def measured(
         starts_at = time.monotonic() + _STARTS_AFTER_S
         runs = list(pool.map(load_client.run, jobs, channels, itertools.repeat(starts_at)))
         after = [system.loads() for system in group]
+        for system in group if given.traces else ():
+            _trace(system, given.traces / f"{system.name}-{seed}.json", given.requests)
     return {
         system.name: figures(samples, grown(first, last), load.tokens_out)
         for system, samples, first, last in zip(group, runs, before, after, strict=True)
     }
+
+
+def _trace(system: System, out: Path, requests: int) -> None:
+    """Write what happened to the requests of a run, and print the slowest loads; of kvconnect alone."""
+    if system.side_channels:
+        try:
+            run_trace(system.side_channels, last=requests, out=out, extra=ExtraConfig())
+        except KVConnectError as error:
+            # What was measured is worth more.
+            print(f"no trace of {system.name}: {error}", flush=True)
 
 
 def compare(systems: Sequence[System], given: argparse.Namespace, lines: Lines) -> None:
@@ -284,6 +304,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--timeout-s", type=float, default=120, help="of a leg")
     add("--seed", type=int, default=1)
     add("--model", type=Path, help="where the model is, or is to be written (14 GB)")
+    add(
+        "--traces", type=Path, help="a folder for kvconnect's traces, named by seed; prints the slowest loads"
+    )
     add("--logs", type=Path, help="where the servers' logs are to stay")
     add("--json", type=Path, help="a file that gets JSON lines")
     given = parser.parse_args(arguments)
@@ -318,7 +341,8 @@ def main() -> None:
             where = given.model or temporary / "model"
             recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus.split(',')[0]}")
         logs = given.logs or temporary
-        logs.mkdir(parents=True, exist_ok=True)
+        for folder in filter(None, (logs, given.traces)):
+            folder.mkdir(parents=True, exist_ok=True)
         systems = stack.enter_context(_up(recipe, logs, given, lines))
         for system in systems:
             lines.write(

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from tests.ports import free_port
 from tests.vllm import measure_load
 from tests.vllm.load_figures import Load, Sample, figures
 from tests.vllm.measure_load import System, parsed, side_by_side, table
@@ -131,6 +133,15 @@ def test_a_table_has_the_reasons_of_failures():
     assert row.endswith("500 / 500 / 500")
 
 
+def test_a_run_that_cannot_be_traced_is_a_run_all_the_same(tmp_path, capsys):
+    port = free_port()
+    ours = replace(system(), side_channels=(f"127.0.0.1:{port}",))
+    measure_load._trace(ours, tmp_path / "trace", 6)
+    assert capsys.readouterr().out == f"no trace of kvconnect-nixl: nothing listens at 127.0.0.1:{port}\n"
+    measure_load._trace(system(), tmp_path / "trace", 6)
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_real_servers(tmp_path):
@@ -138,6 +149,7 @@ def test_real_servers(tmp_path):
     out = tmp_path / "lines"
     command = [sys.executable, "-m", "tests.vllm.measure_load", "--cpu", "--flow", "parallel", "--plain"]
     command += ["--load", "300:8:1", "--requests", "6", "--rounds", "1", "--json", str(out)]
+    command += ["--traces", str(tmp_path / "traces")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -153,3 +165,7 @@ def test_real_servers(tmp_path):
     (ratio,) = [line for line in lines if line["kind"] == "ratio"]
     assert ratio.keys() >= {"first_token_ms", "prefill_leg_ms", "decode_leg_ms", "load_ms", "decode_gap_ms"}
     assert "ratio to NixlConnector" in done.stdout
+    (trace,) = (tmp_path / "traces").iterdir()
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("to reported") == 6
+    assert f"6 requests are in {trace}" in done.stdout
