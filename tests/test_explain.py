@@ -379,3 +379,43 @@ def test_what_cannot_be_is_said_and_is_exit_code_1(tmp_path):
     assert (
         "packed is closed, every pair of ranks: layers gqa.0 to gqa.79 (80): bytes of a head" in done.stdout
     )
+
+
+def explained(tmp_path, model, *options):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    return CliRunner().invoke(cli.app, ["explain", str(path), "--json", "--tokens", "256", *options])
+
+
+@pytest.mark.parametrize(
+    ("more", "heads"),
+    [
+        ({"num_key_value_heads": 2, "head_dim": 64}, {"gqa": [1, 1]}),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
+            {"sliding": [6, 7], "gqa": [6, 7]},
+        ),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {"mla": None}),
+        ({"sliding_window": 64, "use_sliding_window": False}, {"gqa": [6, 7]}),
+    ],
+)
+def test_a_models_own_config_is_enough(tmp_path, more, heads):
+    model = {"model_type": "m", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512, **more}
+    for config in (model, {"model_type": "wrapped", "text_config": model}):
+        result = explained(tmp_path, config, "--tp", "2", "--tp", "4", "--block-size", "32")
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.output)
+        assert report["works"]
+        last = max(report["pairs"], key=lambda pair: pair["target_rank"])
+        assert (last["target_rank"], last["heads"]) == (3, heads)
+
+
+def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_path):
+    model = {"model_type": "m", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    for more, match in (
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types has 'linear_attention'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+    ):
+        result = explained(tmp_path, {**model, **more})
+        assert isinstance(result.exception, ConfigError)
+        assert match in str(result.exception)

@@ -12,9 +12,24 @@ from kvconnect.cli.options import JsonObject
 
 def explain(
     source: Annotated[
-        Path, typer.Argument(metavar="PREFILL.json", help="The prefill node's cache: see deploy/examples.")
+        Path,
+        typer.Argument(
+            metavar="PREFILL.json",
+            help="The prefill node's cache: a model's config.json, or a file as in deploy/examples.",
+        ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="DECODE.json", help="The decode node's cache.")],
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DECODE.json]", help="The decode node's cache; left out, the same."),
+    ] = None,
+    tp: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tensor-parallel size; a second one is the decode node's."),
+    ] = None,
+    block_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a block (16 of a model); a second one is the decode node's."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the request.")] = 8192,
     rates: Annotated[
         Path | None,
@@ -29,4 +44,9 @@ def explain(
     """Report what two nodes would exchange, by which path and how fast, or why not; neither need run."""
     from kvconnect.explain.runner import run_explain
 
-    raise typer.Exit(run_explain(source, target, tokens=tokens, rates=rates, json_output=json_output))
+    given = {"tp_size": tp or [], "block_size": block_size or []}
+    sizes = [{key: values[at] for key, values in given.items() if values} for at in (0, -1)]
+    code = run_explain(
+        source, target or source, tokens=tokens, rates=rates, json_output=json_output, sizes=sizes
+    )
+    raise typer.Exit(code)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -11,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import parse_cache, parse_rates, read_file
+from kvconnect.explain.cache_file import CacheFile, parse_cache, parse_rates, read_file
+from kvconnect.explain.hugging_face import cache_of, is_model_config
 from kvconnect.explain.report import Case, Pair, Report, make_report
 
 MAX_TOKENS = 1 << 20
@@ -23,18 +27,34 @@ _COLUMNS = (
 
 
 def run_explain(
-    source: Path, target: Path, *, tokens: int, rates: Path | None = None, json_output: bool = False
+    source: Path,
+    target: Path,
+    *,
+    tokens: int,
+    rates: Path | None = None,
+    json_output: bool = False,
+    sizes: Sequence[Mapping[str, int]] = ({}, {}),
 ) -> int:
-    """Print what a decode node of ``target`` fetches from a prefill node of ``source``; 1 if it cannot."""
+    """Print what a decode node of ``target`` fetches from a prefill node of ``source``; 1 if it cannot.
+
+    ``sizes`` are by side what replaces ``tp_size`` and ``block_size`` of the files.
+    """
     if not 1 <= tokens <= MAX_TOKENS:
         raise ConfigError(f"tokens is {tokens}; accepted: 1 to {MAX_TOKENS}")
     measured = read_file(rates, parse_rates) if rates else None
-    report = make_report(read_file(source, parse_cache), read_file(target, parse_cache), tokens, measured)
+    held, wanted = (
+        read_file(path, partial(_parse, own=own)) for path, own in zip((source, target), sizes, strict=True)
+    )
+    report = make_report(held, wanted, tokens, measured)
     if json_output:
         print(msgspec.json.encode({**asdict(report), "works": report.works}).decode())
     else:
         _print(report, source.name, target.name)
     return 0 if report.works else 1
+
+
+def _parse(given: Mapping[str, Any], own: Mapping[str, int]) -> CacheFile:
+    return parse_cache({**(cache_of(given) if is_model_config(given) else given), **own})
 
 
 def _print(report: Report, source: str, target: str) -> None:
