@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +21,9 @@ import kvconnect
 from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo import children, http, outcome, prompts, runner
+from kvconnect.demo.offload import Returned
 from kvconnect.demo.outcome import Outcome, Tokens
+from kvconnect.demo.report import report
 from kvconnect.demo.runner import DemoOptions
 from kvconnect.node.options import NodeOptions
 
@@ -189,6 +192,20 @@ def test_only_the_growth_of_the_counters_counts() -> None:
     assert judged(1, 0, 2e9, 0.5).problems == ["2 prompts need KV of the prefill node, but 1 received some"]
     assert judged(2, 1, 2e9, 0.5).problems == ["1 transfers failed"]
     assert "0 bytes" in judged(2, 0, 0, 0.5).problems[0]
+
+
+def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsys) -> None:
+    pair = Outcome(engine="mooncake", model="sliding", requests=128, token_exact=128, seconds=100.0)
+    pair.kv_bytes, pair.gb_per_s, pair.path = 123_456_789, 0.002, "direct+packed"
+    alone = Returned(model="sliding", prompts=3, could_be_found=1040, from_memory=1040, from_disk=1040)
+
+    def run(_: Path) -> Iterator[Outcome | Returned]:
+        yield from (pair, alone)
+
+    assert report(run, json_output=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line) <= 80 for line in lines] == [True, True], lines
+    assert lines[0].startswith("ok     mooncake/sliding 128 of 128 exact, 123 MB of KV direct+packed")
 
 
 def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(monkeypatch, capsys) -> None:

@@ -43,10 +43,8 @@ class Returned(Finding):
 
     def summary(self) -> str:
         """See ``Finding``."""
-        return (
-            f"{self.token_exact} of {2 * self.prompts} token-exact; of {self.could_be_found} tokens "
-            f"{self.from_memory} found in memory and {self.from_disk} on disk after a restart"
-        )
+        found = f"memory {self.from_memory}, disk {self.from_disk} of {self.could_be_found}"
+        return f"{self.token_exact} of {2 * self.prompts} exact; {found}"
 
 
 def run_offload(*, models: Sequence[str], json_output: bool, node_options: Sequence[str] = ()) -> int:

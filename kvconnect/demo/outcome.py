@@ -38,11 +38,8 @@ class Outcome(Finding):
 
     def summary(self) -> str:
         """See ``Finding``."""
-        return (
-            f"{self.token_exact} of {self.requests} token-exact, {self.kv_bytes} bytes of KV received "
-            f"({self.path or 'no path'}, {self.gb_per_s:.3f} GB/s), "
-            f"block ids {'differ' if self.block_ids_differ else 'are the same'}"
-        )
+        moved = f"{self.kv_bytes / 1e6:.3g} MB of KV {self.path}" if self.path else "no KV came"
+        return f"{self.token_exact} of {self.requests} exact, {moved}"
 
 
 def tokens_of(answer: Any) -> Tokens:

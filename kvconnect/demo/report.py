@@ -57,7 +57,7 @@ def report(run: Callable[[Path], Iterator[Finding]], *, json_output: bool) -> in
         for finding in run(folder):
             failed = failed or bool(finding.problems)
             verdict = "FAILED" if finding.problems else "ok"
-            line = f"{verdict:6} {finding.name}: {finding.summary()}, {finding.seconds:.1f} s"
+            line = f"{verdict:6} {finding.name:15} {finding.summary()}, {finding.seconds:.1f} s"
             print(line, file=sys.stderr if json_output else sys.stdout, flush=True)
             for problem in finding.problems:
                 note(f"{finding.name}: {problem}")
@@ -76,6 +76,7 @@ def report(run: Callable[[Path], Iterator[Finding]], *, json_output: bool) -> in
 def judging(finding: Finding, folder: Path) -> Iterator[Children]:
     """The processes behind a finding. A failure is one of its problems, and their logs are shown then."""
     started = time.monotonic()
+    note(f"{'...':6} {finding.name:15} its processes start, which takes some seconds")
     with Children(folder) as children:
         try:
             yield children
