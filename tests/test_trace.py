@@ -142,6 +142,10 @@ def test_a_request_that_a_half_knows_by_its_own_name_only_is_found_by_the_handle
     assert [(request.handle, request.name) for request in requests] == [("h", "p"), ("q", "q")]
     assert requests[0].records == {0: [queued, done]}
     assert requests[0].phases is None
+    _, decode = load("h", 3.0, [1.0], 1)
+    decode = [(*record[:3], record[3] and "z", *record[4:]) for record in decode]
+    (loaded, _) = reversed(join([Worker("P", 0, [queued, done, alone]), Worker("D", 0, decode)]))
+    assert loaded.name == "z p", "D's own name of it comes first"
 
 
 def test_the_table_has_the_slowest_first_and_how_late_threads_were_meanwhile():

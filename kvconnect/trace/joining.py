@@ -80,8 +80,9 @@ class Request:
     @property
     def name(self) -> str:
         """The request ids of it, those of a worker that loads it first."""
-        ids = {record[3]: record[1] == Moment.LOAD_TAKEN for record in self._all() if record[3]}
-        return " ".join(sorted(ids, key=lambda one: not ids[one])) or self.handle
+        ids = {record[3] for record in self._all() if record[3]}
+        loading = {record[3] for record in self._all() if record[1] == Moment.LOAD_TAKEN}
+        return " ".join((*sorted(loading), *sorted(ids - loading))) or self.handle
 
     @property
     def phases(self) -> dict[str, float] | None:
