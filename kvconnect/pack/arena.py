@@ -70,6 +70,8 @@ class Arena:
             ) from error
         self.address = div_ceil(self._storage.data_ptr(), ALIGN_BYTES) * ALIGN_BYTES
         self.scratch_address = self.address + slot_bytes * count
+        # It is written to peers as it is, and memory of this process was something else before.
+        self.view(self.scratch_address, scratch_bytes).zero_()
         self.addresses = tuple(self.address + index * slot_bytes for index in range(count))
 
     def view(self, address: int, length_bytes: int) -> torch.Tensor:

@@ -29,3 +29,10 @@ def test_warming_up_changes_no_page_and_takes_no_slot(data, slot_bytes):
     Local(introduction, MemoryEngine(), side.table, torch.device(DEVICE), *pools).warm_up()
     assert all(torch.equal(side.storage(name), was) for name, was in before.items())
     assert [pool.taken for pool in pools] == [0, 0]
+
+
+def test_scratch_memory_that_peers_are_sent_holds_nothing_of_before(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda size, **kwargs: torch.full((size,), 7, **kwargs))
+    arena = Arena("cpu", 1 << 16, 2, 1 << 16)
+    assert not arena.view(arena.scratch_address, arena.scratch_bytes).any()
+    assert arena.view(arena.address, 1 << 16).all(), "slots are filled before they are sent"
