@@ -18,9 +18,12 @@ def doctor(
         list[str] | None,
         typer.Option(help="HOST:PORT of the side channel of a node that serves (repeatable)."),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Measure the link to each peer too, for some three seconds.")
+    ] = False,
     json_output: JsonObject = False,
 ) -> None:
     """Report what will work here, what will not, and what to do about it; exit 1 on a failure."""
     from kvconnect.doctor.runner import run_doctor
 
-    raise typer.Exit(run_doctor(kv_transfer_config, peer or (), json_output=json_output))
+    raise typer.Exit(run_doctor(kv_transfer_config, peer or (), measured=measure, json_output=json_output))

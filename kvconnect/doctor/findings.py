@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class Level(enum.Enum):
@@ -16,22 +17,26 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``about`` is what was looked at, ``found`` what is so, ``advice`` what to do where it is not well."""
+    """``about`` is what was looked at, ``found`` what is so, ``advice`` what to do where it is not well.
+
+    ``figures`` are numbers for programs, each with its unit.
+    """
 
     level: Level
     about: str
     found: str
     advice: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
-def well(about: str, found: str) -> Finding:
+def well(about: str, found: str, figures: Mapping[str, float] | None = None) -> Finding:
     """Nothing is to be done."""
-    return Finding(Level.PASS, about, found)
+    return Finding(Level.PASS, about, found, figures=figures or {})
 
 
-def warning(about: str, found: str, advice: str) -> Finding:
+def warning(about: str, found: str, advice: str, figures: Mapping[str, float] | None = None) -> Finding:
     """It works, and not as it could."""
-    return Finding(Level.WARNING, about, found, advice)
+    return Finding(Level.WARNING, about, found, advice, figures or {})
 
 
 def failure(about: str, found: str, advice: str) -> Finding:

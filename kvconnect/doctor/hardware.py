@@ -92,7 +92,7 @@ def _transport(facts: Facts) -> Iterator[Finding]:
     used = trial.wire or trial.lane
     if "tcp" not in used.lower():
         return
-    active = _active(facts)
+    active = active_ports(facts)
     if asked:
         yield failure("transport", f"{asked} asks for RDMA, and bytes go over {used}", _tcp_advice(facts))
     elif active and not is_loopback(facts.extra.host):
@@ -104,7 +104,8 @@ def _transport(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _active(facts: Facts) -> list[RdmaPort]:
+def active_ports(facts: Facts) -> list[RdmaPort]:
+    """The RDMA ports that have a link."""
     return [port for port in facts.machine.rdma if port.state == _ACTIVE]
 
 
@@ -128,7 +129,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
                 "neither nvidia_peermem nor DMA-BUF: bytes go through host memory",
                 "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF",
             )
-        nodes = {port.numa_node for port in _active(facts)}
+        nodes = {port.numa_node for port in active_ports(facts)}
         far = [gpu.index for gpu in machine.gpus if gpu.numa_node not in nodes | {-1}]
         if far and nodes - {-1}:
             yield warning(

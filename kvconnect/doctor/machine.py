@@ -52,13 +52,15 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found. Limits are in bytes or numbers, None for none; ``links`` are GPUs' to each other."""
+    """What was found. Limits are in bytes or numbers, None for none; ``links`` are GPUs' to each other,
+    ``speeds`` those of network interfaces in Mb/s."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     rdma: tuple[RdmaPort, ...] = ()
     has_verbs: bool = True
     has_peermem: bool = False
     has_nvidia_driver: bool = False
+    speeds: Mapping[str, int] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     compiler: str = ""
@@ -88,6 +90,7 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
         has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
         has_peermem="nvidia_peermem" in _read(root / "proc/modules"),
         has_nvidia_driver=(root / "proc/driver/nvidia/version").exists(),
+        speeds=_speeds(root / "sys/class/net"),
         gpus=gpus,
         links=_gpu_links() if len(gpus) > 1 else {},
         compiler=next(filter(None, map(shutil.which, (environ.get("CC", ""), "gcc", "clang", "cc"))), ""),
@@ -132,6 +135,12 @@ def _ports(device: Path) -> list[RdmaPort]:
         )
         for port in sorted((device / "ports").glob("[0-9]*"))
     ]
+
+
+def _speeds(interfaces: Path) -> dict[str, int]:
+    """Those of interfaces that say how fast they are; virtual ones do not, or say -1."""
+    told = {path.parent.name: _read(path) for path in interfaces.glob("*/speed")}
+    return {name: int(text) for name, text in told.items() if text.isdecimal()}
 
 
 def _gpus(root: Path) -> tuple[Gpu, ...]:

@@ -37,6 +37,11 @@ class Pair:
     own: Ranks
     problem: str = ""
 
+    @property
+    def speaks_with_us(self) -> bool:
+        """It was reached, and has our protocol."""
+        return not self.problem and self.peer[0].description.protocol == PROTOCOL_VERSION
+
 
 def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
     """Ask all ranks of a peer, and of this node."""

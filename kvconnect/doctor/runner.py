@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import Console
@@ -12,21 +12,25 @@ from rich.table import Table
 
 from kvconnect.addresses import split_address
 from kvconnect.doctor.configuration import read_configuration
-from kvconnect.doctor.facts import Probes, gather
-from kvconnect.doctor.findings import Finding, Level, failure
+from kvconnect.doctor.facts import Facts, Probes, gather
+from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
+from kvconnect.doctor.measure import measure
 from kvconnect.doctor.node import check_node
-from kvconnect.doctor.pair import check_pair, meet
+from kvconnect.doctor.pair import Pair, check_pair, meet
+from kvconnect.doctor.rates import check_rates
 from kvconnect.doctor.software import check_software
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, KVConnectError
 
 _WIDTH = 80
 _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
-def run_doctor(configuration: str | None, peers: Sequence[str] = (), *, json_output: bool = False) -> int:
+def run_doctor(
+    configuration: str | None, peers: Sequence[str] = (), *, measured: bool = False, json_output: bool = False
+) -> int:
     """Print what was found; 1 if anything of it is a failure."""
-    findings = examine(configuration, Probes(), peers)
+    findings = examine(configuration, Probes(), peers, measured=measured)
     if json_output:
         print(as_json(findings))
     else:
@@ -34,7 +38,9 @@ def run_doctor(configuration: str | None, peers: Sequence[str] = (), *, json_out
     return int(any(finding.level is Level.FAILURE for finding in findings))
 
 
-def examine(configuration: str | None, probes: Probes, peers: Sequence[str] = ()) -> list[Finding]:
+def examine(
+    configuration: str | None, probes: Probes, peers: Sequence[str] = (), *, measured: bool = False
+) -> list[Finding]:
     """Look at everything. Raises ``ConfigError``: a peer is no address."""
     addresses = [split_address(peer) for peer in peers]
     if None in addresses:
@@ -48,8 +54,27 @@ def examine(configuration: str | None, probes: Probes, peers: Sequence[str] = ()
     for check in (check_node, check_software, check_hardware):
         findings.extend(check(facts))
     for address in filter(None, addresses if not facts.key_problem else ()):
-        findings.extend(check_pair(facts, meet(address, facts, probes)))
+        pair = meet(address, facts, probes)
+        findings.extend(check_pair(facts, pair))
+        if measured and pair.speaks_with_us:
+            findings.extend(_measured(facts, pair, address))
     return findings
+
+
+def _measured(facts: Facts, pair: Pair, address: tuple[str, int]) -> Iterator[Finding]:
+    if not pair.peer[0].description.introduction.scratch_bytes:
+        yield warning(
+            "rate", "the peer has no scratch memory: not measured", "path: auto or packed, with slots"
+        )
+        return
+    try:
+        rates = measure(facts, pair.peer[0], address)
+    except KVConnectError as error:
+        yield failure(
+            "rate", f"nothing came over: {error}", "look at the rows of engine, transport and caches"
+        )
+        return
+    yield from check_rates(facts, rates)
 
 
 def as_json(findings: Sequence[Finding]) -> str:

@@ -274,15 +274,33 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str = ""
 
 
+class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
+    """D to P: write to my scratch memory for so long, as fast as you can; ``packed``: packing beside it.
+
+    One at a time. Answered by ``Measured``.
+    """
+
+    packed: bool
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=2)]
+
+
+class Measured(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
+    """P to D: how many bytes were written in how many seconds, or why they were not."""
+
+    total_bytes: int
+    seconds: float
+    error: str = ""
+
+
 class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     """To the peer that sent a message which could not be used. Never answered."""
 
     reason: str
 
 
-ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Question | Bad
+ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Question | Measure | Bad
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed) | (
-    StillAlive | Answer | Bad
+    StillAlive | Answer | Measured | Bad
 )
 Message = ToPrefill | ToDecode
 

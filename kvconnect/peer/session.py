@@ -28,6 +28,8 @@ from kvconnect.peer.messages import (
     Hello,
     Introduction,
     Landed,
+    Measure,
+    Measured,
     Message,
     Question,
     Refused,
@@ -54,8 +56,19 @@ class State(enum.Enum):
 
 
 _KEEPS_READY = {
-    Side.DECODE: (Welcome, Accepted, CreditRequest, Declined, Landed, Written, Renewed, StillAlive, Bad),
-    Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Question, Bad),
+    Side.DECODE: (
+        Welcome,
+        Accepted,
+        CreditRequest,
+        Declined,
+        Landed,
+        Written,
+        Renewed,
+        StillAlive,
+        Measured,
+        Bad,
+    ),
+    Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Question, Measure, Bad),
 }
 TRANSITIONS: dict[tuple[Side, State, type], State] = {
     (Side.DECODE, State.GREETED, Welcome): State.READY,

@@ -38,6 +38,7 @@ class ProbeOutbox(PageOutbox):
     """
 
     path = "probe"
+    is_alone = True
 
     def __init__(
         self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int

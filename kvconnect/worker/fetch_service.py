@@ -23,6 +23,8 @@ from kvconnect.peer.messages import (
     Grant,
     Introduction,
     Landed,
+    Measure,
+    Measured,
     Written,
     other_weights,
 )
@@ -33,6 +35,7 @@ from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
+from kvconnect.worker.measuring import LONGEST_S, MEASUREMENT, measuring_outbox
 from kvconnect.worker.outbox import Outbox, PageOutbox, Parcel, SlotOutbox
 from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
 from kvconnect.worker.sender import Sender, Sending
@@ -292,9 +295,28 @@ class FetchService:
             deadline = now + self._config.handshake_timeout_s
             self.sender.begin(Sending(key, way.name, way.probe, deadline, now))
 
+    def measure(self, link: str, asked: Measure, now: float) -> None:
+        """Begin to measure the link to a peer, beside what is sent."""
+        inbound, key = self._inbound_peers.get(link), (link, MEASUREMENT)
+        try:
+            if inbound is None or inbound.session.peer is None:
+                return
+            if any(number == MEASUREMENT for _, number in self.sender.sendings):
+                raise PeerError("another measurement is under way")
+            way = self._inbound_peers.way_to(inbound, {one.peer for one in self.sender.sendings.values()})
+            outbox = measuring_outbox(asked, self._local, way, inbound.session.peer)
+        except (PeerError, LayoutError) as error:
+            self._inbound_peers.send(link, Measured(0, 0.0, str(error)))
+            return
+        self.sender.begin(Sending(key, way.name, outbox, now + LONGEST_S, now))
+
     def _finish(self, sending: Sending, now: float) -> None:
         lease, outbox = sending.lease, sending.outbox
         if lease is None or sending.consumer is None:
+            if sending.key[1] == MEASUREMENT:
+                told = Measured(sending.total_bytes, sending.seconds, sending.error)
+                self._inbound_peers.send(sending.key[0], told)
+                return
             inbound = self._inbound_peers.get(sending.key[0])
             if inbound is not None and inbound.way is not None and inbound.way.probe is outbox:
                 inbound.way.calibrated(self._local, sending.error, self._metrics)

@@ -29,6 +29,7 @@ class PageOutbox:
     """The direct path: ``copies`` between pages, cut into batches. ``path`` is its name in metrics."""
 
     path = "direct"
+    is_alone = False
     is_packing = False
     goes_on = True
 
@@ -85,6 +86,7 @@ class SlotOutbox:
     """
 
     path = "packed"
+    is_alone = False
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class SlotOutbox:
         self._in_flight[batch_id] = parcel
         self._note(Moment.SUBMITTED, parcel.chunk)
 
-    def ended(self, completion: Completion) -> Parcel:
+    def ended(self, completion: Completion) -> Parcel | None:
         """The engine is done with a batch. What it was; a slot that it may still read is in quarantine."""
         parcel = self._in_flight.pop(completion.batch_id)
         self._note(Moment.WRITTEN, parcel.chunk)

@@ -21,6 +21,7 @@ from kvconnect.peer.messages import (
     Cancel,
     CreditGrant,
     Fetch,
+    Measure,
     Question,
     Release,
     Renew,
@@ -180,6 +181,8 @@ class PrefillSide:
                     inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
+            case Received(message=Measure() as measure):
+                self.fetches.measure(link, measure, now)
             case Received(message=Question() as question):
                 inbound.session.answer(self.topics.answer(question))
             case Misused(reason=reason):

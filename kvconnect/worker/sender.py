@@ -196,7 +196,7 @@ class Sender:
         """Submit a batch, if there is one and room for it; ``under_way`` are those to its peer."""
         if sending.error:
             return False
-        if sending.lease is None and sending.in_flight:
+        if sending.outbox.is_alone and sending.in_flight:
             # Of a calibration each batch is alone on its way.
             return False
         columns = sending.outbox.peek()

@@ -30,11 +30,16 @@ def configured(role: str = "kv_both", **extra: object) -> str:
 
 
 def found(
-    configuration: str | None = None, *, probes: Probes = QUICK, peers: tuple[str, ...] = (), **changes
+    configuration: str | None = None,
+    *,
+    probes: Probes = QUICK,
+    peers: tuple[str, ...] = (),
+    measured: bool = False,
+    **changes,
 ) -> dict[str, Finding]:
     """What the doctor says, by what it is about; the worst of several."""
     order = list(Level)
-    said = runner.examine(configuration, replace(probes, **changes), peers)
+    said = runner.examine(configuration, replace(probes, **changes), peers, measured=measured)
     return {one.about: one for one in sorted(said, key=lambda one: order.index(one.level))}
 
 

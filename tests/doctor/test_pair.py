@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
+from typing import ClassVar
 
 import msgspec
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from kvconnect.cli import app
-from kvconnect.doctor import runner
+from kvconnect.doctor import measure, runner
 from kvconnect.doctor.configuration import read_configuration
+from kvconnect.doctor.facts import Facts, describe, gather
 from kvconnect.doctor.findings import Level, well
+from kvconnect.doctor.machine import Machine, RdmaPort
+from kvconnect.doctor.rates import Rates, check_rates
+from kvconnect.doctor.trial import Trial
+from kvconnect.engine.base import Span
+from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Orders
+from kvconnect.pack.arena import Arena
+from kvconnect.pack.packer import Packer
 from kvconnect.peer import messages
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import introduced, read_description
 from kvconnect.peer.key_files import new_secret
+from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
+from kvconnect.peer.session import Ready, Received
 from kvconnect.worker.connector import WorkerConnector
 from tests.doctor.kit import QUICK, configured, failures, found
 from tests.ports import free_port
@@ -95,7 +108,8 @@ def changed(**changes):
 def test_a_good_pair_over_nixl_passes_whole(node):
     prefill, decode = (node(role, engine="nixl") for role in ("kv_producer", "kv_consumer"))
     done = CliRunner().invoke(
-        app, ["doctor", "--json", "--kv-transfer-config", decode.given, "--peer", prefill.address]
+        app,
+        ["doctor", "--json", "--kv-transfer-config", decode.given, "--peer", prefill.address, "--measure"],
     )
     said = {one["about"]: one for one in json.loads(done.stdout)["findings"]}
     assert [one for one in said.values() if one["level"] == "failure"] == []
@@ -105,7 +119,116 @@ def test_a_good_pair_over_nixl_passes_whole(node):
     assert said["weights"]["found"] == "the same on both"
     assert said["port"]["found"].startswith("a node serves on")
     assert "kv_consumer here, kv_producer there" in said["roles"]["found"]
-    assert [worker.state()["inbound_peers"] for worker in prefill.workers] == [0]
+    for about in ("contiguous", "packed"):
+        assert said[about]["figures"]["bytes_per_s"] > 0
+    assert "a plain copy of memory" in said["contiguous"]["found"]
+    (worker,) = prefill.workers
+    deadline = time.monotonic() + 5
+    while worker.state()["slots"] or worker.state()["sendings"]:
+        assert time.monotonic() < deadline
+
+
+class Remembered(Arena):
+    """Memory whose scratch begins as zeros, and is looked at afterwards."""
+
+    made: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.made.append(self.view(self.scratch_address, self.scratch_bytes).zero_())
+
+
+def test_what_is_measured_has_nothing_of_the_cache_in_it(node, monkeypatch):
+    prefill = node("kv_producer")
+    (worker,) = prefill.workers
+    local = worker._transfers.local
+    local.arenas[0].view(local.introduction.scratch_address, local.introduction.scratch_bytes).zero_()
+    for cache in worker._tensors.values():
+        cache.tensor.view(torch.int16).fill_(0x5A5A)
+    monkeypatch.setattr(measure, "Arena", Remembered)
+    Remembered.made.clear()
+    packed = []
+    pack = Packer.pack
+    monkeypatch.setattr(Packer, "pack", lambda *a: packed.append(a[0]._side) or pack(*a))
+    said = found(
+        configured("kv_consumer", engine="memory"), probes=MEMORY, peers=(prefill.address,), measured=True
+    )
+    assert failures(said) == {}
+    assert said["packed"].figures["bytes_per_s"] > 0
+    assert packed.count("source") > 1, "its pages were packed"
+    (scratch,) = Remembered.made
+    leaked_bytes = int((scratch == 0x5A).sum())
+    assert leaked_bytes == 0
+    assert worker.state()["leases"] == 0
+
+
+def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
+    prefill = node("kv_producer")
+    facts = gather(None, MEMORY)
+    facts = dataclasses.replace(facts, keyring=load_keyring(facts.extra, os.environ))
+    port = prefill.workers[0].address().port
+    told = describe(MEMORY, facts.extra, facts.keyring, ("127.0.0.1", port))
+    engine, arena = MemoryEngine(), Arena("cpu", 1 << 16, 1, 1 << 20)
+    engine.register([Span(arena.address, arena.length_bytes)])
+    ours = msgspec.structs.replace(
+        told.description.introduction,
+        engine_id="D",
+        engine_card=engine.card(),
+        scratch_address=arena.scratch_address,
+        scratch_bytes=arena.scratch_bytes,
+    )
+    asking = measure._Asking(facts, engine, ours, ("127.0.0.1", port))
+    asking._channel.connect("measured", "127.0.0.1", port)
+    asking._session.greet(time.monotonic())
+    asking._until(Ready)
+    asking._session.send(messages.Measure(True, 0.3))
+    asking._session.send(messages.Measure(False, 0.3))
+    assert "another measurement" in asking._until(Received).message.error
+    assert asking._until(Received).message.total_bytes > 0
+    small = msgspec.structs.replace(ours, scratch_bytes=16)
+    asking._session.greet_anew(small)
+    asking._until(Ready)
+    asking._session.send(messages.Measure(False, 0.3))
+    assert "scratch memory" in asking._until(Received).message.error
+    asking._channel.close()
+    engine.close()
+    assert prefill.workers[0].state()["sendings"] == prefill.workers[0].state()["slots"] == 0
+
+
+def test_a_peer_without_slots_is_not_measured_and_said_so(node):
+    prefill = node("kv_producer", path="direct")
+    said = found(
+        configured("kv_consumer", engine="memory"), probes=MEMORY, peers=(prefill.address,), measured=True
+    )
+    assert failures(said) == {}
+    assert "no scratch memory" in said["rate"].found
+
+
+@pytest.mark.parametrize(
+    ("wire", "machine", "should", "why"),
+    [
+        ("cma/memory", {}, 4e9, "a plain copy of memory"),
+        ("tcp/eth0", {"speeds": {"eth0": 25_000}}, 3.125e9, "eth0, 25000 Mb/s"),
+        (
+            "rc_mlx5/mlx5_0:1",
+            {"rdma": (RdmaPort("mlx5_0", 1, "ACTIVE", "400 Gb/sec", "", 0),)},
+            50e9,
+            "mlx5_0",
+        ),
+        ("cuda_ipc/cuda", {"links": {(0, 1): "NV18"}}, 450e9, "NV18"),
+        ("tcp/lo", {}, 0, "nothing known of tcp/lo"),
+    ],
+)
+def test_a_rate_is_held_against_what_carries_it(wire, machine, should, why):
+    trial = Trial("nixl", "UCX", wire, "")
+    facts = Facts(config=None, machine=Machine(**machine), engines={}, engine="nixl", trials={"nixl": trial})
+    for share, level in ((0.9, Level.PASS), (0.4, Level.WARNING if should else Level.PASS)):
+        rates = Rates((should or 1e9) * share, 1e9, 2e9, 4e9)
+        assert rates.packed == 1e9
+        said = {one.about: one for one in check_rates(facts, rates)}
+        assert why in said["contiguous"].found
+        assert said["contiguous"].level is level
+        assert said["contiguous"].figures == {"bytes_per_s": rates.contiguous}
 
 
 def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):

@@ -18,10 +18,21 @@ from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 
 LIMIT = 16 << 20
-TO_PREFILL = (m.Hello, m.Fetch, m.CreditGrant, m.Cancel, m.Release, m.Renew, m.Alive, m.Question, m.Bad)
+TO_PREFILL = (
+    m.Hello,
+    m.Fetch,
+    m.CreditGrant,
+    m.Cancel,
+    m.Release,
+    m.Renew,
+    m.Alive,
+    m.Question,
+    m.Measure,
+    m.Bad,
+)
 TO_DECODE = (
     *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Declined, m.Landed, m.Written, m.Renewed),
-    *(m.StillAlive, m.Answer, m.Bad),
+    *(m.StillAlive, m.Answer, m.Measured, m.Bad),
 )
 
 counts = st.integers(0, 2**31 - 1)
@@ -110,6 +121,8 @@ messages = st.one_of(
     st.builds(m.Release, texts, st.integers(1, 256)),
     st.just(m.Alive()),
     st.just(m.StillAlive()),
+    st.builds(m.Measure, st.booleans(), st.floats(0.1, 2)),
+    st.builds(m.Measured, sizes, seconds, texts),
     st.builds(m.Question, counts, texts, texts),
     st.builds(m.Answer, counts, st.binary(max_size=20), texts),
     st.builds(m.Bad, texts),
@@ -156,6 +169,8 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.StillAlive(), "91ab7374696c6c5f616c697665"),
         (m.Question(1, "t", "a"), "94a87175657374696f6e01a174a161"),
         (m.Answer(1, b"d", "e"), "94a6616e7377657201c40164a165"),
+        (m.Measure(True, 0.5), "93a76d656173757265c3cb3fe0000000000000"),
+        (m.Measured(9, 0.5), "94a86d6561737572656409cb3fe0000000000000a0"),
         (m.Bad("x"), "92a3626164a178"),
         (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
         (
