@@ -20,6 +20,7 @@ from typing import Any
 from tests.ports import free_port
 from tests.vllm.servers import (
     ASK_FOR_KV,
+    MULTIPROCESSING,
     NIXL_CONNECTOR,
     Server,
     awake,
@@ -51,6 +52,8 @@ def _server(
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(space_gib),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        # Measured is what operators run.
+        MULTIPROCESSING: None,
     }
     name = f"{connector}-{role}"
     return Server(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TextIO, TypeVar
 
 from tests.ports import free_port
-from tests.vllm.servers import NIXL_CONNECTOR, ROOT, Server, running, transfer_config
+from tests.vllm.servers import MULTIPROCESSING, NIXL_CONNECTOR, ROOT, Server, running, transfer_config
 
 
 class Together(Protocol):
@@ -95,11 +95,13 @@ def gpu_options(
     return [*options, "--kv-cache-memory-bytes", str(kv_gib << 30), "--gpu-memory-utilization", "0.1"]
 
 
-def environment(gpu: str | None, settings: Sequence[str] = ()) -> dict[str, str]:
+def environment(gpu: str | None, settings: Sequence[str] = ()) -> dict[str, str | None]:
     """What a server's environment differs by; ``settings`` are ``NAME=VALUE``, ``gpu`` None on a CPU."""
     return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        # Measured is what operators run.
+        MULTIPROCESSING: None,
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
         **dict(setting.split("=", 1) for setting in settings),
     }

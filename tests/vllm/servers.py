@@ -1,4 +1,7 @@
-"""Real vLLM servers as child processes, on two cores, and what tests ask of them."""
+"""Real vLLM servers as child processes, on two cores, and what tests ask of them.
+
+Tests that start them are of the group ``servers``: where tests run in parallel, these run one by one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ START_TIMEOUT_S = 300
 ANSWER_TIMEOUT_S = 120
 TAIL_LINES = 60
 ROOT = Path(__file__).parents[2]
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Where it is not 0, vLLM's CPU build runs a single rank in a process of its own too, as it does several."""
 OBSERVED = "tests.vllm.observed"
 """A connector module that writes down what it holds and loads; see there."""
 
@@ -74,7 +79,7 @@ class Server(Child):
         cpu: str,
         config: dict[str, Any] | None = None,
         options: Sequence[str] = (),
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         python: str = sys.executable,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
@@ -94,6 +99,9 @@ class Server(Child):
             "VLLM_CPU_OMP_THREADS_BIND": cpu,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # As on a GPU, one rank runs in its engine's process: one more would import all of vLLM again, a
+            # third of a start. Several ranks, and the commands of the deployment files, have the other way.
+            MULTIPROCESSING: "0",
             # vLLM compiles a piece of its sampler, and with several ranks one of its embedding. It dies of
             # either where there is no compiler.
             "TORCHDYNAMO_DISABLE": "1",
@@ -271,7 +279,8 @@ def reference_pair(recipe: Recipe, folder: Path) -> Iterator[tuple[Server, Serve
             name,
             cpu,
             NIXL_CONNECTOR,
-            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
+            # A reference is left as vLLM runs it.
+            environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), MULTIPROCESSING: None},
         )
         for name, cpu in (("reference-prefill", "0"), ("reference-decode", "1"))
     ]
