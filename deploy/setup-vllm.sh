@@ -34,6 +34,6 @@ pip install -qq "$VLLM"
 # vLLM's CPU build pulls these in for another torch; with this one they break its import.
 pip uninstall -qq -y torchvision torchaudio torchcodec
 say "installing kvconnect with both engines, and pytest"
-pip install -qq -e ".[mooncake-cpu,nixl,node]" "$TORCH" pytest pytest-timeout hypothesis
+pip install -qq -e ".[mooncake-cpu,nixl,node]" "$TORCH" pytest pytest-timeout pytest-xdist hypothesis
 echo "$wanted" >"$stamp"
 say "done: $("$VENV/bin/python" -m pip show "${VLLM%%=*}" | sed -n 's/^Version: /vLLM /p') in $VENV"

@@ -1,6 +1,6 @@
 """Real vLLM servers as child processes, on two cores, and what tests ask of them.
 
-Tests that start them are of the group ``servers``: where tests run in parallel, these run one by one.
+Tests that start them are marked ``servers``: others run in parallel.
 """
 
 from __future__ import annotations

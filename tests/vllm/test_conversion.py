@@ -11,7 +11,7 @@ from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.servers]
 
 FP8 = ("--kv-cache-dtype", "fp8")
 LENGTHS = (2, 100, 128, 129, 300, 513, 1025)

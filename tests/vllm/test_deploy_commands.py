@@ -20,7 +20,7 @@ from tests.deploy.commands import KINDS, deployment
 from tests.deploy.running import localised, running
 from tests.vllm.servers import ASK_FOR_KV
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 START_TIMEOUT_S = 400
 SERVE_ARGS = (
     "--served-model-name tiny --skip-tokenizer-init --enforce-eager --max-model-len 4096 --dtype bfloat16 "

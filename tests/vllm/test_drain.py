@@ -14,7 +14,7 @@ from kvconnect.demo.http import BadAnswer
 from tests.vllm.servers import pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full, pytest.mark.servers]
 LEASE_S = 45
 
 

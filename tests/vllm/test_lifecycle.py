@@ -20,7 +20,7 @@ from tests.vllm.comparing import assert_bytes_landed, assert_nothing_landed, bec
 from tests.vllm.servers import ASK_FOR_KV, members, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 LEASE_S = 120
 PROMPTLY_S = 10
 """Far less than a lease: blocks that are free by then were let go, not forgotten."""

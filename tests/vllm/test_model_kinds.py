@@ -14,7 +14,7 @@ from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import Server, pair, random_prompt, reference_pair
 from tests.vllm.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
 
 # Where everything is run, each kind goes over both engines; else most kinds go over one of them.
 ENGINES = {

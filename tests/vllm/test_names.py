@@ -18,7 +18,7 @@ from kvconnect.demo.http import BadAnswer
 from tests.vllm.servers import OBSERVED, Server, pair, random_prompt, running, transfer_config
 from tests.vllm.tiny_models import Recipe, write_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full, pytest.mark.servers]
 QUICK = {"peer_timeout_s": 4}
 REPLACED = {"VLLM_SERVER_DEV_MODE": "1"}
 

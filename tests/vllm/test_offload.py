@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from tests.vllm.servers import Server, random_prompt, reference_pair, running, transfer_config
 from tests.vllm.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
 
 SHORT = {"gqa"}
 KINDS = [

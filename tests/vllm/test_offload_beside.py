@@ -28,7 +28,7 @@ from tests.vllm.test_offload import (
 )
 from tests.vllm.tiny_models import write_model
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.full, pytest.mark.servers]
 
 # Of these the prefill server's own last step has one token, as the decode server's first.
 SPLIT_ALIKE = [513, 1025, 1537]

@@ -19,7 +19,7 @@ from tests.vllm.comparing import assert_bytes_landed
 from tests.vllm.servers import ROOT, Server, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
 
 
 @pytest.fixture(scope="module")

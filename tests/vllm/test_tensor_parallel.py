@@ -10,7 +10,7 @@ from tests.vllm.comparing import assert_bytes_landed, assert_heads_landed
 from tests.vllm.servers import pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
 LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
 CPUS = {1: "0", 2: "0|1"}
 

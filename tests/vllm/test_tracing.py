@@ -22,7 +22,7 @@ from kvconnect.trace.joining import PHASES
 from tests.vllm.servers import ASK_FOR_KV, pair, random_prompt
 from tests.vllm.tiny_models import write_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full, pytest.mark.servers]
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PORTS = [free_port(), free_port()]
 

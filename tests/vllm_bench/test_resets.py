@@ -13,6 +13,7 @@ from tests.vllm_bench.pair import Engines, Setup
 from tests.vllm_bench.reference import continuation
 from tests.vllm_bench.settings import EngineSettings
 
+pytestmark = pytest.mark.timeout(900)
 NUM_TOKENS = 24
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 from tests.vllm_bench.pair import KINDS
 from tests.vllm_bench.seeds import run_seeds
 
+pytestmark = pytest.mark.timeout(900)
 NUM_SEEDS = 200
 
 
