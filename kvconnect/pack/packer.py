@@ -36,6 +36,7 @@ _MOST_LAYOUTS = 64
 class Packer:
     """Moves one side's pages to and from slots. Made once per peer.
 
+    ``is_blocking``: ``pack`` and ``unpack`` move the bytes themselves, in the thread that calls them.
     Where the source has no block for a position, the slot holds zeros; where the target has none, the
     slot's bytes are read and go nowhere. Bytes between streams, less than 16 each, are left as they are.
 
@@ -78,6 +79,7 @@ class Packer:
         # Chunks of long requests come again and again: all begin at the same tokens, and most are as long.
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
+        self.is_blocking = device.type != "cuda"
         self._mover: TorchMover | TritonMover
         if wants_triton(kernels, device.type == "cuda"):
             if digest_sample != 1:

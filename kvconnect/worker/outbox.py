@@ -144,9 +144,7 @@ class SlotOutbox:
         Raises:
             PeerError: a slot that was granted is too small for its chunk.
         """
-        while self._kernels and self._kernels[0].ticket.done:
-            self._filled.append(self._kernels.popleft())
-            self._note(Moment.PACKED, self._filled[-1].chunk)
+        self._take_packed()
         if stopping:
             for parcel in self._filled:
                 self._pool.move(parcel.slot, SlotEvent.RETURN)
@@ -154,7 +152,17 @@ class SlotOutbox:
             return
         # A send slot is taken only together with a landing slot: no sending waits while holding one.
         while self._grants and self._supply.has_next and self._pool.room_for(self._holder) > 0:
+            if self._packer.is_blocking and self._filled:
+                # This thread packs: what it has packed is to be on its way before it packs more.
+                break
             self._pack_next()
+            if self._packer.is_blocking:
+                self._take_packed()
+
+    def _take_packed(self) -> None:
+        while self._kernels and self._kernels[0].ticket.done:
+            self._filled.append(self._kernels.popleft())
+            self._note(Moment.PACKED, self._filled[-1].chunk)
 
     def _pack_next(self) -> None:
         grant = self._grants.popleft()

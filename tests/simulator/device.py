@@ -83,6 +83,8 @@ class SimPacker:
     ``takes`` is told of every slot that is unpacked.
     """
 
+    is_blocking = False
+
     def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None]) -> None:
         self._packer = packer
         self._stream = stream

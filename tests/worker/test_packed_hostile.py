@@ -108,10 +108,13 @@ def test_a_chunk_that_lands_in_two_slots():
     said = []
 
     def again(landed):
-        said.append(landed)
-        return [landed] if len(said) == 1 else [msgspec.structs.replace(landed, chunk=0, length_bytes=768)]
+        # Chunks of the two requests take turns.
+        said.append(landed.transfer_id)
+        if said.count(1) < 2 or landed.transfer_id != 1:
+            return [landed]
+        return [msgspec.structs.replace(landed, chunk=0, length_bytes=768)]
 
-    insert(pair, Landed, again, times=2)
+    insert(pair, Landed, again, times=4)
     fails_alone(pair, "chunk 0 of 2 is not awaited", "landing")
 
 
@@ -246,7 +249,7 @@ def test_all_is_written_but_a_chunk_is_missing():
 def test_all_is_written_and_nothing_was_said_of_any_chunk():
     """A peer that may choose a path, and leaves open which one it took."""
     pair = Pair(ExtraConfig(path="auto"), prefill_config=PACKED)
-    insert(pair, Landed, lambda landed: [], times=2)
+    insert(pair, Landed, lambda landed: [] if landed.transfer_id == 1 else [landed], times=4)
     fails_alone(pair, "the peer says that all is written, but 2 chunks did not land")
 
 

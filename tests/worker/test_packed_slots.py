@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Load, Orders
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CreditGrant, Declined, Fetch, Landed
+from tests.worker.kernels import SlowKernels
 from tests.worker.pair import Pair, quarantined, without_renewal
 
 BLOCKS = 10
@@ -42,6 +46,28 @@ def test_twenty_requests_of_five_chunks_land_over_a_few_slots(num_slots):
     assert len(pair.network.heard(Landed)) == 100
     pair.settle()
     pair.assert_idle()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_processor_sends_a_chunk_before_it_packs_the_next_and_a_device_packs_all_at_once(on_device):
+    pair = crowded(6)
+    happened = []
+
+    def noted(what, call):
+        return lambda *args, **more: (happened.append(what), call(*args, **more))[1]
+
+    with (
+        SlowKernels("source") as kernels,
+        mock.patch.object(Packer, "pack", noted("pack", Packer.pack)),
+        mock.patch.object(pair.prefill.engine, "submit", noted("submit", pair.prefill.engine.submit)),
+    ):
+        kernels.slow = on_device
+        pair.start("a", *blocks(0))
+        pair.settle(20)
+        kernels.finish()
+        pair.settle(20)
+    assert pair.landed(*blocks(0))
+    assert happened == (["pack"] * 5 + ["submit"] * 5 if on_device else ["pack", "submit"] * 5)
 
 
 def test_a_short_request_does_not_wait_for_a_long_one_to_end():
