@@ -21,6 +21,8 @@ from kvconnect.worker.outbox import Columns, PageOutbox
 SMALL_COPIES = 256
 _FEW_COPIES = 16
 _CPU_BYTES = 4 << 20
+_UNCACHED_BYTES = 64 << 20
+_MOST_COPIES = 64
 _CUDA_SHARE = 0.85
 _CPU_SHARE = 0.6
 """What packing reaches of a plain copy: see `python -m benchmarks pack`."""
@@ -74,22 +76,26 @@ def probe_bytes(slot_bytes: int, on_cuda: bool) -> int:
 
 
 def pack_bytes_per_s(arena: Arena) -> float:
-    """About how fast pages are packed here: a plain copy within the arena, and the usual part of it."""
-    if len(arena.addresses) > 1:
-        # Whole slots: what fits a cache is copied several times faster than pages are.
-        length, source_address = arena.slot_bytes, arena.addresses[1]
+    """About how fast pages are packed here: a plain copy into a slot, and the usual part of it."""
+    target = arena.view(arena.addresses[0], arena.slot_bytes)
+    if not target.is_cuda:
+        # Pages lie in memory: what is in the processor's cache, as a slot is, is copied several times faster.
+        copies = max(1, min(_MOST_COPIES, _UNCACHED_BYTES // arena.slot_bytes))
+        sources = torch.ones(copies, arena.slot_bytes, dtype=torch.uint8)
+    elif len(arena.addresses) > 1:
+        sources = arena.view(arena.addresses[1], arena.slot_bytes)[None]
     else:
-        length, source_address = min(arena.scratch_bytes, arena.slot_bytes), arena.scratch_address
-    source, target = arena.view(source_address, length), arena.view(arena.addresses[0], length)
+        sources = arena.view(arena.scratch_address, min(arena.scratch_bytes, arena.slot_bytes))[None]
     seconds = math.inf
     for _ in range(3):
         # The first copy is the first use of this memory, and slow.
         start = time.perf_counter()
-        target.copy_(source)
+        for source in sources:
+            target[: len(source)].copy_(source)
         if target.is_cuda:
             torch.cuda.synchronize(target.device)
         seconds = min(seconds, time.perf_counter() - start)
-    return length / seconds * (_CUDA_SHARE if target.is_cuda else _CPU_SHARE)
+    return sources.numel() / seconds * (_CUDA_SHARE if target.is_cuda else _CPU_SHARE)
 
 
 def typical_page_bytes(link: TableAlignment) -> int:
