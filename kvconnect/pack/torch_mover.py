@@ -1,4 +1,4 @@
-"""Pack and unpack on a CPU: a few strided copies per lane, from page to slot and back, by torch.
+"""Pack and unpack on a CPU: a few strided copies per lane, from page to slot and back, by numpy.
 
 A page and its place in the slot are the same five axes with different strides, so that one indexed
 copy moves all whole pages of a lane. Values that are cast go a few pages at a time, through what stays in the
@@ -22,7 +22,7 @@ from kvconnect.pack.digest import Streams, digest_streams
 from kvconnect.pack.lanes import PLACE_BYTES, Column, Lanes
 from kvconnect.runner_kit.block_table import BlockIds
 
-_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Words = NDArray[Any]
 _UINTS = {1: np.uint8, 2: np.uint16}
 _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
@@ -50,7 +50,7 @@ class TorchMover:
             lanes: [_memory_view(address, lanes) for address in lanes.address.tolist()] for lanes in all_lanes
         }
         placed = self._pages if is_placed else {}
-        self._placed = {lanes: [one[:, 0, 0, 0].numpy() for one in pages] for lanes, pages in placed.items()}
+        self._placed = {lanes: [one[:, 0, 0, 0] for one in pages] for lanes, pages in placed.items()}
 
     def prepare(self, total_bytes: int, streams: Streams, moves: tuple[Move, ...]) -> ChunkLayout:
         """See ``Launcher``. Nothing is worth it."""
@@ -76,29 +76,25 @@ class TorchMover:
         return PackTicket(digest_streams(raw, staged.layout.streams, seed, self._digest_sample))
 
 
-def _memory_view(address: int, lanes: Lanes) -> torch.Tensor:
+def _memory_view(address: int, lanes: Lanes) -> Words:
     """All pages of a lane: (block, token, head, plane, word)."""
     walk, cast = lanes.walk, lanes.access.cast
     word = min(8, lanes.access.memory) if cast is None else cast.memory_bytes
     length = (lanes.num_blocks - 1) * walk.block_stride + walk.extent_bytes
-    memory = (ctypes.c_uint8 * length).from_address(address)
-    raw = torch.frombuffer(memory, dtype=_DTYPES[word])
-    strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride)
-    return raw.as_strided(
-        (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word),
-        (*(stride // word for stride in strides), 1),
-    )
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
+    shape = (lanes.num_blocks, walk.tokens, walk.heads, walk.planes, walk.run_bytes // word)
+    strides = (walk.block_stride, walk.token_stride, walk.head_stride, walk.plane_stride, word)
+    return np.ndarray(shape, f"i{word}", memory, 0, strides)
 
 
 def _move_rows(
-    all_pages: Sequence[torch.Tensor], move: Move, of_pages: BlockIds, slot: NDArray[np.uint8], pack: bool
+    all_pages: Sequence[Words], move: Move, of_pages: BlockIds, slot: NDArray[np.uint8], pack: bool
 ) -> None:
     """Move the pages of each lane: the whole ones, and the first and the last, of which less may travel."""
     walk, cast, count = move.lanes.walk, move.lanes.access.cast, len(of_pages)
     word = min(8, move.lanes.access.memory) if cast is None else cast.wire_bytes
-    words = torch.from_numpy(slot[: len(slot) // word * word]).view(_DTYPES[word])
-    steps = (walk.tokens * walk.wire_token_stride, walk.wire_token_stride, walk.wire_head_stride)
-    strides = (*(step // word for step in (*steps, walk.wire_run_bytes)), 1)
+    step = walk.tokens * walk.wire_token_stride
+    strides = (step, walk.wire_token_stride, walk.wire_head_stride, walk.wire_run_bytes, word)
     all_scales = move.lanes.scales[move.which].tolist()
     head = 1 if move.lead < 0 else 0
     tail = max(head, count - 1 if move.lead + count * walk.tokens > move.rows else count)
@@ -109,29 +105,37 @@ def _move_rows(
         row = move.lead + first * walk.tokens
         skipped = max(0, -row)
         tokens = min(walk.tokens, move.rows - row) - skipped
-        blocks = torch.from_numpy(of_pages[first:stop])
-        kept, missing = (found.nonzero().reshape(-1) for found in (blocks, blocks == 0))
+        blocks = of_pages[first:stop]
+        (missing,) = np.nonzero(blocks == 0)
+        (kept,) = np.nonzero(blocks) if len(missing) else (slice(None),)
         shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
         at = (row + skipped) * walk.wire_token_stride
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
             if tokens != walk.tokens:
-                pages = pages.narrow(1, skipped, tokens)
-            in_slot = words.as_strided(shape, strides, (wire + at) // word)
+                pages = pages[:, skipped : skipped + tokens]
+            in_slot: Words = np.ndarray(shape, f"i{word}", slot, wire + at, strides)
             if cast is not None:
                 _cast_part(pages, in_slot, blocks, move.lanes, scales, pack)
             elif pack:
-                torch.index_select(pages, 0, blocks, out=in_slot)
-                if len(missing):
-                    in_slot.index_fill_(0, missing, 0)
-            elif len(missing):
-                pages.numpy()[blocks[kept].numpy()] = in_slot[kept].numpy()
+                _gather(pages, blocks, in_slot)
+                in_slot[missing] = 0
             else:
-                # numpy takes a quarter of the time of torch's index_copy_ for that.
-                pages.numpy()[blocks.numpy()] = in_slot.numpy()
+                pages[blocks[kept]] = in_slot[kept]
+
+
+def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
+    """Copy pages into rows. By numpy: threads that torch gives to this are of a serving stack's choice."""
+    if pages.flags.c_contiguous and rows.flags.c_contiguous:
+        # Which blocks there are was checked; with "raise" all would be copied once more.
+        np.take(pages, blocks, axis=0, out=rows, mode="clip")
+        return
+    at_once = max(1, _BYTES_AT_ONCE // rows[0].nbytes)
+    for first in range(0, len(blocks), at_once):
+        rows[first : first + at_once] = pages[blocks[first : first + at_once]]
 
 
 def _move_placed(
-    all_pages: Sequence[NDArray[Any]], move: Move, numbers: Column, slot: NDArray[np.uint8], pack: bool
+    all_pages: Sequence[Words], move: Move, numbers: Column, slot: NDArray[np.uint8], pack: bool
 ) -> None:
     """Move the pages of each lane, as rows of words; ``numbers`` are blocks, and then places."""
     blocks, places = numbers.reshape(2, -1)
@@ -142,7 +146,7 @@ def _move_placed(
     word, wires = all_pages[0].dtype, move.wire.tolist()
     row_bytes = max(wires) + page_bytes
     shape = ((len(slot) - row_bytes) // PLACE_BYTES + 1, row_bytes // word.itemsize)
-    rows: NDArray[Any] = np.ndarray(shape, word, slot, 0, (PLACE_BYTES, word.itemsize))
+    rows: Words = np.ndarray(shape, word, slot, 0, (PLACE_BYTES, word.itemsize))
     for pages, wire in zip(all_pages, wires, strict=True):
         in_rows = rows[:, wire // word.itemsize : (wire + page_bytes) // word.itemsize]
         for part in parts:
@@ -153,27 +157,25 @@ def _move_placed(
 
 
 def _cast_part(
-    pages: torch.Tensor, wire: torch.Tensor, ids: torch.Tensor, lanes: Lanes, scales: list[float], pack: bool
+    pages: Words, wire: Words, ids: BlockIds, lanes: Lanes, scales: list[float], pack: bool
 ) -> None:
-    at_once = max(1, _VALUES_AT_ONCE // wire[0].numel())
+    at_once = max(1, _VALUES_AT_ONCE // wire[0].size)
     for first in range(0, len(ids), at_once):
         some, rows = ids[first : first + at_once], wire[first : first + at_once]
         if pack:
-            _cast_values(pages.index_select(0, some), rows, lanes, scales, pack)
-            rows.index_fill_(0, (some == 0).nonzero().reshape(-1), 0)
+            _cast_values(pages[some], rows, lanes, scales, pack)
+            rows[some == 0] = 0
             continue
-        kept = some.nonzero().reshape(-1)
+        (kept,) = np.nonzero(some)
         if len(kept) < len(some):
             some, rows = some[kept], rows[kept]
-        cast = torch.empty((len(some), *pages.shape[1:]), dtype=pages.dtype)
+        cast: Words = np.empty((len(some), *pages.shape[1:]), pages.dtype)
         _cast_values(rows, cast, lanes, scales, pack)
-        pages.index_copy_(0, some, cast)
+        pages[some] = cast
 
 
-def _cast_values(
-    source: torch.Tensor, target: torch.Tensor, lanes: Lanes, scales: list[float], pack: bool
-) -> None:
-    """Cast (page, token, head, plane, value) from one tensor into another."""
+def _cast_values(source: Words, target: Words, lanes: Lanes, scales: list[float], pack: bool) -> None:
+    """Cast (page, token, head, plane, value) from one array into another."""
     cast, (planes, run) = lanes.access.cast, source.shape[3:]
     assert cast is not None
     types = (cast.memory, cast.wire) if pack else (cast.wire, cast.memory)
@@ -181,6 +183,6 @@ def _cast_values(
         keys = min(max(lanes.key_values - plane * run, 0), run)
         for first, stop, scale in ((0, keys, scales[0]), (keys, run, scales[1])):
             if first < stop:
-                codes = source[..., plane, first:stop].numpy()
+                codes = source[..., plane, first:stop]
                 made = cast_table(*types, scale).take(codes.view(_UINTS[codes.itemsize]), mode="wrap")
-                target[..., plane, first:stop] = torch.from_numpy(made.view(f"i{made.itemsize}"))
+                target[..., plane, first:stop] = made.view(target.dtype)

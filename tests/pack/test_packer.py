@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -396,6 +398,37 @@ def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(
     for _ in range(300):
         last = packer.pack(slot, staged, 1) if kernels == "torch" else tickets[3]
     assert last.digest == tickets[0].digest
+
+
+def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begin():
+    """A serving stack may bind torch's threads to the cores where it computes, and refuse other numbers."""
+    model, shape, heads = simple_model(1024, 4, 128), simple_shape(kernel=256), HeadInterval(0, 4)
+    side = Side(model, shape, heads, NUM_BLOCKS, 1)
+    wire = align_wire(side.card(), side.card(), "pages")
+    blocks = list(simple_blocks(model, shape).values())
+    threads = []
+
+    def move() -> None:
+        at_first = torch.get_num_threads()
+        torch.set_num_threads(4)
+        try:
+            for way in ("source", "target"):
+                packer = Packer(side.table, wire, side=way, device="cpu", kernels="torch")
+                (chunk,) = packer.chunker.cut([TokenSpan(0, 0, 1024)], 1 << 24)
+                (staged,) = packer.stage(blocks, [chunk], 1024)
+                slot = torch.from_numpy(np.ones(staged.total_bytes, np.uint8))
+                threads.append(set(os.listdir("/proc/self/task")))
+                (packer.pack if way == "source" else packer.unpack)(slot, staged, 1)
+                threads.append(set(os.listdir("/proc/self/task")))
+        finally:
+            torch.set_num_threads(at_first)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    thread.join()
+    assert len(threads) == 4
+    assert not threads[1] - threads[0]
+    assert not threads[3] - threads[2]
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
