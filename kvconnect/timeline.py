@@ -22,7 +22,7 @@ MOST_RECORDS = 1 << 16
 LATE_S = 1e-3
 """What a turn may be late, or take, without a record of it."""
 _IDLE_S = 10e-3
-"""Who sleeps so long has nothing under way, and is not late."""
+"""A thread that sleeps so long has nothing under way, and is not late."""
 
 
 class Moment:

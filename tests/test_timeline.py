@@ -115,7 +115,7 @@ def test_pages_have_every_record_once_and_no_handle():
     assert handle != "secret"
     assert b"secret" not in write_page(timeline, "P", 1, "")
     assert second.clock_s >= records[-1][0]
-    with pytest.raises(PeerError, match="does not tell"):
+    with pytest.raises(PeerError, match="does not contain"):
         msgspec.structs.replace(first, rows=((0.0, 9999, 0, 0, 0, 0),)).records()
     with pytest.raises(PeerError, match="cannot be read"):
         read_page(b"\xc1")

@@ -157,17 +157,17 @@ def check(
         if allowed and not allowed.allows(*split):
             refusal = "allow_peers does not have it"
         try:
-            said = refusal or _answer(extra, keyring, split)
+            result = refusal or _answer(extra, keyring, split)
         except PeerError as error:
-            said = refusal = f"it cannot be fetched from: {error}"
+            result = refusal = f"it cannot be fetched from: {error}"
         is_well = is_well and not refusal
-        typer.echo(f"{address}: {said}")
+        typer.echo(f"{address}: {result}")
     if not is_well:
         raise typer.Exit(1)
 
 
 def _answer(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> str:
-    """What a peer says of itself, in words. Raises ``PeerError``."""
+    """A peer's description, as a line of text. Raises ``PeerError``."""
     from kvconnect.peer.asking import ask
     from kvconnect.peer.description import TOPIC, read_description
     from kvconnect.peer.keyring import fingerprint

@@ -31,7 +31,7 @@ def trace(
     """Write what happened lately to requests on running workers, and print the slowest loads.
 
     The file is in Chrome's trace format. Of each load the table has how long it took, in milliseconds, and
-    where: to meet P and ask it, until P could begin, until all was packed, written, told, unpacked and
+    where: to meet P and ask it, until P could begin, until all was packed, written, notified, unpacked and
     reported; and for how long of that a transfer thread did not get the interpreter. Exit 1 if there is none.
     """
     from kvconnect.config import ExtraConfig

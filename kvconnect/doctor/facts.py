@@ -37,8 +37,8 @@ class Probes:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A worker's description, and between which times of our wall clock it was made."""
+class TimedDescription:
+    """A worker's description, and between which times of our wall clock the worker made it."""
 
     description: Description
     asked_at: float
@@ -65,7 +65,7 @@ class Facts:
     key_problem: str = ""
     port: PortState = field(default_factory=PortState)
     keyring: Keyring | None = None
-    own: Told | None = None
+    own: TimedDescription | None = None
     own_problem: str = ""
 
     @property
@@ -108,10 +108,12 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
     )
 
 
-def describe(probes: Probes, extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> Told:
-    """What the worker at an address says of itself. Raises ``PeerError``."""
+def describe(
+    probes: Probes, extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]
+) -> TimedDescription:
+    """Ask the worker at an address for its description. Raises ``PeerError``."""
     reply = probes.ask(extra, keyring, address, description.TOPIC)
-    return Told(read_description(reply.data), reply.asked_at, reply.answered_at)
+    return TimedDescription(read_description(reply.data), reply.asked_at, reply.answered_at)
 
 
 def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:

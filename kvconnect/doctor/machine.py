@@ -28,7 +28,7 @@ _TOPOLOGY_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. ``numa_node`` is -1 where the machine does not tell."""
+    """A port of an RDMA device. ``numa_node`` is -1 where the machine does not report it."""
 
     device: str
     port: int
@@ -138,9 +138,9 @@ def _ports(device: Path) -> list[RdmaPort]:
 
 
 def _speeds(interfaces: Path) -> dict[str, int]:
-    """Those of interfaces that say how fast they are; virtual ones do not, or say -1."""
-    told = {path.parent.name: _read(path) for path in interfaces.glob("*/speed")}
-    return {name: int(text) for name, text in told.items() if text.isdecimal()}
+    """Those of interfaces that have a speed; virtual ones have none, or -1."""
+    texts = {path.parent.name: _read(path) for path in interfaces.glob("*/speed")}
+    return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
 def _gpus(root: Path) -> tuple[Gpu, ...]:

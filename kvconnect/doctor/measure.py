@@ -16,7 +16,7 @@ import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.doctor.facts import Facts, Told
+from kvconnect.doctor.facts import Facts, TimedDescription
 from kvconnect.doctor.rates import Rates
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
@@ -46,7 +46,7 @@ _NAP_S = 1e-6
 _TURNS = 6
 
 
-def measure(facts: Facts, peer: Told, address: tuple[str, int]) -> Rates:
+def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> Rates:
     """Take a few seconds of a peer's rank 0. Raises ``PeerError``, ``EngineError`` or ``LayoutError``."""
     extra, theirs = facts.extra, peer.description.introduction
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

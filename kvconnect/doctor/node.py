@@ -46,8 +46,8 @@ def _port(facts: Facts) -> Iterator[Finding]:
     elif not extra.port:
         yield well("port", f"a free one of {extra.host} at each start; rank r takes one more")
     elif facts.own is not None:
-        told = facts.own.description
-        yield well("port", f"a node serves on {shown}: {told.role}, release {told.release}, {told.lane}")
+        own = facts.own.description
+        yield well("port", f"a node serves on {shown}: {own.role}, release {own.release}, {own.lane}")
     elif state.taken:
         yield failure(
             "port",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvconnect import __version__
 from kvconnect.cache.shard import partner_ranks
-from kvconnect.doctor.facts import Facts, Probes, Told, describe
+from kvconnect.doctor.facts import Facts, Probes, TimedDescription, describe
 from kvconnect.doctor.findings import Finding, failure, warning, well
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.explain.report import reasons_of
@@ -25,7 +25,7 @@ _UNREACHED = {
 }
 _BLOCKED = "look at host, port and the firewall between the two; rank r listens on port + r"
 
-Ranks = Mapping[int, Told]
+Ranks = Mapping[int, TimedDescription]
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,24 @@ def check_pair(facts: Facts, pair: Pair) -> Iterator[Finding]:
         yield failure(about, f"{pair.address}: {pair.problem}", advice)
         return
     peer = pair.peer[0]
-    told = peer.description
-    packages = ", ".join(f"{name} {version}" for name, version in told.versions.items() if name != "python")
-    yield well("peer", f"{pair.address}: {told.role}, {len(pair.peer)} ranks, {packages}")
+    description = peer.description
+    packages = ", ".join(
+        f"{name} {version}" for name, version in description.versions.items() if name != "python"
+    )
+    yield well("peer", f"{pair.address}: {description.role}, {len(pair.peer)} ranks, {packages}")
     yield from _clock(peer)
     both = (
-        f"the peer has {told.release} (protocol {told.protocol}), here is {__version__} ({PROTOCOL_VERSION})"
+        f"the peer has {description.release} (protocol {description.protocol}), "
+        f"here is {__version__} ({PROTOCOL_VERSION})"
     )
-    if told.protocol != PROTOCOL_VERSION:
+    if description.protocol != PROTOCOL_VERSION:
         yield failure(
             "release", both, "install releases of one protocol on both; CHANGELOG.md has which those are"
         )
         return
     yield well("release", both)
-    yield from _roles(facts, told.role)
-    theirs = told.introduction
+    yield from _roles(facts, description.role)
+    theirs = description.introduction
     yield well("peer's weights", theirs.meaning.weights or "not named")
     if not pair.own:
         if facts.engine not in ("", theirs.engine):
@@ -99,7 +102,7 @@ def check_pair(facts: Facts, pair: Pair) -> Iterator[Finding]:
     yield from _agreement(facts, pair)
 
 
-def _clock(peer: Told) -> Iterator[Finding]:
+def _clock(peer: TimedDescription) -> Iterator[Finding]:
     ahead_s = peer.description.clock_s - (peer.asked_at + peer.answered_at) / 2
     unsure_s = (peer.answered_at - peer.asked_at) / 2
     found = f"the peer's is {abs(ahead_s):.3g} s {'ahead' if ahead_s > 0 else 'behind'} (+- {unsure_s:.2g} s)"
@@ -184,15 +187,15 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
         yield well("caches", f"rank to rank {', '.join(ranks)}: {shown}")
 
 
-def paths(source: Told, target: Told, convert: bool) -> dict[str, list[str]]:
+def paths(source: TimedDescription, target: TimedDescription, convert: bool) -> dict[str, list[str]]:
     """By path, the reasons for which it is closed from a rank to another."""
     closed: dict[str, list[str]] = {"direct": [], "packed": []}
-    for side, told in (("source", source.description), ("target", target.description)):
-        if told.path != "auto":
-            closed["packed" if told.path == "direct" else "direct"].append(
-                f"the {side}'s path is {told.path!r}"
+    for side, description in (("source", source.description), ("target", target.description)):
+        if description.path != "auto":
+            closed["packed" if description.path == "direct" else "direct"].append(
+                f"the {side}'s path is {description.path!r}"
             )
-        if told.path != "direct" and not told.introduction.slot_bytes:
+        if description.path != "direct" and not description.introduction.slot_bytes:
             closed["packed"].append(f"the {side} has no slots")
     cards = source.description.introduction.table, target.description.introduction.table
     if refusals := [refusal for card in cards if (refusal := card_refusal(card))]:

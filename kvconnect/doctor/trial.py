@@ -1,7 +1,7 @@
 """An engine tried as a node would use it, in a process of its own: a library that crashes ends only that.
 
 Two engines of the process write a megabyte from one to the other, of GPU memory where there is any. NIXL's
-UCX then says in its own words what it wrote over.
+UCX then prints the transport that carried the bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TrialSettings(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What the child prints last. ``error`` is empty if bytes arrived."""
+class TrialReport(msgspec.Struct, frozen=True):
+    """What the child process prints last. ``error`` is empty if bytes arrived."""
 
     engine: str = ""
     lane: str = ""
@@ -45,7 +45,7 @@ class Told(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of it. ``wire`` is UCX's own word for what carried the bytes, where it was asked."""
+    """The result of a trial. ``wire`` is UCX's name for what carried the bytes, empty without UCX."""
 
     engine: str
     lane: str
@@ -56,7 +56,7 @@ class Trial:
 def run_trial(
     settings: TrialSettings, *, to_other_hosts: bool, environ: Mapping[str, str] = os.environ
 ) -> Trial:
-    """Try an engine. ``to_other_hosts``: UCX does without what only reaches its own, unless it is told."""
+    """Try an engine. ``to_other_hosts``: not by UCX's transports within a host, unless UCX_TLS is set."""
     surroundings = {**environ, "UCX_PROTO_INFO": "y"}
     if to_other_hosts:
         surroundings.setdefault("UCX_TLS", _NEAR)
@@ -67,11 +67,13 @@ def run_trial(
         return Trial(settings.engine, "", "", f"it did not start within {_CHILD_S:g} s")
     lines = done.stdout.splitlines()
     try:
-        told = msgspec.json.decode(lines[-1] if lines else "", type=Told)
+        report = msgspec.json.decode(lines[-1] if lines else "", type=TrialReport)
     except msgspec.MsgspecError:
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        return Trial(settings.engine, "", "", f"its process ended with {done.returncode}; it said: {said}")
-    return Trial(told.engine or settings.engine, told.lane, wire_of(lines), told.error)
+        last_line = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        return Trial(
+            settings.engine, "", "", f"its process ended with {done.returncode}; its output ends: {last_line}"
+        )
+    return Trial(report.engine or settings.engine, report.lane, wire_of(lines), report.error)
 
 
 def wire_of(lines: list[str]) -> str:
@@ -86,19 +88,19 @@ def wire_of(lines: list[str]) -> str:
 
 
 def main() -> None:
-    """The child: what it was told to try is its argument."""
+    """The child process; its argument is the ``TrialSettings``."""
     settings = msgspec.json.decode(sys.argv[1], type=TrialSettings)
     try:
-        told = _try(settings)
+        report = _try(settings)
     except Exception as error:
-        told = Told(error=str(error) or repr(error))
+        report = TrialReport(error=str(error) or repr(error))
     sys.stdout.flush()
-    print(f"\n{msgspec.json.encode(told).decode()}", flush=True)
+    print(f"\n{msgspec.json.encode(report).decode()}", flush=True)
     # Libraries that were left half made may not end.
     os._exit(0)
 
 
-def _try(settings: TrialSettings) -> Told:
+def _try(settings: TrialSettings) -> TrialReport:
     import numpy as np
     import torch
 
@@ -129,7 +131,7 @@ def _try(settings: TrialSettings) -> Told:
     error = done[0].error if done else "a write did not end"
     if not error and not bool((memory[1] == 7).all()):
         error = "a write ended, and other bytes arrived"
-    return Told(source.capabilities.name, lane, error)
+    return TrialReport(source.capabilities.name, lane, error)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def ask(
 ) -> Reply:
     """Ask the worker at an address, and wait for its answer: ``peer_timeout_s`` at most.
 
-    Raises ``PeerError``: nothing answers there, the keys differ, or it cannot answer; the text says which.
+    Raises ``PeerError``, which names the cause: nothing answers, the keys differ, the worker cannot answer.
     """
-    # Nobody connects to this side.
+    # No peer connects to this side.
     ours = msgspec.structs.replace(extra, host="127.0.0.1")
     channel = ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
     try:
@@ -65,5 +65,5 @@ def _exchange(channel: Channel, address: tuple[str, int], question: Question, ex
                 case Answer(number=number, error=error) if number == question.number:
                     raise PeerError(f"{shown} cannot answer: {error}")
                 case Refused(reason=reason) | Bad(reason=reason):
-                    raise PeerError(f"{shown} is of a release that answers no such question: {reason}")
+                    raise PeerError(f"{shown} runs a release that answers no such question: {reason}")
     raise PeerError(f"{shown} did not answer within {extra.peer_timeout_s:g} s")

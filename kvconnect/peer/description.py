@@ -1,4 +1,4 @@
-"""What a worker tells of itself to whom asks: the topic ``description`` of a question."""
+"""What a worker reports about itself: the answer to the topic ``description`` of a question."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def introduction(self) -> Introduction:
-        """What a greeting would bring. Raises ``PeerError``: it is of another protocol, or cannot be read."""
+        """What a greeting would bring. Raises ``PeerError``: another protocol, or it cannot be read."""
         if self.protocol != PROTOCOL_VERSION:
             raise PeerError(f"protocol version is {self.protocol}, accepted: {PROTOCOL_VERSION}")
         try:

@@ -267,7 +267,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """P's: what it knows, encoded as the topic says, or the error for which it cannot tell."""
+    """From P: what P knows, in the encoding of the topic, or the error for which it cannot answer."""
 
     number: Count
     data: bytes

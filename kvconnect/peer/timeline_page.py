@@ -1,4 +1,4 @@
-"""What a worker tells of its timeline to whom asks, page by page: the topic ``timeline`` of a question."""
+"""A worker's timeline, page by page: the answer to the topic ``timeline`` of a question."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TimelinePage(msgspec.Struct, frozen=True, kw_only=True):
     """Records of a worker, in the sequence of their times; the next page begins after the last of them.
 
     ``clock_s`` is the clock of its records as it answered. Texts are in ``names``, and rows have their places
-    there. A handle opens a load: what is told is its digest, which both sides of the load tell alike.
+    there. A handle opens a load: a page has its digest, which is the same on both sides of the load.
     """
 
     engine_id: str
@@ -39,7 +39,7 @@ class TimelinePage(msgspec.Struct, frozen=True, kw_only=True):
         """The records, each with the digest of its handle as the handle. Raises ``PeerError``."""
         names = self.names
         if any(not 0 <= place < len(names) for row in self.rows for place in row[1:4]):
-            raise PeerError("its timeline names what it does not tell")
+            raise PeerError("its timeline refers to names that it does not contain")
         return [
             (at, names[a], names[b], names[c], transfer, number)
             for at, a, b, c, transfer, number in self.rows
@@ -92,5 +92,5 @@ def read_page(data: bytes) -> TimelinePage:
 
 
 def digest(handle: str) -> str:
-    """What is told of a handle."""
+    """What stands for a handle in a page; empty for none."""
     return hashlib.blake2b(handle.encode(), digest_size=_DIGEST_BYTES).hexdigest() if handle else ""

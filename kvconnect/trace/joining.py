@@ -11,7 +11,7 @@ from kvconnect.timeline import Moment, Record
 
 _PHASES = (
     *(("meet", Moment.FETCH_SENT), ("ask", Moment.FETCH_RECEIVED), ("wait", Moment.FETCH_BEGUN)),
-    *(("pack", Moment.PACKED), ("write", Moment.WRITTEN), ("tell", Moment.LANDED)),
+    *(("pack", Moment.PACKED), ("write", Moment.WRITTEN), ("notify", Moment.LANDED)),
     *(("unpack", Moment.UNPACKED), ("report", Moment.REPORTED)),
 )
 PHASES = tuple(name for name, _ in _PHASES)
@@ -19,8 +19,8 @@ PHASES = tuple(name for name, _ in _PHASES)
 
 ``meet``: until every rank of P was asked. ``ask``: until P has the fetch. ``wait``: until P holds, or
 streams, what is asked for. ``pack``: until the last chunk is packed, many being written by then. ``write``:
-until the engine has written the last one. ``tell``: until D has the message of it. ``unpack`` and ``report``
-are D's.
+until the engine has written the last one. ``notify``: until D has the message of it. ``unpack`` and
+``report`` are D's.
 """
 
 
@@ -45,7 +45,7 @@ class Span:
         return (self.low + self.high) / 2 if math.isfinite(self.width) else 0.0
 
     def also(self, other: Span) -> Span:
-        """What both say; what this says, where they contradict each other."""
+        """The intersection of both; this one, where they do not overlap."""
         both = Span(max(self.low, other.low), min(self.high, other.high))
         return both if both.low <= both.high else self
 
@@ -58,9 +58,9 @@ class Span:
 
 @dataclass
 class Worker:
-    """What one worker told, until ``read_at`` of its clock.
+    """The records of one worker, until ``read_at`` of its clock.
 
-    ``ahead``: how far that is ahead of the clock of whoever asked.
+    ``ahead``: how far that clock is ahead of the clock of the process that asked.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Worker:
 
 @dataclass
 class Request:
-    """A load, or a prefill that nobody fetched: the records of each worker, by its place in the list."""
+    """A load, or a prefill that no peer fetched: the records of each worker, by its place in the list."""
 
     handle: str
     records: dict[int, list[Record]] = field(default_factory=dict)
@@ -130,11 +130,11 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
     """
     if not workers:
         return []
-    spoken = [_Messages(worker) for worker in workers]
+    messages = [_Messages(worker) for worker in workers]
     offsets = {0: 0.0}
     while len(offsets) < len(workers):
         spans = {
-            (known, other): _ahead(spoken[known], spoken[other]).also(
+            (known, other): _ahead(messages[known], messages[other]).also(
                 workers[other].ahead + -workers[known].ahead
             )
             for known in offsets
@@ -160,54 +160,54 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
 
 
 class _Messages:
-    """When a worker sent and got messages, by handle and D's number for the fetch.
+    """When a worker sent and received messages, by handle and D's number for the fetch.
 
-    What P was asked has D's rank beside it, since each rank of D counts its fetches for itself.
+    A fetch that P received has D's rank beside it, since each rank of D counts its fetches for itself.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.rank = worker.rank
-        self.asked: dict[tuple[str, int], float] = {}
-        self.was_asked: dict[tuple[str, int, int], float] = {}
-        self.told: dict[tuple[str, str, int, int], float] = {}
-        self.heard: dict[tuple[str, str, int, int], float] = {}
+        self.fetch_sent_at: dict[tuple[str, int], float] = {}
+        self.fetch_received_at: dict[tuple[str, int, int], float] = {}
+        self.reply_sent_at: dict[tuple[str, str, int, int], float] = {}
+        self.reply_received_at: dict[tuple[str, str, int, int], float] = {}
         for at, moment, handle, _, transfer_id, number in worker.records:
             if moment == Moment.FETCH_SENT:
-                self.asked[handle, transfer_id] = at
+                self.fetch_sent_at[handle, transfer_id] = at
             elif moment == Moment.FETCH_RECEIVED:
-                self.was_asked[handle, transfer_id, number] = at
+                self.fetch_received_at[handle, transfer_id, number] = at
             elif moment in (Moment.WRITTEN, Moment.ANSWER_SENT):
-                self.told[_TOLD[moment], handle, transfer_id, number] = at
-            elif moment in _TOLD.values():
-                self.heard[moment, handle, transfer_id, number] = at
-        # Where several ranks of D ask under one number it is not known which of them was told.
-        asking = Counter(key[:2] for key in self.was_asked)
+                self.reply_sent_at[_RECEIVED_AS[moment], handle, transfer_id, number] = at
+            elif moment in _RECEIVED_AS.values():
+                self.reply_received_at[moment, handle, transfer_id, number] = at
+        # Where several ranks of D ask under one number it is not known which of them P sent a message to.
+        asking = Counter(key[:2] for key in self.fetch_received_at)
         self.ambiguous = {key for key, count in asking.items() if count > 1}
 
 
-_TOLD = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
-"""What P records before it sends D a message, and what D does with it."""
+_RECEIVED_AS = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
+"""What P records before it sends D a message, and what D records when it receives that."""
 
 
 def _ahead(first: _Messages, second: _Messages) -> Span:
     """How far the second one's clock is ahead of the first's, whichever of them is D."""
-    return _ahead_of_asking(first, second).also(-_ahead_of_asking(second, first))
+    return _prefill_ahead(first, second).also(-_prefill_ahead(second, first))
 
 
-def _ahead_of_asking(decode: _Messages, prefill: _Messages) -> Span:
+def _prefill_ahead(decode: _Messages, prefill: _Messages) -> Span:
     """How far P's clock is ahead of D's, since no message arrives before it is sent."""
     low, high = -math.inf, math.inf
     fetches = set()
-    for fetch, at in decode.asked.items():
-        received_at = prefill.was_asked.get((*fetch, decode.rank))
+    for fetch, at in decode.fetch_sent_at.items():
+        received_at = prefill.fetch_received_at.get((*fetch, decode.rank))
         if received_at is not None:
             fetches.add(fetch)
             high = min(high, received_at - at)
     fetches -= prefill.ambiguous
-    for key, at in prefill.told.items():
-        heard_at = decode.heard.get(key) if key[1:3] in fetches else None
-        if heard_at is not None:
-            low = max(low, at - heard_at)
+    for key, at in prefill.reply_sent_at.items():
+        received_at = decode.reply_received_at.get(key) if key[1:3] in fetches else None
+        if received_at is not None:
+            low = max(low, at - received_at)
     # Clocks that drift contradict themselves a little over minutes.
     return Span(low, high) if low <= high else Span((low + high) / 2, (low + high) / 2)
 

@@ -1,9 +1,9 @@
 """Spans of OpenTelemetry for requests that vLLM traces: the load of one, and the hold of its KV.
 
 With ``--otlp-traces-endpoint`` vLLM hands on the trace that a client names in its ``traceparent``. It makes
-its own span, ``llm_request``, in another process once the request has ended, and names it to nobody: no span
-can be its child. Ours are its siblings, children of the client's span, by the tracer that vLLM made for this
-process.
+its own span, ``llm_request``, in another process once the request has ended, and hands its context to no
+other: no span can be its child. Ours are its siblings, children of the client's span, by the tracer that
+vLLM made for this process.
 Imports no vLLM, and OpenTelemetry only for a request that is traced.
 """
 
@@ -37,7 +37,7 @@ class Spans:
 
     Args:
         clock: the monotonic one of the records, in seconds.
-        wall_ns: the wall clock in nanoseconds, by which spans are told.
+        wall_ns: the wall clock in nanoseconds, by which spans have their times.
     """
 
     def __init__(self, clock: Callable[[], float], wall_ns: Callable[[], int]) -> None:
@@ -75,7 +75,7 @@ class Spans:
             try:
                 self._emit(name, traced, began, last)
             except Exception:
-                # Nobody's request fails for a span.
+                # No request fails for a span.
                 logger.exception("the span %r of request %s could not be made", name, last[3])
         if last[1] == Moment.FREED:
             self.end(last[3])

@@ -314,8 +314,8 @@ class FetchService:
         lease, outbox = sending.lease, sending.outbox
         if lease is None or sending.consumer is None:
             if sending.key[1] == MEASUREMENT:
-                told = Measured(sending.total_bytes, sending.seconds, sending.error)
-                self._inbound_peers.send(sending.key[0], told)
+                measured = Measured(sending.total_bytes, sending.seconds, sending.error)
+                self._inbound_peers.send(sending.key[0], measured)
                 return
             inbound = self._inbound_peers.get(sending.key[0])
             if inbound is not None and inbound.way is not None and inbound.way.probe is outbox:

@@ -1,7 +1,7 @@
-"""How fast a link is, when a tool asks: what P writes to the scratch memory of whom asks, for a moment.
+"""How fast a link is, for a tool that asks: what P writes for a moment to scratch memory of that peer.
 
 Packing is that of a request with blocks anywhere in the cache, but what leaves this node is scratch memory:
-who holds no handle gets nothing of a request. Owned by the transfer thread.
+a peer without a handle gets nothing of a request. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _whole(source: int, targets: Iterator[int], length: int, clock: Clock, until
 
 
 class _Requests(ChunkSupply):
-    """The chunks of requests that nobody made, until the time is over."""
+    """The chunks of made-up requests, until the time is over."""
 
     count = taken = 0
 
