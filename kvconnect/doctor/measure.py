@@ -33,7 +33,7 @@ from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
-from kvconnect.worker.measuring import LONGEST_S
+from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S
 
 _LINK = "measured"
 _WARM_UP_S, _MEASURED_S = 0.1, 1.0
@@ -105,6 +105,8 @@ class _Asking:
     def _written(self, *, packed: bool, seconds: float) -> float:
         self._session.send(Measure(packed, seconds))
         event = self._until(Received)
+        # The peer begins the next one no sooner.
+        time.sleep(max(seconds, LEAST_PAUSE_S))
         assert isinstance(event, Received)
         assert isinstance(event.message, Measured)
         if event.message.error or event.message.seconds <= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 
 from kvconnect.config import ExtraConfig
@@ -35,7 +36,7 @@ from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
 from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.measuring import LONGEST_S, MEASUREMENT, measuring_outbox
+from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S, MEASUREMENT, measuring_outbox
 from kvconnect.worker.outbox import Outbox, PageOutbox, Parcel, SlotOutbox
 from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches, check_chunks, check_fetch
 from kvconnect.worker.sender import Sender, Sending
@@ -63,6 +64,7 @@ class FetchService:
         self.pending = PendingFetches(config, book.leases)
         self.sender = Sender(config, local, metrics, self._arrived)
         self.not_quiescent: dict[TransferKey, float] = {}
+        self._measures_from = -math.inf
         self._config = config
         self._book = book
         self._inbound_peers = inbound_peers
@@ -301,8 +303,13 @@ class FetchService:
         try:
             if inbound is None or inbound.session.peer is None:
                 return
-            if any(number == MEASUREMENT for _, number in self.sender.sendings):
-                raise PeerError("another measurement is under way")
+            if now < self._measures_from or any(key[1] == MEASUREMENT for key in self.sender.sendings):
+                raise PeerError("another measurement is under way, or was a moment ago")
+            # Requests have the link, the slots and this thread at least half of the time.
+            self._measures_from = now + max(LEAST_PAUSE_S, 2 * asked.seconds)
+            if self._inbound_peers.has_other(inbound):
+                # To connect to this one would disconnect the other, which may be a decode node.
+                raise PeerError("another connection has introduced itself by this engine_id and rank")
             way = self._inbound_peers.way_to(inbound, {one.peer for one in self.sender.sendings.values()})
             outbox = measuring_outbox(asked, self._local, way, inbound.session.peer)
         except (PeerError, LayoutError) as error:

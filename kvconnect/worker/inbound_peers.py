@@ -116,6 +116,12 @@ class InboundPeers:
         """A conversation is over, if there was one."""
         self._peers.pop(link, None)
 
+    def has_other(self, inbound: InboundPeer) -> bool:
+        """Whether another connection's peer has introduced itself as the same engine and rank."""
+        peers = (other.session.peer for other in self._peers.values() if other is not inbound)
+        named = {owner_name(peer) for peer in peers if peer is not None}
+        return inbound.session.peer is not None and owner_name(inbound.session.peer) in named
+
     def way_to(self, inbound: InboundPeer, in_use: set[str]) -> Way:
         """How a peer is reached: worked out when it first fetches, since it may only ask for directions.
 

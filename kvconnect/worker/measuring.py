@@ -22,6 +22,7 @@ from kvconnect.peer.messages import Grant, Introduction, Measure
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.worker.local import Local
 from kvconnect.worker.outbox import Columns, Outbox, PageOutbox, SlotOutbox
+from kvconnect.worker.slots import SlotEvent
 from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.way import Way
 
@@ -29,6 +30,8 @@ MEASUREMENT = -1
 """The number of a measurement among the transfers of a connection."""
 LONGEST_S = 5.0
 """From its beginning to its answer."""
+LEAST_PAUSE_S = 0.2
+"""From the beginning of one to that of the next; twice the seconds of a longer one."""
 _TOKENS = 4096
 
 Clock = Callable[[], float]
@@ -146,4 +149,5 @@ class _PackedOutbox(SlotOutbox):
         return columns and (self._source, *columns[1:])
 
     def ended(self, completion: Completion) -> None:
-        super().ended(completion)
+        # However it ended: the engine was given no slot that it might still read.
+        self._pool.move(self._in_flight.pop(completion.batch_id).slot, SlotEvent.RETURN)

@@ -185,11 +185,22 @@ def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
     asking._session.send(messages.Measure(False, 0.3))
     assert "another measurement" in asking._until(Received).message.error
     assert asking._until(Received).message.total_bytes > 0
+    asking._session.send(messages.Measure(False, 0.3))
+    assert "a moment ago" in asking._until(Received).message.error
+    time.sleep(0.4)
     small = msgspec.structs.replace(ours, scratch_bytes=16)
     asking._session.greet_anew(small)
     asking._until(Ready)
     asking._session.send(messages.Measure(False, 0.3))
     assert "scratch memory" in asking._until(Received).message.error
+    time.sleep(0.7)
+    again = measure._Asking(facts, engine, ours, ("127.0.0.1", port))
+    again._channel.connect("measured", "127.0.0.1", port)
+    again._session.greet(time.monotonic())
+    again._until(Ready)
+    again._session.send(messages.Measure(False, 0.1))
+    assert "another connection has introduced itself" in again._until(Received).message.error
+    again._channel.close()
     asking._channel.close()
     engine.close()
     assert prefill.workers[0].state()["sendings"] == prefill.workers[0].state()["slots"] == 0
