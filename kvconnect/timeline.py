@@ -19,6 +19,8 @@ The number is that of a chunk, or of the peer's rank, or what is counted, or whe
 """
 
 MOST_RECORDS = 1 << 16
+_MOST_REQUEST_ID = 256
+"""Characters that are kept of one: a client may choose it."""
 LATE_S = 1e-3
 """What a turn may be late, or take, without a record of it."""
 _IDLE_S = 10e-3
@@ -72,11 +74,14 @@ class Timeline:
         self, moment: str, number: int = 0, *, handle: str = "", request_id: str = "", transfer_id: int = 0
     ) -> None:
         """Record what happens now."""
+        request_id = request_id[:_MOST_REQUEST_ID]
         self._records.append((self.clock(), moment, handle, request_id, transfer_id, number))
 
     def take(self, records: Iterable[Record]) -> None:
         """Add what another part of this machine recorded."""
-        self._records.extend(records)
+        for at, moment, handle, request_id, transfer_id, number in records:
+            kept = request_id[:_MOST_REQUEST_ID]
+            self._records.append((at, moment, handle, kept, transfer_id, number))
 
     def records(self) -> list[Record]:
         """All that are kept, in the sequence of their times."""

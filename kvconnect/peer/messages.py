@@ -120,6 +120,11 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 Grants = Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
 
+LONGEST_HANDLE = 512
+"""Characters."""
+Handle = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE)]
+
+
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """D to P: send me these blocks of a held request.
 
@@ -132,7 +137,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """
 
     transfer_id: int
-    handle: str
+    handle: Handle
     num_tokens: Count
     groups: tuple[GroupBlocks, ...]
     consumers: Ranks

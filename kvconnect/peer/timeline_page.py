@@ -15,7 +15,6 @@ from kvconnect.timeline import Record, Timeline
 TOPIC = "timeline"
 MOST_PER_PAGE = 4096
 """Some 80 kB, which hold up a transfer thread for a few milliseconds."""
-_MOST_REQUEST_ID = 256
 _DIGEST_BYTES = 12
 
 _Row = tuple[float, int, int, int, int, int]
@@ -66,7 +65,7 @@ def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> 
             at,
             place(moment),
             place(cached_digest(handle)),
-            place(request_id[:_MOST_REQUEST_ID]),
+            place(request_id),
             transfer,
             int(number),
         )

@@ -18,9 +18,9 @@ import msgspec
 from kvconnect.addresses import is_loopback
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.scheduler.prompts import PROMPT_BYTES
 
-LONGEST_HANDLE = 512
 MOST_TOKENS = 2**31 - 1
 MOST_SKEW_S = 60.0
 """How far the clocks of two nodes may be apart before a fresh handle counts as expired."""

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.scheduler.handles import LONGEST_HANDLE, Claims, Handles, Host, NumTokens, Port
+from kvconnect.peer.messages import LONGEST_HANDLE
+from kvconnect.scheduler.handles import Claims, Handles, Host, NumTokens, Port
 from kvconnect.scheduler.prompts import PROMPT_BYTES
 from kvconnect.scheduler.stack import RequestView
 

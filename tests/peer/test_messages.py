@@ -270,6 +270,13 @@ def test_numbers_that_a_decode_node_must_not_hear_are_not_read(message):
         m.decode(m.Side.DECODE, m.encode(message), LIMIT)
 
 
+def test_a_handle_that_no_node_makes_is_not_read():
+    for length, is_read in ((m.LONGEST_HANDLE, True), (m.LONGEST_HANDLE + 1, False)):
+        frame = m.encode(m.Fetch(1, "h" * length, 16, (), 1, 1.0))
+        with contextlib.nullcontext() if is_read else pytest.raises(PeerError):
+            m.decode(m.Side.PREFILL, frame, LIMIT)
+
+
 def test_what_is_too_long_is_not_read():
     frame = m.encode(m.CreditGrant(1, (GRANT,) * 100))
     with pytest.raises(PeerError, match=f"a message of {len(frame)} bytes, max_message_bytes is 99"):
