@@ -6,6 +6,7 @@ when nothing reads its blocks any more.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
@@ -18,6 +19,7 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import (
     MAX_HANDLES,
     Alive,
+    Answer,
     Cancel,
     CreditGrant,
     Fetch,
@@ -184,7 +186,7 @@ class PrefillSide:
             case Received(message=Measure() as measure):
                 self.fetches.measure(link, measure, now)
             case Received(message=Question() as question):
-                inbound.session.answer(self.topics.answer(question))
+                self.topics.ask(question, functools.partial(self._reply, link, inbound), now)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 if not inbound.has_misspoken:
@@ -200,6 +202,7 @@ class PrefillSide:
             for key in (*self.sender.sendings, *(early.key for early in self.pending.fetches)):
                 self.fetches.cancel(key, self._draining)
             self.book.revoke(self._draining)
+        self.topics.advance(now)
         self.fetches.advance(now)
         self.book.advance(now)
         if self._drained is not None and self._is_idle:
@@ -208,13 +211,19 @@ class PrefillSide:
 
     def next_deadline(self, now: float) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives."""
-        return min(math.inf if self._is_idle else self._drain_until, self.fetches.next_deadline(now))
+        drained_by = math.inf if self._is_idle else self._drain_until
+        return min(drained_by, self.fetches.next_deadline(now), self.topics.next_deadline())
 
     @property
     def _is_idle(self) -> bool:
         return not (self.leases or self.sender.sendings or self.pending.fetches)
 
     # What the above is made of
+
+    def _reply(self, link: str, inbound: InboundPeer, answer: Answer) -> None:
+        """Also to a peer that has not introduced itself, of which nothing else is kept."""
+        inbound.session.answer(answer)
+        self.inbound_peers.flush(link, inbound)
 
     def _release(self, inbound: InboundPeer, message: Release, now: float) -> None:
         lease, peer = self.leases.get(message.handle), inbound.session.peer

@@ -6,6 +6,8 @@ Owned by the transfer thread, which calls it between two steps of its work: it i
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable
 
 from kvconnect.peer.messages import Answer, Question
@@ -13,6 +15,9 @@ from kvconnect.peer.messages import Answer, Question
 logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 4096
+_MOST_WAITING = 64
+_PAUSE_S = 0.05
+"""Between answers: a page of the timeline takes 10 to 16 ms."""
 
 Reader = Callable[[str], bytes]
 """Takes the question's argument. What it raises is the answer's error."""
@@ -24,10 +29,31 @@ class Topics:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._readers: dict[str, Reader] = {}
+        self._waiting: deque[tuple[Question, Callable[[Answer], None]]] = deque()
+        self._next_at = 0.0
 
     def add(self, topic: str, reader: Reader) -> None:
         """Answer questions of a topic from now on; before the first peer is served."""
         self._readers[topic] = reader
+
+    def ask(self, question: Question, reply: Callable[[Answer], None], now: float) -> None:
+        """Take a question. It is answered at once, or in its turn: answers take the thread's time."""
+        if len(self._waiting) >= _MOST_WAITING:
+            reply(Answer(question.number, b"", f"{_MOST_WAITING} questions wait for their answers already"))
+            return
+        self._waiting.append((question, reply))
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Answer a question, if it is time for one."""
+        if self._waiting and now >= self._next_at:
+            self._next_at = now + _PAUSE_S
+            question, reply = self._waiting.popleft()
+            reply(self.answer(question))
+
+    def next_deadline(self) -> float:
+        """When the next question is answered; endless for never."""
+        return self._next_at if self._waiting else math.inf
 
     def answer(self, question: Question) -> Answer:
         """The one answer to a question. Raises nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 
@@ -106,3 +107,24 @@ def test_an_answer_is_bounded_and_an_error_is_one_too():
     assert "65536 bytes" in topics.answer(Question(1, "long")).error
     assert "ValueError" in topics.answer(Question(2, "wrong", "x")).error
     assert topics.answer(Question(3, "wrong", "2")).data == bytes(2)
+
+
+def test_questions_take_their_turns_and_only_so_many_wait():
+    topics, replies = Topics(1 << 16), []
+    topics.add("state", lambda argument: b"")
+    assert topics.next_deadline() == math.inf
+    for number in range(100):
+        topics.ask(Question(number, "state"), replies.append, 10.0)
+    first, *refused = replies
+    assert (first.number, first.error) == (0, "")
+    assert {reply.number for reply in refused} == set(range(65, 100))
+    assert all("wait" in reply.error for reply in refused)
+    replies.clear()
+    now = 10.0
+    while topics.next_deadline() < math.inf:
+        assert topics.next_deadline() > now
+        topics.advance(now)
+        now = topics.next_deadline()
+        topics.advance(now)
+    assert [reply.number for reply in replies] == list(range(1, 65))
+    assert now >= 10.0 + 64 * 0.05 - 1e-6
