@@ -457,6 +457,21 @@ def test_events_begin_with_what_the_disk_held_in_bounded_batches():
     assert half.take_events()[1][0].removed == (names[1],)
 
 
+def test_after_a_reset_nothing_of_before_is_announced():
+    half = stack_of().half
+    names = [number.to_bytes(8, "big") for number in range(5000)]
+    half.update_results(
+        Results(offload=(OffloadReport(0, changes=(TierChange("disk", 0, added=tuple(names[:9])),)),))
+    )
+    half.take_events()
+    for first in range(9, len(names), CHANGES_AT_ONCE):
+        change = TierChange("disk", 0, added=tuple(names[first : first + CHANGES_AT_ONCE]))
+        half.update_results(Results(offload=(OffloadReport(0, changes=(change,)),)))
+    assert half.take_events()[1], "more than one call takes"
+    half.reset()
+    assert not half.take_events()[1]
+
+
 def test_too_little_memory_for_one_hit_is_said():
     kinds = (Kind(4), Kind(4, window=64))
     with pytest.raises(ConfigError, match="cache group 1 .*, and the shortest hit needs 16 of them"):

@@ -239,6 +239,9 @@ class OffloadScheduler:
         self.host.jobs.invalidate()
         self.host.index.clear()
         self.host.lower.clear()
+        if self._changes is not None:
+            # Nothing would ever take back what is announced of it after this.
+            self._changes.clear()
 
     def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
         """What host memory has got and lost since the last call, and what lower tiers of rank 0 have.
