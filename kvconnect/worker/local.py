@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine, Span
@@ -120,7 +122,9 @@ def open_local(
         ConfigError: the device has no room for the fewest slots.
         EngineError: the engine refuses the memory.
     """
-    arenas = _make_arenas(config, engine, device, reserved_bytes, metrics) if config.extra.has_slots else {}
+    arenas = (
+        _make_arenas(config, engine, table, device, reserved_bytes, metrics) if config.extra.has_slots else {}
+    )
     on_cuda, memory = device.type == "cuda", tuple(arenas.values())
     ours = {"digest_sample": 1 if on_cuda else config.extra.digest_sample or CPU_DIGEST_SAMPLE}
     for arena in memory[:1]:
@@ -156,6 +160,16 @@ def open_local(
     return local
 
 
+def largest_state_bytes(table: RegionTable) -> int:
+    """What a slot must have for the recurrent states of a layer, which are not cut; 0 without any."""
+    states = {group.group for group in table.groups if group.is_state}
+    by_layer = Counter[str]()
+    for region in table.regions:
+        if region.group in states:
+            by_layer[region.layer] += div_ceil(region.page_bytes, ALIGN_BYTES) * ALIGN_BYTES
+    return max(by_layer.values(), default=0)
+
+
 def _slot_pool(arena: Arena | None) -> SlotPool:
     # Another process that uses this address after us must not grant the same numbers.
     first = random.SystemRandom().randrange(1, 1 << 61)
@@ -163,10 +177,15 @@ def _slot_pool(arena: Arena | None) -> SlotPool:
 
 
 def _make_arenas(
-    config: TransferConfig, engine: Engine, device: torch.device, reserved_bytes: int, metrics: Metrics
+    config: TransferConfig,
+    engine: Engine,
+    table: RegionTable,
+    device: torch.device,
+    reserved_bytes: int,
+    metrics: Metrics,
 ) -> dict[str, Arena]:
     """The memory of our slots, by what they are for."""
-    wanted = config.extra.slot_bytes or auto_slot_bytes(device)
+    wanted = config.extra.slot_bytes or max(auto_slot_bytes(device), largest_state_bytes(table))
     # A chunk is one batch: the rest of a slot that is larger would lie idle.
     most_bytes = engine.capabilities.max_bytes // ALIGN_BYTES * ALIGN_BYTES
     wanted = slot_bytes = min(wanted, max(most_bytes, ALIGN_BYTES))

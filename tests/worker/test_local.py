@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.pack.arena import Arena
+from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
-from kvconnect.worker.local import Local
+from kvconnect.plan.chunks import TokenSpan
+from kvconnect.plan.wire import ORDERS, align_wire
+from kvconnect.worker.local import Local, largest_state_bytes
 from kvconnect.worker.slots import SlotPool
 from tests.pack.sides import DEVICE, NUM_BLOCKS, Side, models, shapes
 
@@ -36,3 +39,16 @@ def test_scratch_memory_that_peers_are_sent_holds_nothing_of_before(monkeypatch)
     arena = Arena("cpu", 1 << 16, 2, 1 << 16)
     assert not arena.view(arena.scratch_address, arena.scratch_bytes).any()
     assert arena.view(arena.address, 1 << 16).all(), "slots are filled before they are sent"
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_slot_has_room_for_the_states_of_a_layer_which_are_not_cut(data):
+    model = data.draw(models())
+    side = Side(model, data.draw(shapes(model)), HeadInterval(0, model.total_heads), NUM_BLOCKS, 1)
+    card, slot_bytes = TableCard.of(side.table), largest_state_bytes(side.table)
+    states = {group.group for group in side.table.groups if group.is_state}
+    assert bool(slot_bytes) == bool(states)
+    for order in ORDERS if states else ():
+        chunker = Packer(side.table, align_wire(card, card, order), side="source", device=DEVICE).chunker
+        assert chunker.cut([TokenSpan(group, 0, 1) for group in sorted(states)], slot_bytes)
