@@ -274,7 +274,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         All kernels of the steps before were launched, those of a draft model too, which run after a step's
         tokens are known.
         """
-        if isinstance(kv_connector_metadata, OrdersMetadata):
+        if isinstance(kv_connector_metadata, OrdersMetadata) and not kv_connector_metadata.is_begun:
             kv_connector_metadata.is_begun = True
             if kv_connector_metadata.asks_address and self._own is not None:
                 self._report.addresses = (self._own,)
@@ -287,9 +287,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Blocks that vLLM zeroes with this step can be filled from now on."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, OrdersMetadata):
-            if not metadata.is_begun:
-                # A runner that has no earlier hook.
-                self.handle_preemptions(metadata)
+            # A runner may have no earlier hook.
+            self.handle_preemptions(metadata)
             self._worker.after_zeroing(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -97,6 +97,7 @@ def test_a_worker_looks_once_and_before_it_takes_the_orders(changed):
     made = connector(_worker=worker, _weights=weights, _role=KVConnectorRole.WORKER)
     metadata = OrdersMetadata(LOAD, check_weights=True)
     made.handle_preemptions(metadata)
+    made.handle_preemptions(metadata)
     made.bind_connector_metadata(metadata)
     made.start_load_kv(None)
     replaced = [("replace_weights", "tensors 1")] if changed else []
