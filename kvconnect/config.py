@@ -195,6 +195,12 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """This side opens the packed path."""
         return self.path != "direct" and self.num_slots > 0
 
+    @property
+    def all_engine_options(self) -> dict[str, Any]:
+        """``engine_options``, with ``device_name`` among them where it is set."""
+        named = {"device_name": self.device_name} if self.device_name else {}
+        return {**named, **self.engine_options}
+
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kv_transfer_config`` as vLLM spells it."""

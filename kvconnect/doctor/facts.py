@@ -128,9 +128,8 @@ def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring 
 
 def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:
     """Try the engine that is used as it is configured, and the others that ``auto`` may take as they are."""
-    options = {**({"device_name": extra.device_name} if extra.device_name else {}), **extra.engine_options}
     asked = {
-        name: TrialSettings(name, extra.host, extra.protocol, options)
+        name: TrialSettings(name, extra.host, extra.protocol, extra.all_engine_options)
         if name == engine
         else TrialSettings(name, extra.host)
         for name in dict.fromkeys((engine, *_CHOICE))

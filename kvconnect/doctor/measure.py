@@ -56,8 +56,9 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
     cache, table = _cache_like(like.table, device)
     slot_bytes = theirs.slot_bytes or _ALIGN_BYTES
     arena = Arena(device, slot_bytes, 1, max(slot_bytes, _SCRATCH_BYTES[device.type]))
-    options = {**({"device_name": extra.device_name} if extra.device_name else {}), **extra.engine_options}
-    engine = create_engine(theirs.engine, host=extra.host, protocol=extra.protocol, options=options)
+    engine = create_engine(
+        theirs.engine, host=extra.host, protocol=extra.protocol, options=extra.all_engine_options
+    )
     try:
         engine.register([Span(arena.address, arena.length_bytes, str(device))])
         ours = msgspec.structs.replace(

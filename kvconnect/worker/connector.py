@@ -92,9 +92,7 @@ class WorkerConnector:
             extra.engine,
             host=extra.host,
             protocol=extra.protocol,
-            options={"device_name": extra.device_name, **extra.engine_options}
-            if extra.device_name
-            else extra.engine_options,
+            options=extra.all_engine_options,
         )
         self._channel = ZmqChannel(
             extra,
