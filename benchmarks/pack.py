@@ -16,7 +16,6 @@ from benchmarks.transfer.cases import CacheShape, Layout
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
-from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -101,7 +100,6 @@ class _Case:
 def _timings(device: str) -> Iterator[dict[str, Any]]:
     if device == "cpu":
         # A CPU is the place of tests: small, and enough to see what digests cost there.
-        use_one_thread()
         for layout in (_NHD, _HND):
             case = _Case(device, layout, 2, 128, 32)
             for order in ("pages", "rows"):

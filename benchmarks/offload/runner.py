@@ -7,7 +7,6 @@ from benchmarks.offload.copies import Case, measure_case
 from benchmarks.offload.decode import measure_decode
 from benchmarks.offload.options import Options
 from benchmarks.report import Report
-from kvconnect.pack.torch_mover import use_one_thread
 
 
 def bench_offload(options: Options, report: Report) -> int:
@@ -24,8 +23,6 @@ def bench_offload(options: Options, report: Report) -> int:
         for found in measure_decode(options):
             report.add(found, "offload-decode")
         return 0
-    if options.on_cpu:
-        use_one_thread()
     for page_bytes in options.page_bytes:
         for blocks in options.used_blocks:
             case = Case(options.device, page_bytes, options.regions, blocks)

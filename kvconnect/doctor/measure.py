@@ -24,7 +24,6 @@ from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
-from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.messages import Introduction, Measure, Measured, Side
@@ -50,8 +49,6 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
     """Take a few seconds of a peer's rank 0. Raises ``PeerError``, ``EngineError`` or ``LayoutError``."""
     extra, theirs = facts.extra, peer.description.introduction
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    # As a worker's own thread does.
-    use_one_thread()
     like = facts.own.description.introduction if facts.own is not None else theirs
     cache, table = _cache_like(like.table, device)
     slot_bytes = theirs.slot_bytes or _ALIGN_BYTES

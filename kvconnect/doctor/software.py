@@ -38,7 +38,7 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield well("torch", f"{version}, {len(machine.gpus)} x {names}" if names else f"{version}, no GPU")
     triton = machine.versions.get("triton", "")
     if not machine.gpus:
-        yield well("Triton", f"{triton or 'not installed'}; without a GPU torch packs pages")
+        yield well("Triton", f"{triton or 'not installed'}; without a GPU numpy packs pages")
     elif not triton:
         yield failure("Triton", "it is not installed, and packs pages on GPUs", "pip install triton")
     elif not machine.compiler:

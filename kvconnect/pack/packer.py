@@ -18,7 +18,7 @@ from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.batches import ChunkLayout, PackTicket, PageRange, StagedChunk, make_move
 from kvconnect.pack.lanes import PLACE_BYTES, make_lanes
-from kvconnect.pack.torch_mover import TorchMover
+from kvconnect.pack.numpy_mover import NumpyMover
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.blocks import page_ids
 from kvconnect.plan.chunks import Chunk, Chunker, check_held
@@ -43,7 +43,7 @@ class Packer:
     Args:
         table: what bytes exist on this side. Its tensors, which are on ``device``, must outlive the packer.
         side: ``"source"`` packs, ``"target"`` unpacks; it decides which group indices are used.
-        kernels: ``"torch"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and torch elsewhere.
+        kernels: ``"numpy"``, ``"triton"``, or ``"auto"`` for Triton on CUDA and numpy elsewhere.
         cuda_stream: the stream of all work; None for the one that is current now.
         digest_sample: digests are of one line of 64 bytes in so many; on a GPU of all.
 
@@ -80,17 +80,17 @@ class Packer:
         self._layout_of = functools.lru_cache(_MOST_LAYOUTS)(self._make_layout)
         device = torch.device(device)
         self.is_blocking = device.type != "cuda"
-        self._mover: TorchMover | TritonMover
-        if wants_triton(kernels, device.type == "cuda"):
+        self._mover: NumpyMover | TritonMover
+        if wants_triton(kernels, device.type == "cuda", "numpy"):
             if digest_sample != 1:
                 raise ConfigError(f"digest_sample is {digest_sample}; accepted with Triton: 1")
             from kvconnect.pack.triton_mover import TritonMover
 
             self._mover = TritonMover(self._lanes, device, cuda_stream)
         elif device.type == "cuda":
-            raise ConfigError("kernels is 'torch', which moves CPU memory only; accepted: auto, triton")
+            raise ConfigError("kernels is 'numpy', which moves CPU memory only; accepted: auto, triton")
         else:
-            self._mover = TorchMover(self._lanes, digest_sample)
+            self._mover = NumpyMover(self._lanes, digest_sample)
 
     def stage(
         self, blocks: Sequence[GroupBlocks], chunks: Sequence[Chunk], num_tokens: int

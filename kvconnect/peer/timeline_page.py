@@ -14,7 +14,7 @@ from kvconnect.timeline import Record, Timeline
 
 TOPIC = "timeline"
 MOST_PER_PAGE = 4096
-"""Some 80 kB, which hold up a transfer thread for a few milliseconds."""
+"""Some 80 kB, which hold up a transfer thread for 10 to 16 ms."""
 _DIGEST_BYTES = 12
 
 _Row = tuple[float, int, int, int, int, int]

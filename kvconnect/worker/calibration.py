@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,11 +78,14 @@ def probe_bytes(slot_bytes: int, on_cuda: bool) -> int:
 
 def pack_bytes_per_s(arena: Arena) -> float:
     """About how fast pages are packed here: a plain copy into a slot, and the usual part of it."""
-    target = arena.view(arena.addresses[0], arena.slot_bytes)
-    if not target.is_cuda:
+    on_cuda = arena.device.type == "cuda"
+    target: Any = arena.view(arena.addresses[0], arena.slot_bytes)
+    sources: Any
+    if not on_cuda:
         # Pages lie in memory: what is in the processor's cache, as a slot is, is copied several times faster.
         copies = max(1, min(_MOST_COPIES, _UNCACHED_BYTES // arena.slot_bytes))
-        sources = torch.ones(copies, arena.slot_bytes, dtype=torch.uint8)
+        # By numpy, as pages are packed: torch would take all cores.
+        sources, target = np.ones((copies, arena.slot_bytes), dtype=np.uint8), target.numpy()
     elif len(arena.addresses) > 1:
         sources = arena.view(arena.addresses[1], arena.slot_bytes)[None]
     else:
@@ -91,11 +95,11 @@ def pack_bytes_per_s(arena: Arena) -> float:
         # The first copy is the first use of this memory, and slow.
         start = time.perf_counter()
         for source in sources:
-            target[: len(source)].copy_(source)
-        if target.is_cuda:
-            torch.cuda.synchronize(target.device)
+            target[: len(source)] = source
+        if on_cuda:
+            torch.cuda.synchronize(arena.device)
         seconds = min(seconds, time.perf_counter() - start)
-    return sources.numel() / seconds * (_CUDA_SHARE if target.is_cuda else _CPU_SHARE)
+    return sources.nbytes / seconds * (_CUDA_SHARE if on_cuda else _CPU_SHARE)
 
 
 def typical_page_bytes(link: TableAlignment) -> int:

@@ -21,7 +21,6 @@ import torch
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders
-from kvconnect.pack.torch_mover import use_one_thread
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.timeline import Turns
@@ -157,8 +156,6 @@ class TransferThread:
             if stream is not None:
                 torch.cuda.set_device(stream.device)
                 torch.cuda.set_stream(stream)
-            else:
-                use_one_thread()
             turns = Turns(self._metrics.timeline)
             while not self._stopping.is_set():
                 try:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kvconnect.cache.shard import HeadInterval, partner_ranks
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
-from kvconnect.pack import torch_mover
+from kvconnect.pack import numpy_mover
 from kvconnect.pack.packer import Packer
 from kvconnect.plan.chunks import Chunk, TokenSpan
 from kvconnect.plan.wire import align_wire
@@ -228,18 +228,18 @@ def check(kernels, case):
     rank = seed % worlds[1]
     target = Side(other, theirs, rank_heads(other, rank, worlds[1]), NUM_BLOCKS, 7, scales)
     fill_values(target, 8)
-    with interpreted_by(programs), mock.patch.object(torch_mover, "_VALUES_AT_ONCE", at_once):
+    with interpreted_by(programs), mock.patch.object(numpy_mover, "_VALUES_AT_ONCE", at_once):
         for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
             source = Side(model, ours, rank_heads(model, partner, worlds[0]), NUM_BLOCKS, 100, scales)
             fill_values(source, partner)
             exchange(kernels, source, held, target, wanted, spans, slot_bytes, seed, scales)
 
 
-@pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
 @settings(max_examples=200)
 @given(exchanges())
 def test_torch_casts_exactly_the_rows(case):
-    check("torch", case)
+    check("numpy", case)
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
@@ -358,13 +358,13 @@ class _Allocated(TorchDispatchMode):
         return made
 
 
-@pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
 @pytest.mark.parametrize("pair", [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")])
 def test_no_copy_of_the_whole_is_made_on_the_way(pair):
     source, target = (one_layer(getattr(torch, name), kernel=64, blocks=200) for name in pair)
     wire = align_wire(source.card(), target.card(), "rows", convert=True)
     for side, name in ((source, "source"), (target, "target")):
-        packer = Packer(side.table, wire, side=name, device="cpu", kernels="torch")
+        packer = Packer(side.table, wire, side=name, device="cpu", kernels="numpy")
         staged = whole(side, packer)
         slot = slot_for(staged)
         with _Allocated([slot, side.tensors["a"].tensor]) as allocated:

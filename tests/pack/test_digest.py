@@ -95,7 +95,7 @@ def test_another_generation_looks_at_other_lines():
     assert found.count(True) == 1
 
 
-@pytest.mark.parametrize(("sample", "kernels"), [(0, "torch"), (2, "triton")])
+@pytest.mark.parametrize(("sample", "kernels"), [(0, "numpy"), (2, "triton")])
 def test_a_packer_says_which_samples_it_takes(sample, kernels):
     side = one_layer(torch.float16)
     card = TableCard.of(side.table)

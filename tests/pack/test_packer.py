@@ -156,11 +156,11 @@ def check(kernels, case):
             exchange(kernels, sources[partner], held, target, wanted, spans, slot_bytes, seed)
 
 
-@pytest.mark.skipif("torch" not in KERNELS, reason="needs CPU memory")
+@pytest.mark.skipif("numpy" not in KERNELS, reason="needs CPU memory")
 @settings(max_examples=300)
 @given(exchanges())
 def test_torch_moves_exactly_the_rows(case):
-    check("torch", case)
+    check("numpy", case)
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="Triton is not installed")
@@ -396,7 +396,7 @@ def test_without_a_seed_there_is_no_digest_and_tickets_may_be_read_in_any_order(
     assert tickets[3].digest == tickets[0].digest != tickets[2].digest
     assert tickets[1].digest is None
     for _ in range(300):
-        last = packer.pack(slot, staged, 1) if kernels == "torch" else tickets[3]
+        last = packer.pack(slot, staged, 1) if kernels == "numpy" else tickets[3]
     assert last.digest == tickets[0].digest
 
 
@@ -413,7 +413,7 @@ def test_a_processor_packs_and_unpacks_in_one_thread_however_many_torch_may_begi
         torch.set_num_threads(4)
         try:
             for way in ("source", "target"):
-                packer = Packer(side.table, wire, side=way, device="cpu", kernels="torch")
+                packer = Packer(side.table, wire, side=way, device="cpu", kernels="numpy")
                 (chunk,) = packer.chunker.cut([TokenSpan(0, 0, 1024)], 1 << 24)
                 (staged,) = packer.stage(blocks, [chunk], 1024)
                 slot = torch.from_numpy(np.ones(staged.total_bytes, np.uint8))

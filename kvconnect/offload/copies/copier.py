@@ -18,7 +18,7 @@ from kvconnect.offload.copies.rows import RowLayout, RowParts, page_numbers
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.orders import RowCopies
 from kvconnect.pack.batches import ChunkLayout, StagedChunk
-from kvconnect.pack.torch_mover import TorchMover
+from kvconnect.pack.numpy_mover import NumpyMover
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Copier:
     def __init__(self, parts: RowParts, arena: RowArena) -> None:
         self.staging_waits = 0
         self._parts, self._arena = parts, arena
-        self._mover = TorchMover([lanes for kind in parts.lanes_of for lanes in kind], is_placed=True)
+        self._mover = NumpyMover([lanes for kind in parts.lanes_of for lanes in kind], is_placed=True)
 
     def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
         """Copy blocks to rows, as the blocks are when what was given to the device so far is done.

@@ -17,7 +17,6 @@ from kvconnect.offload.copies.copier import Copier
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import Job, Jobs
 from kvconnect.offload.worker.row_work import RowWork
-from kvconnect.pack.torch_mover import use_one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +118,6 @@ class TierLoop:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        else:
-            use_one_thread()
         while not self._is_stopping:
             sleep_s = self._step()
             if sleep_s > 0 and self._wake.wait(sleep_s):

@@ -8,12 +8,10 @@ processor's cache, and so do pages that are placed: those of lanes without axes,
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvconnect.pack.batches import Blocks, ChunkLayout, Move, PackTicket, StagedChunk
@@ -28,20 +26,7 @@ _VALUES_AT_ONCE = 1 << 15
 _BYTES_AT_ONCE = 256 << 10
 
 
-def use_one_thread() -> None:
-    """Let torch work with this thread alone whenever it is called from it.
-
-    A model may keep all cores busy: threads that wait for each other between its own are slower than one.
-    """
-    of_all_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # What counts is each thread's own, but threads that begin later take what any has set last.
-    other = threading.Thread(target=torch.set_num_threads, args=(of_all_threads,))
-    other.start()
-    other.join()
-
-
-class TorchMover:
+class NumpyMover:
     """Moves chunks in the memory of a CPU; for ``is_placed`` see ``Launcher``."""
 
     def __init__(self, all_lanes: Sequence[Lanes], digest_sample: int = 1, is_placed: bool = False) -> None:
