@@ -31,15 +31,6 @@ def moments(worker):
     return list(dict.fromkeys(record[1] for record in worker.metrics.timeline.records()))
 
 
-def test_the_oldest_records_go_and_those_of_another_part_take_their_place_in_time():
-    clock = Clock()
-    timeline = Timeline(clock, most=3)
-    for number in range(5):
-        clock.now += 1
-        timeline.note(Moment.PACKED, number, handle="h", transfer_id=7)
-    assert [record[5] for record in timeline.records()] == [2, 3, 4]
-
-
 def test_of_a_request_id_that_a_client_chose_only_so_much_is_kept():
     timeline = Timeline(Clock())
     timeline.note(Moment.HELD, request_id="r" * 100_000)
@@ -48,13 +39,14 @@ def test_of_a_request_id_that_a_client_chose_only_so_much_is_kept():
     assert [record[5] for record in timeline.records()] == [7, 8, 0]
 
 
-def test_what_another_part_recorded_takes_its_place_in_time():
+def test_the_oldest_records_go_and_those_of_another_part_take_their_place_in_time():
     clock = Clock()
     timeline = Timeline(clock, most=3)
     for number in range(5):
         clock.now += 1
         timeline.note(Moment.PACKED, number, handle="h", transfer_id=7)
     assert timeline.records()[0] == (103.0, "packed", "h", "", 7, 2)
+    assert [record[5] for record in timeline.records()] == [2, 3, 4]
     timeline.take([(103.5, Moment.QUEUED, "h", "r", 0, 0)])
     assert [record[0] for record in timeline.records()] == [103.5, 104.0, 105.0]
 

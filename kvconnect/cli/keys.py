@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvconnect.addresses import split_address
+from kvconnect.cli.options import keys_at
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer import key_files
 from kvconnect.peer.allow_list import AllowList
@@ -118,13 +119,9 @@ def show(
     ] = None,
 ) -> None:
     """Show fingerprints, public keys and peers; never a secret."""
-    from kvconnect.config import ExtraConfig
     from kvconnect.peer.keyring import NodeKeys, load_keyring
 
-    extra = ExtraConfig()
-    if path is not None:
-        extra = ExtraConfig(keys_dir=str(path)) if path.is_dir() else ExtraConfig(key_file=str(path))
-    keyring = load_keyring(extra, os.environ)
+    keyring = load_keyring(keys_at(path), os.environ)
     assert keyring is not None, "only `insecure` has none"
     if isinstance(keyring, NodeKeys):
         _show_node(keyring.folder)
@@ -143,11 +140,11 @@ def check(
 ) -> None:
     """Report whether a node could start with these keys, and ask its peers; exit 1 if not all answer."""
     from kvconnect.config import parse_kv_transfer_config
-    from kvconnect.peer.keyring import load_keyring
+    from kvconnect.peer.keyring import described, load_keyring
 
     extra = parse_kv_transfer_config(kv_transfer_config).extra
     keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
-    typer.echo(keyring.describe() if keyring else "insecure: neither authenticated nor encrypted")
+    typer.echo(described(keyring))
     is_well = True
     for address in peer or ():
         if (split := split_address(address)) is None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvconnect.cli.options import Insecure, Key, keys_at
+
 
 def trace(
     addresses: Annotated[
@@ -20,13 +22,8 @@ def trace(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the trace.")] = Path(
         "kvconnect-trace.json"
     ),
-    key: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="A key file or a node's folder; left out, what a node here would use."
-        ),
-    ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="The workers run without keys.")] = False,
+    key: Key = None,
+    insecure: Insecure = False,
 ) -> None:
     """Write what happened lately to requests on running workers, and print the slowest loads.
 
@@ -34,10 +31,6 @@ def trace(
     where: to meet P and ask it, until P could begin, until all was packed, written, notified, unpacked and
     reported; and for how long of that a transfer thread did not get the interpreter. Exit 1 if there is none.
     """
-    from kvconnect.config import ExtraConfig
     from kvconnect.trace.runner import run_trace
 
-    extra = ExtraConfig(insecure=insecure)
-    if key is not None:
-        extra = ExtraConfig(keys_dir=str(key)) if key.is_dir() else ExtraConfig(key_file=str(key))
-    raise typer.Exit(run_trace(addresses, last=last, out=out, extra=extra))
+    raise typer.Exit(run_trace(addresses, last=last, out=out, extra=keys_at(key, insecure)))

@@ -19,7 +19,7 @@ from kvconnect.peer import description
 from kvconnect.peer.asking import Reply, ask
 from kvconnect.peer.description import Description, read_description
 from kvconnect.peer.key_files import user_key_path
-from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, load_keyring
+from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, described, load_keyring
 
 _CHOICE = ("nixl", "mooncake")
 """What ``auto`` takes, the first that works. Others are tried where they are configured."""
@@ -123,7 +123,7 @@ def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring 
     if not extra.insecure and not is_named and is_loopback(extra.host) and not of_user.exists():
         return f"none yet; the first node of this user makes {of_user}", None
     keyring = load_keyring(extra, environ)
-    return (keyring.describe() if keyring else "insecure: neither authenticated nor encrypted"), keyring
+    return described(keyring), keyring
 
 
 def _trials(extra: ExtraConfig, engine: str, engines: Mapping[str, str], probes: Probes) -> dict[str, Trial]:

@@ -21,25 +21,22 @@ from kvconnect.doctor.rates import Rates
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks
-from kvconnect.pack.arena import Arena
+from kvconnect.pack.arena import ALIGN_BYTES, Arena
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.asking import asking_channel
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.messages import Introduction, Measure, Measured, Side
 from kvconnect.peer.session import Ended, Misused, Ready, Received, Session
-from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
-from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S
+from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S, any_blocks
 
 _LINK = "measured"
 _WARM_UP_S, _MEASURED_S = 0.1, 1.0
 _SCRATCH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 _CACHE_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 _MOST_TOKENS = 4096
-_ALIGN_BYTES = 4096
 _NAP_S = 1e-6
 """As a worker that waits for writes."""
 _TURNS = 6
@@ -51,7 +48,7 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     like = facts.own.description.introduction if facts.own is not None else theirs
     cache, table = _cache_like(like.table, device)
-    slot_bytes = theirs.slot_bytes or _ALIGN_BYTES
+    slot_bytes = theirs.slot_bytes or ALIGN_BYTES
     arena = Arena(device, slot_bytes, 1, max(slot_bytes, _SCRATCH_BYTES[device.type]))
     engine = create_engine(
         theirs.engine, host=extra.host, protocol=extra.protocol, options=extra.all_engine_options
@@ -82,8 +79,7 @@ class _Asking:
         extra = facts.extra
         self._engine, self._address, self._has_slots = engine, address, ours.slot_bytes > 0
         self._session = Session(Side.DECODE, ours, extra)
-        listens = msgspec.structs.replace(extra, host="127.0.0.1")
-        self._channel = ZmqChannel(listens, 0, facts.keyring, AllowList(extra.allow_peers))
+        self._channel = asking_channel(extra, facts.keyring)
 
     def rates(self) -> tuple[float, float]:
         """Contiguous and packed; 0 for packed where the peer has no slots."""
@@ -149,9 +145,9 @@ def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, Re
         ratio = groups[region.group].blocks_per_kv_block
         blocks = max(2 * ratio, int(each[region.group] * share) // ratio * ratio)
         regions.append(msgspec.structs.replace(region, address=at, num_blocks=blocks))
-        at += div_ceil(blocks * region.block_stride, _ALIGN_BYTES) * _ALIGN_BYTES
-    memory = torch.zeros(at + _ALIGN_BYTES, dtype=torch.uint8, device=device)
-    base = div_ceil(memory.data_ptr(), _ALIGN_BYTES) * _ALIGN_BYTES
+        at += div_ceil(blocks * region.block_stride, ALIGN_BYTES) * ALIGN_BYTES
+    memory = torch.zeros(at + ALIGN_BYTES, dtype=torch.uint8, device=device)
+    base = div_ceil(memory.data_ptr(), ALIGN_BYTES) * ALIGN_BYTES
     placed = tuple(msgspec.structs.replace(one, address=base + one.address) for one in regions)
     return memory, RegionTable(placed, card.groups, ())
 
@@ -161,15 +157,8 @@ def _unpack_rate(table: RegionTable, theirs: Introduction, facts: Facts, arena: 
     wire = align_wire(theirs.table, TableCard.of(table), convert=facts.extra.convert_dtype)
     sample = 1 if arena.device.type == "cuda" else theirs.digest_sample
     packer = Packer(table, wire, side="target", device=arena.device, digest_sample=sample)
-    blocks, spans = [], []
-    for group in table.groups:
-        kernel_blocks = min(region.num_blocks for region in table.regions if region.group == group.group)
-        count = kernel_blocks // group.blocks_per_kv_block - 1
-        ids = torch.randperm(count)[: 1 if group.is_state else count] + 1
-        blocks.append(GroupBlocks(group.group, 0, tuple(ids.tolist())))
-        held = count * group.block_tokens * group.blocks_per_kv_block
-        spans.append(TokenSpan(group.group, 0, 1 if group.is_state else held))
-    tokens = max((span.stop for span in spans), default=1)
+    blocks, tokens = any_blocks(table)
+    spans = [TokenSpan(group.group, 0, 1 if group.is_state else tokens) for group in table.groups]
     chunks = packer.chunker.cut(spans, arena.slot_bytes)
     staged = packer.stage(blocks, chunks, tokens)
 

@@ -37,13 +37,17 @@ def ask(
 
     Raises ``PeerError``, which names the cause: nothing answers, the keys differ, the worker cannot answer.
     """
-    # No peer connects to this side.
-    ours = msgspec.structs.replace(extra, host="127.0.0.1")
-    channel = ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
+    channel = asking_channel(extra, keyring)
     try:
         return _exchange(channel, address, Question(next(_numbers), topic, argument), extra)
     finally:
         channel.close()
+
+
+def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
+    """A channel that connects to workers, and that no peer connects to."""
+    ours = msgspec.structs.replace(extra, host="127.0.0.1")
+    return ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
 
 
 def _exchange(channel: Channel, address: tuple[str, int], question: Question, extra: ExtraConfig) -> Reply:

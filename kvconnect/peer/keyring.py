@@ -142,6 +142,11 @@ class NodeKeys:
 Keyring = SharedKeys | NodeKeys
 
 
+def described(keyring: Keyring | None) -> str:
+    """A keyring as a line of text."""
+    return keyring.describe() if keyring else "insecure: neither authenticated nor encrypted"
+
+
 def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | None:
     """The keys that are configured, or those of this user where only this machine can be meant.
 

@@ -227,7 +227,7 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 class Release(msgspec.Struct, frozen=True, array_like=True, tag="let_go"):
     """D to P: a rank that would have fetched this request will not. No answer."""
 
-    handle: str
+    handle: Handle
     consumers: Ranks
 
 
@@ -237,7 +237,7 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     A handle that is not held yet is remembered: D is notified when it is, or never will be.
     """
 
-    handles: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)]
+    handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_HANDLES)]
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):

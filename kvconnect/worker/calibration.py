@@ -99,7 +99,7 @@ def pack_bytes_per_s(arena: Arena) -> float:
         if on_cuda:
             torch.cuda.synchronize(arena.device)
         seconds = min(seconds, time.perf_counter() - start)
-    return sources.nbytes / seconds * (_CUDA_SHARE if on_cuda else _CPU_SHARE)
+    return int(sources.nbytes) / seconds * (_CUDA_SHARE if on_cuda else _CPU_SHARE)
 
 
 def typical_page_bytes(link: TableAlignment) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvconnect.arithmetic import div_ceil
+from kvconnect.cache.region_table import RegionTable
 from kvconnect.engine.base import Completion
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks
@@ -79,7 +80,7 @@ class _Requests(ChunkSupply):
 
     def __init__(self, packer: Packer, local: Local, most_bytes: int, clock: Clock, until: float) -> None:
         self._packer, self._clock, self._until = packer, clock, until
-        self._blocks, self._tokens = _any_blocks(local)
+        self._blocks, self._tokens = any_blocks(local.table)
         streams = packer.chunker.wire.streams
         spans = {
             stream.target_group: TokenSpan(stream.target_group, 0, 1 if stream.is_state else self._tokens)
@@ -111,10 +112,9 @@ class _Requests(ChunkSupply):
         return self.taken, self._staged.pop()
 
 
-def _any_blocks(local: Local) -> tuple[list[GroupBlocks], int]:
+def any_blocks(table: RegionTable) -> tuple[list[GroupBlocks], int]:
     """Blocks of a request, anywhere in every cache group, and how many tokens they hold."""
-    table, rng = local.table, random.Random(0)
-    tokens, room = _TOKENS, {}
+    rng, tokens, room = random.Random(0), _TOKENS, {}
     for group in table.groups:
         blocks = min(region.num_blocks for region in table.regions if region.group == group.group)
         room[group.group] = blocks // group.blocks_per_kv_block - 1

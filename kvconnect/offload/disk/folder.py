@@ -29,7 +29,7 @@ _CLEARED = "cleared"
 """While this file is there, all rows in the folder are void."""
 
 _MAX_FACT_BYTES = 12 << 10
-_MAX_LABEL = 200
+MAX_LABEL = 200
 _FILE_SYSTEM_BLOCK_BYTES = 4096
 _FOLDER_NAME = re.compile(r"([0-9a-f]{16,64})-rank([0-9]{1,6})")
 _ROW_NAME = re.compile(r"([0-9a-f]{1,8})-((?:[0-9a-f]{2}){1,64})\.kv")
@@ -187,7 +187,7 @@ class DiskFolder:
     def describe(self, owner: FolderOwner) -> None:
         """Write the owner into the folder, for operators, with those of its facts that are short."""
         facts = {key: fact for key, fact in owner.facts.items() if len(json.dumps(fact)) <= _MAX_FACT_BYTES}
-        described = {"namespace": owner.namespace, "label": owner.label[:_MAX_LABEL], "rank": owner.rank}
+        described = {"namespace": owner.namespace, "label": owner.label[:MAX_LABEL], "rank": owner.rank}
         text = json.dumps({**described, "facts": facts})
         file = self.open(_FACTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import (
+    MAX_LABEL,
     DiskFolder,
     RowFile,
     holder_of,
@@ -44,7 +45,7 @@ def look(path: Path) -> dict[str, Any]:
         "name": path.name,
         "namespace": str(described.get("namespace", parsed[0])),
         "rank": parsed[1],
-        "label": str(described.get("label", ""))[:200],
+        "label": str(described.get("label", ""))[:MAX_LABEL],
         "model": _model_of(described.get("facts")),
         "records": len(rows),
         "length_bytes": sum(row.length_bytes for row in rows),
@@ -113,4 +114,4 @@ def _model_of(facts: Any) -> str:
     model = stack.get("model", "") if isinstance(stack, dict) else ""
     while isinstance(model, dict):
         model = model.get("model") or model.get("name") or next(iter(model.values()), "")
-    return str(model)[:200]
+    return str(model)[:MAX_LABEL]
