@@ -12,7 +12,7 @@ ARGS ?=
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup setup-vllm demo test test-vllm test-vllm-releases check bench simulate faults
+.PHONY: help setup setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -49,6 +49,14 @@ test-vllm-releases: setup ## a part of the same on older releases of vLLM, each 
 	  .venv-vllm-$$release/bin/python -m pytest tests/vllm_contract tests/vllm/test_model_kinds.py \
 	    -k "vllm_contract or gqa-nixl or hybrid-nixl" -m "not full" $(PYTEST_ARGS) || exit 1; \
 	done
+
+setup-routers: ## make .venv-routers, with released routers of others
+	@deploy/setup-routers.sh
+
+# Slow, and of what others release: neither in "make test" nor in .ci/run.
+test-routers: setup-vllm setup-routers ## vllm-router before real nodes and real vLLM servers, each in its environment
+	@echo "test-routers: pytest over tests/routers/"
+	@.venv-vllm/bin/python -m pytest tests/routers -m "$(MARKS)" $(PYTEST_ARGS)
 
 check: setup ## lint, format, types
 	@echo "check: ruff check"

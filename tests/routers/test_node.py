@@ -1,0 +1,114 @@
+"""kvconnect's own node behind vllm-router: what the node serves, neither chats nor several answers."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvconnect.demo.children import Children
+from kvconnect.demo.http import fetch_json, growth, read_metrics
+from kvconnect.demo.pair import start_nodes, start_reference
+from tests.routers.vllm_router import (
+    CONCURRENT,
+    REQUEST_ID_LENGTH,
+    complete,
+    find_router,
+    leave,
+    pd_arguments,
+    routed,
+    stream,
+    token_ids,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """A single node, a prefill and a decode node."""
+    find_router()
+    with Children(tmp_path_factory.mktemp("nodes")) as children:
+        single = start_reference(children, "gqa")
+        made = single, *start_nodes(children, "nixl", "gqa")
+        yield [node.wait_ready() for node in made]
+
+
+@pytest.fixture(scope="module")
+def router(nodes, tmp_path_factory):
+    with routed(tmp_path_factory.mktemp("router"), *pd_arguments(*nodes[1:])) as url:
+        yield url
+
+
+def body(prompt, **more):
+    return {"model": "gqa", "prompt": prompt, "max_tokens": 12, **more}
+
+
+def moved(url):
+    """By a decode node: loads that went well, all others, and tokens of prompts that it did not compute."""
+    samples = read_metrics(url)
+    ok = growth({}, samples, "kvconnect_transfers_total", direction="received", outcome="ok")
+    others = growth({}, samples, "kvconnect_transfers_total", direction="received") - ok
+    # Of the answers' own counts the router makes those of the prefill node.
+    return ok, others, fetch_json(url + "/debug/state")["counts"]["cached_tokens"]
+
+
+def assert_at_rest(url, within_s=5):
+    deadline = time.monotonic() + within_s
+    while True:
+        state = fetch_json(url + "/debug/state")
+        left = {key: state["connector"][key] for key in ("leases", "sendings", "loads")}
+        if state["blocks"]["held"] == 0 and not any(left.values()):
+            return
+        assert time.monotonic() < deadline, state
+        time.sleep(0.1)
+
+
+def assert_all_came_over(nodes, router, prompts, ask):
+    """``ask`` gets the same of the router as of a single node, and the decode node loads all of it."""
+    single, *pair = nodes
+    expected = [ask(single, prompt) for prompt in prompts]
+    loads, failed, cached = moved(pair[1])
+    with ThreadPoolExecutor(CONCURRENT) as pool:
+        assert list(pool.map(lambda prompt: ask(router, prompt), prompts)) == expected
+    for url in pair:
+        assert_at_rest(url)
+    # The last token of each is what a decode node begins with.
+    tokens = sum(len(prompt) - 1 for prompt in prompts)
+    assert moved(pair[1]) == (loads + len(prompts), failed, cached + tokens)
+
+
+def ask_whole(url, prompt):
+    return token_ids(complete(url, body(prompt)))
+
+
+def ask_stream(url, prompt):
+    return stream(url, body(prompt))
+
+
+@pytest.mark.parametrize("number", [1, CONCURRENT])
+def test_prompts_as_token_ids(nodes, router, number):
+    prompts = [[number, at, *range(1, 150 + 20 * at)] for at in range(number)]
+    assert_all_came_over(nodes, router, prompts, ask_whole)
+
+
+def test_a_prompt_as_text(nodes, router):
+    assert_all_came_over(nodes, router, ["a text " * 40], ask_whole)
+
+
+def test_streams(nodes, router):
+    assert_all_came_over(nodes, router, [[77, at, *range(200)] for at in range(3)], ask_stream)
+
+
+def test_clients_that_leave_free_both_nodes(nodes, router):
+    leave(router, body([9, *range(1, 200)], max_tokens=2000), (0.0, 0.02, 0.1, 0.3))
+    for url in nodes[1:]:
+        # Where the client left between the two requests, nobody tells the prefill node: its lease has to end.
+        assert_at_rest(url, within_s=45)
+
+
+def test_request_ids_are_as_long_as_with_names_of_pods(nodes, router):
+    """Without it this file would test short ones."""
+    answer = complete(router, body([5, *range(100)]))
+    assert len(answer["id"].removeprefix("cmpl-")) == REQUEST_ID_LENGTH
