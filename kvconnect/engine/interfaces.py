@@ -36,7 +36,8 @@ def ucx_options(
             f"device_name is {device_name!r}: NIXL takes one device; for several set {_DEVICES} in the "
             "environment"
         )
-    if "engine_config" in options or (environ.get(_DEVICES) and not device_name):
+    configured = options.get("engine_config", "")
+    if "NET_DEVICES=" in configured or (environ.get(_DEVICES) and not device_name):
         return dict(options)
     device = device_name
     has_rdma_card = _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())
@@ -49,7 +50,7 @@ def ucx_options(
             host,
         )
         return dict(options)
-    return {**options, "engine_config": f"NET_DEVICES={device}"}
+    return {**options, "engine_config": ",".join(filter(None, (f"NET_DEVICES={device}", configured)))}
 
 
 def interface_of(host: str) -> str:

@@ -44,7 +44,8 @@ def test_what_is_no_address_of_this_machine_has_none(host):
 
 
 def test_what_is_configured_is_not_overruled():
-    assert ucx_options("127.0.0.1", "", {"engine_config": "X=1"}, {}) == {"engine_config": "X=1"}
+    named = {"engine_config": "X=1,NET_DEVICES=eth7"}
+    assert ucx_options("127.0.0.1", "", named, {}) == named
     assert ucx_options("127.0.0.1", "", {"a": "b"}, {"UCX_NET_DEVICES": "eth7"}) == {"a": "b"}
     assert ucx_options("10.0.0.1", "mlx5_0:1", {}, {"UCX_NET_DEVICES": "eth7"}) == {
         "engine_config": "NET_DEVICES=mlx5_0:1"
@@ -60,6 +61,8 @@ def test_with_an_rdma_card_ucx_chooses_except_on_loopback(monkeypatch, tmp_path,
     assert ucx_options("10.0.0.1", "", {}, {}) == {}
     assert "listens on all interfaces" in caplog.text
     assert ucx_options("127.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
+    other = {"engine_config": "TLS=tcp"}
+    assert ucx_options("127.0.0.1", "", other, {}) == {"engine_config": "NET_DEVICES=if0,TLS=tcp"}
     monkeypatch.setattr(interfaces, "_RDMA_CARDS", tmp_path / "none")
     assert ucx_options("10.0.0.1", "", {}, {}) == {"engine_config": "NET_DEVICES=if0"}
 
