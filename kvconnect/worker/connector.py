@@ -194,7 +194,8 @@ class WorkerConnector:
             self._config.extra, self._channel, local, self._reports, self._metrics
         )
         topics, timeline = self._transfers.prefill.topics, self._metrics.timeline
-        topics.add(description.TOPIC, self._describe)
+        # Reading the versions of packages takes milliseconds, and files: not on the transfer thread.
+        topics.add(description.TOPIC, functools.partial(self._describe, package_versions()))
         topics.add(
             timeline_page.TOPIC,
             functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
@@ -264,7 +265,7 @@ class WorkerConnector:
             "inbound_peers": len(prefill.inbound_peers),
         }
 
-    def _describe(self, argument: str) -> bytes:
+    def _describe(self, versions: dict[str, str], argument: str) -> bytes:
         """On the transfer thread."""
         assert self._transfers is not None, "it is asked once peers are served"
         extra, local = self._config.extra, self._transfers.local
@@ -275,7 +276,7 @@ class WorkerConnector:
                 path=extra.path,
                 lane=self._engine.capabilities.lane,
                 lease_s=extra.lease_s,
-                versions=package_versions(),
+                versions=versions,
                 directory=self._transfers.prefill.inbound_peers.directory,
                 introduced=description.introduced(local.introduce()),
             )

@@ -16,6 +16,7 @@ from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, read_description
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
+from kvconnect.worker import connector
 from kvconnect.worker.connector import WorkerConnector
 from kvconnect.worker.topics import Topics
 from tests.ports import free_port
@@ -59,6 +60,14 @@ def test_a_worker_describes_itself(worker):
     assert told.introduction.meaning.weights == "files 1f"
     assert told.introduction.table.regions == worker.table.regions
     assert worker.state()["inbound_peers"] == 0, "who asks is no peer"
+
+
+def test_who_asks_has_no_file_read_on_the_transfer_thread(worker, monkeypatch):
+    def read():
+        raise AssertionError("while peers are served")
+
+    monkeypatch.setattr(connector, "package_versions", read)
+    assert read_description(asked(worker).data).versions["python"]
 
 
 def test_weights_that_were_replaced_are_told(worker):
