@@ -280,7 +280,10 @@ class Metrics(MetricSet):
 
 
 class OffloadMetrics(MetricSet):
-    """What the tiers of one worker move, and what goes wrong there. ``open`` are jobs under way, by kind."""
+    """What the tiers of one worker move, and what goes wrong there. ``open`` are jobs under way, by kind.
+
+    ``taken`` and ``limit`` are bytes, by tier.
+    """
 
     failures: Numbers = _FAILURES
     rows: Numbers = _counter(
@@ -306,6 +309,14 @@ class OffloadMetrics(MetricSet):
         "keep": _gauge("offload_keeps_open", "Jobs that write blocks to lower tiers"),
         "fetch": _gauge("offload_fetches_open", "Jobs that read blocks from lower tiers"),
         "seek": _gauge("offload_seeks_open", "Questions to lower tiers that are not answered yet"),
+    }
+    taken: ClassVar[dict[str, Number]] = {
+        "host": _gauge("offload_host_bytes", "Bytes of host memory that hold blocks"),
+        "disk": _gauge("offload_disk_bytes", "Bytes that blocks take on disk"),
+    }
+    limit: ClassVar[dict[str, Number]] = {
+        "host": _gauge("offload_host_limit_bytes", "Bytes of host memory that are for blocks"),
+        "disk": _gauge("offload_disk_limit_bytes", "Most bytes that blocks may take on disk"),
     }
     held_rows: Number = _gauge(
         "offload_held_rows", "Rows of host memory that a tier did not let go of in time"

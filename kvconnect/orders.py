@@ -176,7 +176,11 @@ class Fetch(Seek, frozen=True):
 
 
 class OffloadOrders(_Parts, frozen=True):
-    """What the tiers below the device's memory are to do."""
+    """What the tiers below the device's memory are to do.
+
+    ``held_rows`` are the rows of host memory that hold something, by class, once this is done; empty where
+    there is nothing to do.
+    """
 
     stores: tuple[Store, ...] = ()
     restores: tuple[Restore, ...] = ()
@@ -184,6 +188,7 @@ class OffloadOrders(_Parts, frozen=True):
     seeks: tuple[Seek, ...] = ()
     clear: bool = False
     """Forget everything that lower tiers keep, before any of the others."""
+    held_rows: tuple[Count, ...] = ()
 
 
 CHANGES_AT_ONCE = 2048

@@ -18,6 +18,8 @@ Content = tuple[int, bytes]
 MAX_HASH_BYTES = 64
 """The longest hash that a tier takes."""
 
+HOST = "host"
+"""What host memory is called among the tiers, and where hits are reported by where they came from."""
 DISK = "disk"
 STORE = "store"
 

@@ -22,8 +22,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvconnect.offload.composite import PEER
 from kvconnect.offload.index.tier_index import IndexEvents
-from kvconnect.offload.scheduler.half import HOST
-from kvconnect.offload.tier import DISK, STORE
+from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.orders import OffloadReport, Orders, RankAddress, TierChange
 
 try:

@@ -70,8 +70,15 @@ def test_a_restarted_server_finds_everything_on_disk(model, tmp_path):
         node, url = serve(children, "second", model, tmp_path / "kept")
         for prompt, tokens, kept in zip((FIRST, SECOND), expected, KEPT[model], strict=True):
             assert asked(url, model, prompt) == (tokens, kept)
-        settle(url)
+        usage = settle(url)
         assert fetch_json(url + "/debug/state")["counts"]["cached_tokens"] == sum(KEPT[model])
+        metrics = {name: value for (name, labels), value in read_metrics(url).items() if not labels}
+        held = sum(counts["held"] * usage["row_bytes"][group] for group, counts in usage["host"].items())
+        assert metrics["kvconnect_offload_host_bytes"] == held > 0
+        assert held < metrics["kvconnect_offload_host_limit_bytes"] <= 32 << 20
+        disk = usage["tiers"]["disk"]
+        assert metrics["kvconnect_offload_disk_bytes"] == disk["taken_bytes"] > 0
+        assert metrics["kvconnect_offload_disk_limit_bytes"] == disk["limit_bytes"]
 
 
 @pytest.mark.full

@@ -211,6 +211,10 @@ class TierIndex:
             counts.pinned = int(np.count_nonzero(rows.pins[:-1][is_ours]))
         return self._totals
 
+    def held_rows(self) -> tuple[int, ...]:
+        """Rows that are not free, by class."""
+        return tuple(rows.num_rows - len(rows.free) for rows in self.classes)
+
     def _rows(self, group: int) -> ClassRows:
         index = self._plan.class_of.get(group)
         if index is None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.index.budgets import plan_for
@@ -20,12 +22,9 @@ from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.stores import Stores
-from kvconnect.offload.tier import lower_tier_names
+from kvconnect.offload.tier import HOST, lower_tier_names
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
-
-HOST = "host"
-"""What host memory is called where hits are reported by where they came from."""
 
 # So many restores may fail one after the other before none is promised for a while.
 _MOST_FAILURES, _PAUSE_S = 3, 30.0
@@ -187,7 +186,8 @@ class OffloadScheduler:
             self._lookup.overdue(job)
         restores, fetches, seeks = self._lookup.take()
         clear, self._clear = self._clear, False
-        return OffloadOrders(self._stores.take(), restores, fetches, seeks, clear)
+        orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear)
+        return msgspec.structs.replace(orders, held_rows=self.host.index.held_rows()) if orders else orders
 
     def update_results(self, results: Results) -> None:
         for report in results.offload:

@@ -172,6 +172,7 @@ class OffloadWorker:
         if not orders:
             return
         (copier, loop), now = self._registered(), time.monotonic()
+        loop.held_rows = orders.held_rows
         if orders.clear:
             loop.order((loop.work.clear, None))
         if not orders.stores:
@@ -251,6 +252,10 @@ class OffloadWorker:
             "rows": {group: self.plan.row_class(group).num_rows for group in self.plan.groups},
             "tiers": {tier.name: tier.state() for tier in self._loop.work.tiers},
         }
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """What each tier holds, host memory first, for any thread: see ``LowerTier.state``."""
+        return {} if self._loop is None else self._loop.tiers()
 
     def close(self) -> None:
         """Stop the thread, close the tiers, and fail what is open. Idempotent; results may still be taken."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier
-from kvconnect.offload.tier import LowerTier
+from kvconnect.offload.tier import HOST, LowerTier
 from kvconnect.offload.worker.jobs import Job, Jobs
 from kvconnect.offload.worker.row_work import RowWork
 
@@ -45,6 +46,9 @@ class TierLoop:
     ) -> None:
         self.work = RowWork(copier, arena, tiers, jobs, metrics)
         self._jobs, self._metrics, self._device = jobs, metrics, device
+        self.held_rows: Sequence[int] = ()
+        """Of host memory, by class, as the scheduler half reported them last."""
+        self._plan = arena.plan
         self._closed_last = (copier, arena)
         self._commands: deque[Command] = deque()
         self._wake = threading.Event()
@@ -78,6 +82,16 @@ class TierLoop:
             self._listen()
 
         self.order((replace, None))
+
+    def tiers(self) -> dict[str, dict[str, Any]]:
+        """What each tier holds, nearest first: see ``LowerTier.state``."""
+        held = list(zip(self._plan.classes, self.held_rows, strict=False))
+        host = {
+            "records": sum(count for _, count in held),
+            "taken_bytes": sum(rows.row_bytes * count for rows, count in held),
+            "limit_bytes": self._plan.length_bytes,
+        }
+        return {HOST: host} | {tier.name: tier.state() for tier in self.work.tiers}
 
     def close(self) -> None:
         self._is_stopping = True
@@ -150,3 +164,7 @@ class TierLoop:
         for kind, count in self._jobs.counts().items():
             self._metrics.open[kind].set(count)
         self._metrics.held_rows.set(len(self._jobs.held))
+        for name, state in self.tiers().items():
+            if name in self._metrics.taken:
+                self._metrics.taken[name].set(state["taken_bytes"])
+                self._metrics.limit[name].set(state["limit_bytes"])
