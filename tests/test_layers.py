@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent / "kvconnect"
 BASE = {
     *("arithmetic", "errors", "addresses", "engine_names", "reading", "config", "metrics", "orders"),
-    *("packages", "timeline"),
+    *("packages", "showing", "timeline"),
 }
 # A folder imports only from those before it.
 ORDER = [
     "cache", "runner_kit", "plan", "pack", "engine", "peer", "scheduler", "worker", "offload", "vllm", "node",
-    "router", "explain", "doctor", "trace", "testing", "demo", "cli",
+    "router", "explain", "doctor", "trace", "inspect", "testing", "demo", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -11,6 +11,7 @@ import typer
 
 from kvconnect.cli.options import JsonObject
 from kvconnect.errors import ConfigError
+from kvconnect.showing import duration, size
 
 cache_app = typer.Typer(
     name="cache",
@@ -41,9 +42,9 @@ def list_command(path: CachePath, json_output: JsonObject = False) -> None:
     typer.echo(f"{'RECORDS':>9} {'SIZE':>9} {'AGE':>13}  {'USED BY':>8} {'RANK':>4}  NAME  MODEL")
     now_s = time.time()
     for one in found:
-        age = f"{_duration(now_s - one['newest_s'])}..{_duration(now_s - one['oldest_s'])}"
+        age = f"{duration(now_s - one['newest_s'])}..{duration(now_s - one['oldest_s'])}"
         typer.echo(
-            f"{one['records']:>9} {_size(one['length_bytes']):>9} {age if one['records'] else '-':>13}  "
+            f"{one['records']:>9} {size(one['length_bytes']):>9} {age if one['records'] else '-':>13}  "
             f"{one['holder'] or '-':>8} {one['rank']:>4}  {one['name']}  {_called(one)}"
         )
 
@@ -70,7 +71,7 @@ def verify(path: CachePath, name: Names = None, json_output: JsonObject = False)
         )
         if not json_output:
             typer.echo(
-                f"{folder.name}: {records} records are right, {_size(length_bytes)}; {len(findings)} problems"
+                f"{folder.name}: {records} records are right, {size(length_bytes)}; {len(findings)} problems"
             )
     if json_output:
         typer.echo(json.dumps({"path": str(path), "folders": reports}))
@@ -118,19 +119,3 @@ def _called(one: dict[str, Any]) -> str:
     """How the node called its model, and the kind that is a part of its identity."""
     label, model = one["label"], one["model"]
     return f"{label} ({model})" if label and model and label != model else label or model or "-"
-
-
-def _size(length_bytes: int) -> str:
-    value = float(length_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
-
-
-def _duration(duration_s: float) -> str:
-    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
-        if duration_s >= length_s:
-            return f"{duration_s / length_s:.0f}{unit}"
-    return f"{max(duration_s, 0):.0f}s"

@@ -21,6 +21,7 @@ from kvconnect.doctor.pair import Pair, check_pair, meet
 from kvconnect.doctor.rates import check_rates
 from kvconnect.doctor.software import check_software
 from kvconnect.errors import ConfigError, KVConnectError
+from kvconnect.showing import printable
 
 _WIDTH = 80
 _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
@@ -91,15 +92,12 @@ def _print(findings: Sequence[Finding]) -> None:
     table.add_column(ratio=1, overflow="fold")
     for finding in findings:
         colour = _COLOURS[finding.level]
-        text = _shown(finding.found) + (f"\n[bold]> {_shown(finding.advice)}[/]" if finding.advice else "")
+        text = escape(printable(finding.found))
+        if finding.advice:
+            text += f"\n[bold]> {escape(printable(finding.advice))}[/]"
         table.add_row(f"[{colour}]{finding.level.value}[/]", escape(finding.about), text)
     console.print(table)
     counts = Counter(finding.level for finding in findings)
     console.print(
         f"\n{counts[Level.FAILURE]} failures, {counts[Level.WARNING]} warnings, {counts[Level.PASS]} passed"
     )
-
-
-def _shown(text: str) -> str:
-    """Text of ours or a peer's, which steers neither the table nor the terminal."""
-    return escape("".join(one if one.isprintable() else " " for one in text))

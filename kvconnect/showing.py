@@ -1,0 +1,25 @@
+"""Numbers and texts as people read them on a terminal."""
+
+from __future__ import annotations
+
+
+def size(length_bytes: float) -> str:
+    """Bytes, in the unit that suits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if length_bytes < 1024:
+            return f"{length_bytes:.4g} {unit}"
+        length_bytes /= 1024
+    return f"{length_bytes:.4g} TiB"
+
+
+def duration(duration_s: float) -> str:
+    """Whole seconds, minutes, hours or days."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if duration_s >= length_s:
+            return f"{duration_s / length_s:.0f}{unit}"
+    return f"{max(duration_s, 0):.0f}s"
+
+
+def printable(text: str) -> str:
+    """Text of a peer or a client, which steers no terminal."""
+    return "".join(one if one.isprintable() else " " for one in text)
