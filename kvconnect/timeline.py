@@ -88,6 +88,12 @@ class Timeline:
         # Copied in one go: other threads add to it meanwhile.
         return sorted(self._records.copy(), key=itemgetter(0))
 
+    def latest(self, most: int) -> list[Record]:
+        """So many that were added last, the last one first."""
+        # One by one, since a copy of all takes milliseconds. What is added meanwhile shifts their places.
+        found = {self._records[-place] for place in range(1, min(most, len(self._records)) + 1)}
+        return sorted(found, key=itemgetter(0), reverse=True)
+
 
 class Turns:
     """The turns of a thread that sleeps between them: what made one late, or long, was not its own work.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +21,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import COMMAND, Children
 from kvconnect.demo.http import BadAnswer, fetch_json, growth, read_metrics
 from kvconnect.demo.pair import ask
+from kvconnect.inspect.runner import as_json, look
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.handles import Handles
 from kvconnect.trace.joining import PHASES
@@ -295,3 +297,44 @@ def test_what_the_nodes_did_is_traced_from_the_outside(nodes, tmp_path):
     path = ["to prefill done", "to held", "to fetch sent", "to fetch begun", "write", "unpack"]
     path += ["to reported", "to loaded", "to first token"]
     assert sorted(path, key=times.__getitem__) == path
+
+
+def test_what_the_nodes_hold_is_seen_from_the_outside(nodes):
+    assert ask(nodes["router"], "gqa", PROMPT)["choices"]
+    handle = prefilled(nodes["prefill"])["kvconnect_handle"]
+    # Before the lease is over, which is sooner than a command may take to start.
+    held, fetched = inspected("prefill"), inspected("decode")
+    assert handle not in held
+    held, fetched = json.loads(held), json.loads(fetched)
+    assert (held["worker"]["role"], fetched["worker"]["role"]) == ("kv_producer", "kv_consumer")
+    (lease,) = held["holds"]["leases"]
+    assert (lease["state"], lease["tokens"]) == ("held", len(PROMPT))
+    assert 0 < lease["left_s"] < EXTRA["lease_s"]
+    (inbound,) = [peer for peer in held["holds"]["peers"] if peer["engine_id"] == "decode"]
+    assert (inbound["direction"], inbound["path"]) == ("sent", "packed")
+    known = {peer["engine_id"]: peer["met"] for peer in fetched["holds"]["peers"]}
+    assert known["prefill"] == "a request named it"
+    assert fetched["holds"]["latest"][0]["moment"]
+
+
+def inspected(name):
+    address = "127.0.0.1", PORTS[name]
+    return as_json(name, *look(ExtraConfig(), load_keyring(ExtraConfig(), os.environ), address, whole=True))
+
+
+def test_tables_of_a_node_are_for_people(nodes):
+    command = [*COMMAND, "inspect", f"127.0.0.1:{PORTS['decode']}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "kv_consumer" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_node_that_is_watched_is_shown_until_ctrl_c(nodes):
+    command = [*COMMAND, "inspect", f"127.0.0.1:{PORTS['prefill']}", "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        for _ in range(2):
+            assert json.loads(watching.stdout.readline())["worker"]["role"] == "kv_producer"
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=10)
+    assert (watching.returncode, said) == (0, "")

@@ -17,6 +17,7 @@ from kvconnect.cli.cache import cache_app
 from kvconnect.cli.demo import demo
 from kvconnect.cli.doctor import doctor
 from kvconnect.cli.explain import explain
+from kvconnect.cli.inspect import inspect
 from kvconnect.cli.keys import keys_app
 from kvconnect.cli.router import router
 from kvconnect.cli.serve import serve
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, router, demo, explain, doctor, trace):
+for command in (serve, router, demo, explain, doctor, inspect, trace):
     app.command()(command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(keys_app, name="keys")

@@ -100,6 +100,8 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                     fingerprint(options, model, convert_dtype=config.extra.convert_dtype), None, 1, weights
                 ),
             )
+            if worker.offload is not None:
+                transfer.tiers = worker.offload.tiers
             transfer.register_kv_caches(cache.tensors)
             scheduler.transfer = SchedulerConnector.configured(
                 config,

@@ -156,6 +156,8 @@ class WorkerComposite(WorkerHooks):
 
     def __init__(self, transfer: WorkerConnector | None, offload: OffloadWorker | None) -> None:
         self.transfer, self.offload = transfer, offload
+        if transfer is not None and offload is not None:
+            transfer.tiers = offload.tiers
 
     @property
     def _parts(self) -> Sequence[WorkerConnector | OffloadWorker]:

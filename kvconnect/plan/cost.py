@@ -111,7 +111,7 @@ class LinkCost:
         round_trip_s: float | None = None,
         overlaps: bool = True,
     ) -> None:
-        self._is_calibrated = rates is not None
+        self.is_calibrated = rates is not None
         self._rates = rates or DEFAULT_RATES
         pack = pack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
         unpack = unpack_bytes_per_s or DEFAULT_PACK_BYTES_PER_S
@@ -138,7 +138,7 @@ class LinkCost:
     def choose(self, copies: int, direct_bytes: int, packed_bytes: int, chunks: int) -> Path:
         """The path that is cheaper for what either would move."""
         pack = copies >= PACKED_FROM_COPIES
-        if self._is_calibrated:
+        if self.is_calibrated:
             pack = self.predict_packed(packed_bytes, chunks) < self.predict_direct(copies, direct_bytes)
         return "packed" if pack else "direct"
 

@@ -30,7 +30,7 @@ from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.packages import package_versions
-from kvconnect.peer import description, timeline_page
+from kvconnect.peer import description, inspection, timeline_page
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
@@ -38,6 +38,7 @@ from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.worker.device_steps import DeviceSteps, Finished, always
+from kvconnect.worker.inspection import write_inspection
 from kvconnect.worker.local import open_local
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.transfer_thread import TransferThread
@@ -106,6 +107,8 @@ class WorkerConnector:
         self._transfers: TransferThread | None = None
         self._steps = DeviceSteps(self._record)
         self._is_closed = False
+        self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
+        """What is kept below the device, by tier; for who asks. Not slow, and for any thread."""
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
             config.kv_role,
@@ -200,6 +203,7 @@ class WorkerConnector:
             timeline_page.TOPIC,
             functools.partial(timeline_page.write_page, timeline, self._config.engine_id, self._rank),
         )
+        topics.add(inspection.TOPIC, self._inspect)
         self._transfers.start(self._release)
 
     def replace_weights(self, weights: str) -> None:
@@ -281,6 +285,13 @@ class WorkerConnector:
                 introduced=description.introduced(local.introduce()),
             )
         )
+
+    def _inspect(self, argument: str) -> bytes:
+        """On the transfer thread."""
+        assert self._transfers is not None, "it is asked once peers are served"
+        counts = {name: count for name, count in self.state().items() if name != "engine"}
+        extra, timeline = self._config.extra, self._metrics.timeline
+        return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no lease any more, and wait until everything that is held was fetched, or is given up.

@@ -211,6 +211,7 @@ class DecodeSide:
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
         self.peers.drop(link)
+        peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
             self.renewals.failed(peer.key, reason)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from kvconnect.config import ExtraConfig
@@ -65,6 +65,9 @@ class InboundPeers:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    def __iter__(self) -> Iterator[InboundPeer]:
+        return iter(self._peers.values())
 
     def get(self, link: str) -> InboundPeer | None:
         """The peer of a connection that has introduced itself."""

@@ -7,6 +7,7 @@ Owned by the transfer thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -44,10 +45,10 @@ class Landing:
     """What lands of one fetch, which was asked for over the connection ``link`` of the node ``holder``.
 
     ``lent`` are its slots by generation; ``arrived`` are the chunks that a peer reported written, ``due`` how
-    many of them it can send by now, as it reports. What arrived waits in ``packed`` until ``is_unused``: the
-    device is done with what its blocks were used for before. Once the fetch is over it is ``closed``; it
-    stays as long as its slots are unpacked, or in ``quarantine`` since the peer may still write to what it
-    was lent.
+    many of them it can send by now, as it reports; ``landed_bytes`` are in their pages. What arrived waits in
+    ``packed`` until ``is_unused``: the device is done with what its blocks were used for before. Once the
+    fetch is over it is ``closed``; it stays as long as its slots are unpacked, or in ``quarantine`` since the
+    peer may still write to what it was lent.
     """
 
     transfer_id: int
@@ -64,9 +65,15 @@ class Landing:
     packed: deque[tuple[Slot, Landed]] = field(default_factory=deque)
     unpacking: deque[_Unpacking] = field(default_factory=deque)
     committed: int = 0
+    landed_bytes: int = 0
     error: str = ""
     closed: bool = False
     quarantine: Quarantine | None = None
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(staged.total_bytes for staged in self.staged)
 
     @property
     def missing(self) -> int:
@@ -265,6 +272,7 @@ class LandingBay:
         self._note(landing, Moment.UNPACKED, unpacked.chunk)
         if unpacked.ticket.digest == unpacked.expected:
             landing.committed += 1
+            landing.landed_bytes += landing.staged[unpacked.chunk].total_bytes
             return
         self._metrics.failures.labels("digest").inc()
         landing.fail(f"chunk {unpacked.chunk} landed with another digest than it was sent with")

@@ -22,6 +22,7 @@ from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
+from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
 from kvconnect.plan.chunks import RequestCutter
@@ -72,6 +73,7 @@ class Peer:
     are handles that will not be fetched; ``releases`` the same per rank, once the ranks are known.
     ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
     as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
+    ``last_loss`` is when and how a connection to it was lost last, and why.
     """
 
     key: PeerKey
@@ -88,6 +90,7 @@ class Peer:
     lease_s: float = 0.0
     was_met: bool = False
     is_warm: bool = False
+    last_loss: tuple[float, PeerLoss, str] | None = None
 
     @property
     def address(self) -> str:

@@ -10,12 +10,17 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvconnect import __version__
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
+from kvconnect.inspect.runner import look
+from kvconnect.orders import GroupBlocks, Hold, Orders
+from kvconnect.peer import inspection
 from kvconnect.peer.asking import ask
 from kvconnect.peer.description import TOPIC, read_description
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
+from kvconnect.timeline import Moment
 from kvconnect.worker import connector
 from kvconnect.worker.connector import WorkerConnector
 from kvconnect.worker.topics import Topics
@@ -137,3 +142,27 @@ def test_questions_take_their_turns_and_only_so_many_wait():
         topics.advance(now)
     assert [reply.number for reply in replies] == list(range(1, 65))
     assert now >= 10.0 + 64 * 0.05 - 1e-6
+
+
+def test_what_a_worker_holds_is_read_over_the_side_channel(worker):
+    groups = (GroupBlocks(0, 0, (1, 2)),)
+    holds = tuple(Hold(f"r{number}", f"h{number}", 2, groups, 60.0, 0) for number in range(600))
+    worker.start(Orders(step=0, holds=holds))
+    worker.tiers = lambda: {"host": {"records": 3}}
+    address = ("127.0.0.1", worker.address().port)
+    extra, keyring = worker._config.extra, SharedKeys(SECRET, "here")
+    described, found = look(extra, keyring, address, whole=True)
+    assert (described.role, found.engine_id, found.rank) == ("kv_both", worker._config.engine_id, 0)
+    assert found.counts["leases"] == 600
+    assert [lease.request_id for lease in found.leases] == [hold.request_id for hold in holds]
+    assert found.tiers == {"host": {"records": 3}}
+    assert [one.direction for one in found.slots] == ["receive", "send"]
+    assert Moment.HELD in {one.moment for one in found.latest}
+    assert len(look(extra, keyring, address, whole=False)[1].leases) < 600, "one page"
+
+
+def test_a_release_that_cannot_be_inspected_is_named(worker):
+    del worker._transfers.prefill.topics._readers[inspection.TOPIC]
+    address = ("127.0.0.1", worker.address().port)
+    with pytest.raises(PeerError, match=f"runs kvconnect {__version__}, which answers no such question"):
+        look(worker._config.extra, SharedKeys(SECRET, "here"), address, whole=False)

@@ -1,0 +1,103 @@
+"""``kvconnect inspect``: asks a worker what it holds, and shows it once or each second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+
+from kvconnect.addresses import split_address
+from kvconnect.config import ExtraConfig
+from kvconnect.errors import ConfigError, PeerError
+from kvconnect.inspect.tables import WIDTH, tables
+from kvconnect.peer.asking import ask
+from kvconnect.peer.description import TOPIC as DESCRIPTION
+from kvconnect.peer.description import Description, read_description
+from kvconnect.peer.inspection import TOPIC, Inspection, read_inspection
+from kvconnect.peer.keyring import Keyring, load_keyring
+from kvconnect.showing import printable
+
+_EACH_S = 1.0
+_MOST_PAGES = 256
+
+
+def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: bool) -> int:
+    """Print what a worker holds; with ``watch`` each second, or why it does not answer then, until Ctrl-C.
+
+    Raises:
+        ConfigError: the address or a key cannot be used.
+        PeerError: it does not answer.
+    """
+    split = split_address(address)
+    if split is None:
+        raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+    keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
+
+    def show() -> None:
+        described, found = look(extra, keyring, split, whole=json_output)
+        if json_output:
+            print(as_json(address, described, found), flush=True)
+            return
+        shown: RenderableType = Group(*tables(address, described, found))
+        if watch:
+            console.clear()
+        console.print(shown)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show()
+        while watch:
+            time.sleep(_EACH_S)
+            _show_again(show, console, json_output=json_output)
+    return 0
+
+
+def _show_again(show: Callable[[], None], console: Console, *, json_output: bool) -> None:
+    """A worker that is watched may stop, and come back."""
+    try:
+        show()
+    except PeerError as error:
+        if json_output:
+            print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
+        else:
+            console.print(printable(str(error)), markup=False)
+
+
+def look(
+    extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int], *, whole: bool
+) -> tuple[Description, Inspection]:
+    """What a worker is, and what it holds; ``whole``: with all leases and loads, not only the oldest.
+
+    Raises ``PeerError``, which names the release of a worker that cannot say what it holds.
+    """
+    described = read_description(ask(extra, keyring, address, DESCRIPTION).data)
+    try:
+        found = read_inspection(ask(extra, keyring, address, TOPIC).data)
+    except PeerError as error:
+        if "topic is" not in str(error):
+            raise
+        raise PeerError(
+            f"{address[0]}:{address[1]} runs kvconnect {described.release}, which answers no such question "
+            f"yet: install the release of this command there. {error}"
+        ) from error
+    pages = [found]
+    while whole and not pages[-1].is_last and len(pages) < _MOST_PAGES:
+        seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
+        pages.append(read_inspection(ask(extra, keyring, address, TOPIC, str(seen)).data))
+    # What lies at the end of a page may move to the next one while the two are read.
+    leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
+    loads = {one.request_id: one for page in pages for one in page.loads}
+    return described, msgspec.structs.replace(
+        pages[-1], leases=tuple(leases.values()), loads=tuple(loads.values())
+    )
+
+
+def as_json(address: str, described: Description, found: Inspection) -> str:
+    """One object on one line: what it is as ``worker``, and what it ``holds``."""
+    worker = {**msgspec.structs.asdict(described), "address": address}
+    # By what two caches match is what `doctor` and `explain` show.
+    del worker["introduced"]
+    return msgspec.json.encode({"worker": worker, "holds": found}).decode()

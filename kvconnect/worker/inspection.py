@@ -1,0 +1,172 @@
+"""What a worker holds, fetches and knows of its peers, for people who look.
+
+Read on the transfer thread: a page has a bound, whatever there is of leases and loads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from kvconnect.config import ExtraConfig
+from kvconnect.peer.inspection import (
+    MOST_PER_PAGE,
+    MOST_TEXT,
+    Inspection,
+    LeaseView,
+    LoadView,
+    PeerView,
+    RecordView,
+    SlotsView,
+)
+from kvconnect.peer.timeline_page import digest
+from kvconnect.timeline import Timeline
+from kvconnect.worker.inbound_peers import InboundPeer
+from kvconnect.worker.leases import Lease
+from kvconnect.worker.loads import LoadRecord, RankFetchState
+from kvconnect.worker.peers import Peer
+from kvconnect.worker.slots import SlotPool, SlotState
+from kvconnect.worker.transfer_thread import TransferThread
+
+_LATEST = 24
+_MOST_PEERS = 256
+
+
+def write_inspection(
+    transfers: TransferThread,
+    config: ExtraConfig,
+    timeline: Timeline,
+    counts: Mapping[str, int],
+    tiers: Mapping[str, dict[str, Any]],
+    argument: str,
+) -> bytes:
+    """The answer of a worker; the question's ``argument`` is how many leases and loads were seen, if any.
+
+    One that begins or ends between two pages may be missed.
+    """
+    skipped, now = max(0, int(argument or 0)), timeline.clock()
+    prefill, decode, local = transfers.prefill, transfers.decode, transfers.local
+    held, streamed, loads = prefill.leases, prefill.book.streaming, decode.loads
+    stop = skipped + MOST_PER_PAGE
+    leases = itertools.islice(itertools.chain(held.values(), streamed.values()), skipped, stop)
+    peers = itertools.chain(
+        (_source(peer, config.path, now) for peer in decode.peers.peers.values()),
+        map(_inbound, prefill.inbound_peers),
+    )
+    inspection = Inspection(
+        engine_id=local.introduction.engine_id,
+        rank=local.introduction.rank,
+        counts=dict(counts),
+        leases=tuple(_lease(one, config.lease_max_s, now) for one in leases),
+        loads=tuple(_load(one, now) for one in itertools.islice(loads.values(), skipped, stop)),
+        slots=(_slots("receive", local.landing), _slots("send", local.send)),
+        peers=tuple(itertools.islice(peers, _MOST_PEERS)),
+        tiers=dict(tiers),
+        latest=tuple(_latest(timeline, now)),
+        is_last=stop >= max(len(held) + len(streamed), len(loads)),
+    )
+    return msgspec.msgpack.encode(inspection)
+
+
+def _lease(lease: Lease, lease_max_s: float, now: float) -> LeaseView:
+    hold = lease.hold
+    ids = lease.blocks.values() if hold is None else (held.block_ids for held in hold.groups)
+    state = "sending" if lease.sending else "prefilling" if hold is None else "held"
+    if now < lease.busy_until:
+        state = "quarantined"
+    began_at = lease.last_until - max(hold.lease_s, lease_max_s) if hold is not None else now
+    return LeaseView(
+        digest=digest(lease.handle),
+        request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
+        state=lease.revoked or state,
+        tokens=lease.num_tokens,
+        blocks=sum(map(len, ids)),
+        renewed_by=len(lease.renewers),
+        age_s=now - began_at if hold is not None and not lease.revoked else None,
+        left_s=lease.expires_at - now if hold is not None and not lease.revoked else None,
+    )
+
+
+def _load(load: LoadRecord, now: float) -> LoadView:
+    engine_id, host, port = load.peer
+    fetches = load.fetches.values()
+    landings = [fetch.landing for fetch in fetches if fetch.landing is not None]
+    return LoadView(
+        digest=digest(load.handle),
+        request_id=load.order.request_id[:MOST_TEXT],
+        engine_id=engine_id[:MOST_TEXT],
+        address=f"{host}:{port}"[:MOST_TEXT],
+        phase=_phase(load),
+        path=" and ".join(sorted({fetch.path for fetch in fetches} - {""})),
+        age_s=now - load.ordered_at,
+        left_s=load.deadline - now,
+        landed_bytes=sum(landing.landed_bytes for landing in landings),
+        total_bytes=sum(landing.total_bytes for landing in landings),
+    )
+
+
+def _phase(load: LoadRecord) -> str:
+    if load.error:
+        return f"failed: {load.error}"[:MOST_TEXT]
+    if load.is_queued:
+        return "waits for its turn"
+    # The rank that is behind the others is what it waits for.
+    states, order = [fetch.state for fetch in load.fetches.values()], list(RankFetchState)
+    return min(states, key=order.index, default=RankFetchState.MEETING).value
+
+
+def _slots(direction: str, pool: SlotPool) -> SlotsView:
+    states = Counter(slot.state for slot in pool.slots)
+    return SlotsView(
+        direction=direction,
+        slot_bytes=pool.slot_bytes,
+        free=states[SlotState.FREE],
+        ours=states[SlotState.OURS],
+        granted=states[SlotState.THEIRS],
+        quarantined=states[SlotState.QUARANTINED],
+    )
+
+
+def _source(peer: Peer, path: str, now: float) -> PeerView:
+    at, kind, reason = peer.last_loss or (now, None, "")
+    return PeerView(
+        direction="received",
+        engine_id=peer.key[0][:MOST_TEXT],
+        ranks=tuple(sorted(rank for rank, link in peer.links.items() if link.is_ready)),
+        address=peer.address[:MOST_TEXT],
+        met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
+        path=path,
+        failures=peer.breaker.failures,
+        refusal=peer.breaker.refusal(now)[:MOST_TEXT],
+        retry_s=max(0.0, peer.breaker.retry_at - now) if peer.breaker.failures else 0.0,
+        loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
+        loss_age_s=now - at,
+    )
+
+
+def _inbound(inbound: InboundPeer) -> PeerView:
+    peer, way = inbound.session.peer, inbound.way
+    return PeerView(
+        direction="sent",
+        engine_id=peer.engine_id[:MOST_TEXT] if peer is not None else "",
+        ranks=() if peer is None else (peer.rank,),
+        address=inbound.host,
+        met="it connected",
+        path="not fetched yet" if way is None else way.open or way.closed[:MOST_TEXT],
+        rate=way.cost.describe() if way is not None and way.cost and way.cost.is_calibrated else "",
+    )
+
+
+def _latest(timeline: Timeline, now: float) -> Iterator[RecordView]:
+    for at, moment, handle, request_id, _, number in timeline.latest(_LATEST):
+        yield RecordView(
+            age_s=now - at,
+            moment=moment,
+            digest=digest(handle),
+            request_id=request_id,
+            number=int(number),
+        )

@@ -1,0 +1,144 @@
+"""``kvconnect inspect``: tables that fit 80 columns and steer no terminal, JSON, and an end by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvconnect.demo.children import COMMAND
+from kvconnect.inspect.runner import as_json
+from kvconnect.inspect.tables import WIDTH, tables
+from kvconnect.orders import RankAddress
+from kvconnect.peer.description import Description
+from kvconnect.peer.inspection import Inspection, LeaseView, LoadView, PeerView, RecordView, SlotsView
+from tests.ports import free_port
+
+DESCRIBED = Description(
+    clock_s=1.0,
+    role="kv_consumer",
+    path="auto",
+    lane="UCX NET_DEVICES=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1,mlx5_5:1",
+    lease_s=30.0,
+    versions={"python": "3.12.1", "torch": "2.13.0+cu130", "nixl": "1.5.1", "vllm": "0.33.0"},
+    directory=(RankAddress(0, "10.0.0.1", 14600), RankAddress(1, "10.0.0.1", 14601)),
+    introduced=msgspec.Raw(b"\xc0"),
+)
+LONG = "cmpl-" + "\x1b[2J[red]" * 16 + "0"
+COUNTS = {"leases": 400, "streaming_prefills": 3, "loads": 1, "pending_fetches": 2}
+
+
+def lease(number):
+    return LeaseView(
+        digest=f"d{number}",
+        request_id=LONG + str(number),
+        state="held",
+        tokens=1 << 20,
+        blocks=65536,
+        renewed_by=1,
+        age_s=5000.0 - number,
+        left_s=12.5,
+    )
+
+
+FOUND = Inspection(
+    engine_id="decode",
+    rank=0,
+    counts=COUNTS,
+    leases=tuple(lease(number) for number in range(60)),
+    loads=(
+        LoadView(
+            digest="d",
+            request_id=LONG,
+            engine_id="prefill",
+            address="10.0.0.2:14600",
+            phase="failed, memory may still be written",
+            path="packed",
+            age_s=3.0,
+            left_s=57.0,
+            landed_bytes=3 << 28,
+            total_bytes=3 << 30,
+        ),
+    ),
+    slots=(
+        SlotsView(direction="receive", slot_bytes=4 << 20, free=5, ours=1, granted=2, quarantined=3),
+        SlotsView(direction="send", slot_bytes=4 << 20, free=8, ours=0, granted=0, quarantined=0),
+    ),
+    peers=(
+        PeerView(
+            direction="received",
+            engine_id="prefill",
+            ranks=(),
+            address="10.0.0.2:14600",
+            met="",
+            failures=3,
+            refusal="the peer is out of reach, it was tried just now: silence",
+            retry_s=1.5,
+            loss="silent: the peer has been silent for 10.0 s",
+            loss_age_s=4.0,
+        ),
+        PeerView(
+            direction="sent", engine_id=LONG, ranks=(3,), address="h", met="it connected", path="packed"
+        ),
+    ),
+    tiers={"host": {"records": 12, "taken_bytes": 1 << 30, "limit_bytes": 1 << 31}, "store": {"link": "up"}},
+    latest=(RecordView(age_s=0.5, moment="late", digest="", request_id="", number=1884),),
+    is_last=True,
+)
+
+
+def printed(found=FOUND):
+    console = Console(width=WIDTH, highlight=False, no_color=True)
+    with console.capture() as captured:
+        for one in tables("10.0.0.1:14600", DESCRIBED, found):
+            console.print(one)
+    return captured.get()
+
+
+def test_tables_fit_80_columns_and_steer_no_terminal():
+    text = printed()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text.replace("\x1b[3m", "").replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert "[red]" in text
+    assert len(text.splitlines()) < 110
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "kv_consumer, path auto, lease 30 s",
+        "1 at 10.0.0.1:14601",
+        "pending fetches 2",
+        "leases: 403, the oldest 10 of them",
+        "768 MiB of 3 GiB",
+        "failed, memory",
+        "breaker open: 3 failures, not tried for 1.5 s",
+        "lost 4s ago, silent: the peer has been silent",
+        "it connected; path packed",
+        "1 GiB",
+        "link up",
+    ],
+)
+def test_what_a_person_looks_for_is_there(shown):
+    assert shown in " ".join(printed().split())
+
+
+def test_json_has_everything_and_no_introduction():
+    made = json.loads(as_json("10.0.0.1:14600", DESCRIBED, FOUND))
+    assert made["worker"]["role"] == "kv_consumer"
+    assert made["worker"]["address"] == "10.0.0.1:14600"
+    assert "introduced" not in made["worker"]
+    assert len(made["holds"]["leases"]) == 60
+    assert made["holds"]["counts"] == COUNTS
+
+
+def test_an_address_that_is_none_and_one_without_a_worker_are_named():
+    for address, reason in (("here", "HOST:PORT"), (f"127.0.0.1:{free_port()}", "nothing listens")):
+        command = [*COMMAND, "inspect", address, "--insecure"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert reason in done.stderr
+        assert len(done.stderr.splitlines()) == 1
