@@ -59,7 +59,6 @@ class _Filled:
         """Reserve and commit contents."""
         taken, _ = self.index.reserve(_GROUP, hashes)
         self.index.commit(_GROUP, taken)
-        self.index.take_events()
 
     def recent(self, draw: random.Random) -> list[bytes]:
         """One of the sequences that are in the index as a whole."""
@@ -128,7 +127,6 @@ def _reservations(count: int, commit: bool) -> Callable[[_Filled, random.Random]
                 part = hashes[first : first + count]
                 reserving = _timed(lambda part=part: filled.index.reserve(_GROUP, part))  # type: ignore[misc]
                 committing = _timed(lambda part=part: filled.index.commit(_GROUP, part))  # type: ignore[misc]
-                filled.index.take_events()
                 yield committing if commit else reserving
 
     return timings

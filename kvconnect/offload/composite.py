@@ -14,10 +14,9 @@ import msgspec
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import LocalError
 from kvconnect.metrics import Changes, merge_changes
-from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.worker.half import OffloadWorker
-from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results, TierChange
+from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, SchedulerHooks, Step, WorkerHooks
 from kvconnect.worker.connector import WorkerConnector
@@ -140,8 +139,8 @@ class SchedulerComposite(SchedulerHooks):
         for part in self._parts:
             part.reset()
 
-    def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
-        return (IndexEvents(), ()) if self.offload is None else self.offload.take_events()
+    def take_events(self) -> Sequence[Any]:
+        return () if self.offload is None else self.offload.take_events()
 
     @property
     def pending(self) -> bool:

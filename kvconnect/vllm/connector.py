@@ -28,7 +28,6 @@ from kvconnect.vllm.metadata import (
     OrdersMetadata,
     ReportMetadata,
     hit_sources,
-    kv_events,
 )
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
@@ -220,12 +219,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """What the tiers have got and lost since the last call."""
-        if not self._kept:
-            return ()
-        # Taken also where they are not wanted: they are remembered until then.
-        host, lower = self._half.take_events()
-        wanted = getattr(self._vllm, "kv_events_config", None)
-        return list(kv_events(host, lower)) if wanted and wanted.enable_kv_cache_events else ()
+        return self._half.take_events()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``."""

@@ -15,11 +15,13 @@ import torch
 from kvconnect.config import TransferConfig
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from kvconnect.vllm.events import describe, event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.metadata import AddressMetadata
@@ -80,6 +82,8 @@ def make_scheduler_half(
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             clock=time.monotonic,
         )
+        if wants_events(vllm_config):
+            offload.announce(TierEvents(describe, event_maker(kv_cache_config).make))
     return SchedulerComposite(transfer, offload, zeroes_loads=zeroes_loads)
 
 

@@ -1,29 +1,20 @@
-"""What workers report to the scheduler, and the scheduler to routers, in vLLM's own types."""
+"""What workers report to the scheduler, in vLLM's own types."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvconnect.offload.composite import PEER
-from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.orders import OffloadReport, Orders, RankAddress, TierChange
+from kvconnect.orders import OffloadReport, Orders, RankAddress
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -84,40 +75,3 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 def hit_sources(by_tier: Mapping[str, int]) -> dict[Any, int]:
     """Tokens by tier, as vLLM names tiers."""
     return {_SOURCES[tier]: count for tier, count in by_tier.items() if tier in _SOURCES}
-
-
-def kv_events(host: IndexEvents, lower: Sequence[TierChange]) -> Iterator[Any]:
-    """vLLM's events of what tiers got and lost, without tokens: these came when the blocks were filled."""
-    if host.cleared:
-        # It has no medium: a router that forgets what the device has too learns that anew.
-        yield AllBlocksCleared()
-    for group, hashes in _by_group(host.removed).items():
-        yield _removed(group, hashes, MEDIUM_CPU)
-    for group, hashes in _by_group(host.stored).items():
-        yield _stored(group, hashes, MEDIUM_CPU)
-    for change in lower:
-        if change.removed:
-            yield _removed(change.group, change.removed, MEDIUM_STORAGE)
-        if change.added:
-            yield _stored(change.group, change.added, MEDIUM_STORAGE)
-
-
-def _removed(group: int, hashes: Sequence[bytes], medium: str) -> Any:
-    return BlockRemoved(block_hashes=_external(hashes), medium=medium, group_idx=group)
-
-
-def _stored(group: int, hashes: Sequence[bytes], medium: str) -> Any:
-    unknown: dict[str, Any] = {"parent_block_hash": None, "token_ids": [], "block_size": 0}
-    unknown |= {"lora_id": None, "lora_name": None}
-    return BlockStored(block_hashes=_external(hashes), medium=medium, group_idx=group, **unknown)
-
-
-def _by_group(contents: Sequence[tuple[int, bytes]]) -> dict[int, list[bytes]]:
-    found: dict[int, list[bytes]] = {}
-    for group, content in contents:
-        found.setdefault(group, []).append(content)
-    return found
-
-
-def _external(hashes: Sequence[bytes]) -> list[Any]:
-    return [maybe_convert_block_hash(BlockHash(content)) for content in hashes]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 
 from kvconnect.config import OffloadConfig
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
-from tests.offload.half_model import ROW_BYTES, Clock, Device, Kind, Req
+from tests.offload.event_replay import Replay, described
+from tests.offload.half_model import ROOT, ROW_BYTES, Clock, Device, Kind, Req, chained, name_of
 from tests.offload.half_ranks import GARBAGE, Ranks
 from tests.offload.index_kit import check_index
 
@@ -79,6 +81,8 @@ class Stack:
             num_ranks=num_ranks,
             clock=self.clock,
         )
+        self.half.announce(TierEvents(described))
+        self.router = Replay(chained, name_of(ROOT))
         self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
 
     # What the half asks
@@ -163,6 +167,14 @@ class Stack:
         self.ranks.start(orders)
         self._execute()
         self._settle(self.ranks.work(everything))
+        self.hear()
+
+    def hear(self) -> None:
+        """What a router knows after the step is what the tiers hold, with the tokens of all of it."""
+        while self.half.host.events:
+            self.router.apply(self.half.take_events())
+        self.router.check(self.half)
+        assert not self.router.num_unknown
 
     def _schedule(self) -> None:
         budget = self.budget

@@ -21,6 +21,8 @@ from tests.offload.half_ranks import GARBAGE
 
 CAP = 4096
 ROW_BYTES = 64
+ROOT = 17
+"""The digest of no tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Req:
     tokens: list[int]
     max_new: int
     kv_transfer_params: dict | None = None
-    chain: list[int] = field(default_factory=lambda: [17])
+    chain: list[int] = field(default_factory=lambda: [ROOT])
     state: str = "waiting"
     computed: int = 0
     loaded: bool = False
@@ -139,6 +141,14 @@ class Req:
             return self.chain[(position + 1) * kind.tokens]
         first = position * kind.tokens + 1 + kind.is_draft
         return tuple(self.chain[first : first + kind.tokens])
+
+
+def chained(before: bytes, tokens: list[int]) -> bytes:
+    """The name after a few tokens more."""
+    digest = int.from_bytes(before, "little", signed=True)
+    for token in tokens:
+        digest = hash((digest, token))
+    return name_of(digest)
 
 
 def name_of(digest: int) -> bytes:

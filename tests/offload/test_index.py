@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvconnect.errors import LocalError
+from kvconnect.offload.events import Removed, TierEvents
 from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
-from kvconnect.offload.index.tier_index import ContentState, IndexEvents, TierIndex
+from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from tests.offload.event_replay import described
 from tests.offload.index_kit import check_index
 
 # Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
@@ -71,8 +73,8 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.index = TierIndex(PLAN)
+        self.index.events = TierEvents(described)
         self.model = Model()
-        assert not self.index.take_events()
         self.told = {group: set() for group in GROUPS}
         for sequence in range(3):
             for group in GROUPS:
@@ -199,18 +201,18 @@ class IndexMachine(RuleBasedStateMachine):
             for content, state in list(self.model.state[group].items()):
                 if state is READY:
                     self.drop_in_model(group, content)
-        assert self.index.take_events() == IndexEvents(cleared=True)
-        self.told = {group: set() for group in GROUPS}
+        self.hear()
 
     @rule()
     def hear(self):
-        events = self.index.take_events()
-        assert not events.cleared
-        for group, content in events.removed:
-            self.told[group].remove(content)
-        for group, content in events.stored:
-            assert content not in self.told[group]
-            self.told[group].add(content)
+        for event in self.index.events.take():
+            if isinstance(event, Removed):
+                assert self.told[event.group].issuperset(event.hashes)
+                self.told[event.group].difference_update(event.hashes)
+            else:
+                names = event.run.hashes[event.first : event.end]
+                assert self.told[event.run.group].isdisjoint(names)
+                self.told[event.run.group].update(names)
         for group in GROUPS:
             states = self.model.state[group]
             assert self.told[group] == {content for content in states if states[content] is READY}
@@ -395,14 +397,16 @@ def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
     check_index(index)
 
 
-def test_what_nobody_asked_for_is_not_written_down():
+def test_what_comes_and_goes_between_two_calls_is_not_written_down():
     index = small(4)
+    index.events = events = TierEvents(described)
     for sequence in range(50):
         stored(index, 0, names(sequence, 0, 4))
-    assert index.take_events() == IndexEvents(stored=tuple((0, content) for content in names(49, 0, 4)))
+    (told,) = events.take()
+    assert told.run.hashes == names(49, 0, 4)
     stored(index, 0, names(50, 0, 4))
     stored(index, 0, names(49, 0, 4))
-    assert not index.take_events()
+    assert not events.take()
 
 
 def test_a_group_without_rows_is_named():

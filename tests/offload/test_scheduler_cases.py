@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigError
+from kvconnect.offload.events import Removed
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
@@ -426,14 +427,15 @@ def test_what_an_answer_left_behind_makes_room():
 
 def test_events_tell_what_came_and_went():
     stack = stack_of()
-    stack.half.take_events()
+    heard = []
+    stack.router.apply = heard.extend
+    stack.router.check = lambda half: None
     prefill(stack, "first", range(16))
-    events, _ = stack.half.take_events()
     names = stack.done[-1].hashes(4)
-    assert set(events.stored) == {(0, name) for name in names}
+    assert [(event.tier, event.run.hashes[event.first : event.end]) for event in heard] == [("host", names)]
+    assert heard[0].run.described.token_ids == list(range(16))
     stack.half.reset()
-    events, _ = stack.half.take_events()
-    assert events.cleared or set(events.removed) == {(0, name) for name in names}
+    assert stack.half.take_events() == [Removed("host", 0, names)]
 
 
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():
@@ -446,15 +448,16 @@ def test_events_begin_with_what_the_disk_held_in_bounded_batches():
     half.host.lower.drop("disk", 0, names[:1])
     announced = []
     for _ in range(3):
-        _, changes = half.take_events()
-        assert sum(len(change.added) for change in changes) <= CHANGES_AT_ONCE
-        announced += [name for change in changes for name in change.added]
+        (event,) = half.take_events()
+        assert event.end <= CHANGES_AT_ONCE
+        assert event.run.described.token_ids == (), "a router must not take them for a block without tokens"
+        announced += event.run.hashes
         assert half.pending == (len(announced) < 4999), "vLLM steps as long as there is more"
     assert announced == names[1:]
     half.update_results(
         Results(offload=(OffloadReport(0, changes=(TierChange("disk", 0, removed=(names[1],)),)),))
     )
-    assert half.take_events()[1][0].removed == (names[1],)
+    assert half.take_events() == [Removed("disk", 0, [names[1]])]
 
 
 def test_after_a_reset_nothing_of_before_is_announced():
@@ -467,9 +470,12 @@ def test_after_a_reset_nothing_of_before_is_announced():
     for first in range(9, len(names), CHANGES_AT_ONCE):
         change = TierChange("disk", 0, added=tuple(names[first : first + CHANGES_AT_ONCE]))
         half.update_results(Results(offload=(OffloadReport(0, changes=(change,)),)))
-    assert half.take_events()[1], "more than one call takes"
+    assert half.take_events(), "more than one call takes"
     half.reset()
-    assert not half.take_events()[1]
+    events = [event for _ in range(3) for event in half.take_events()]
+    assert all(isinstance(event, Removed) for event in events)
+    gone = sorted(name for event in events for name in event.hashes)
+    assert gone == names[: 9 + CHANGES_AT_ONCE], "what was announced is taken back, and nothing more is"
 
 
 def test_too_little_memory_for_one_hit_is_said():

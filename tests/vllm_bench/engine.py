@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from tests.vllm_bench.device import Device
 from tests.vllm_bench.links import Links
 from tests.vllm_bench.model import Caches, Model
 from tests.vllm_bench.reference import Text, continuation
+from tests.vllm_bench.router import Router
 from tests.vllm_bench.runner import Runner
 from tests.vllm_bench.settings import EngineSettings, vllm_config
 
@@ -33,6 +35,8 @@ _AT_REST_S = 10.0
 # One rank, without a process group.
 parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
 init_none_hash(sha256)
+# So that events name blocks by hashes that can be extended.
+os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
 
 
 class _NoGrammar:
@@ -86,6 +90,7 @@ class Engine:
             hash_block_size=hash_size,
             log_stats=False,
         )
+        self.router = self.scheduler.kv_event_publisher = Router(cache, hash_size)
         connector = self.scheduler.connector
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.half = connector._half
@@ -249,7 +254,9 @@ class Engine:
         return not any(count for name, count in results.items() if name != "held_rows")
 
     def _update(self, output: Any, results: ModelRunnerOutput) -> None:
-        for outputs in self.scheduler.update_from_output(output, results).values():
+        updated = self.scheduler.update_from_output(output, results)
+        self.router.check(self.half)
+        for outputs in updated.values():
             for each in outputs.outputs:
                 self.outputs[each.request_id].extend(each.new_token_ids)
                 if each.finish_reason is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -121,6 +122,7 @@ def vllm_config(
     made.scheduler_config.max_num_batched_tokens = settings.max_batch_tokens
     made.scheduler_config.async_scheduling = settings.is_async
     made.is_v2 = settings.is_v2
+    made.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if settings.num_drafts:
         made.speculative_config = Speculation(settings.num_drafts, is_eagle=settings.drafts_ahead)
     made.kv_transfer_config = KVTransferConfig(

@@ -22,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_events import KVEventBatch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -31,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -39,10 +37,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvconnect.errors import ConfigError
 from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_changes
-from kvconnect.offload.index.tier_index import IndexEvents
 from kvconnect.orders import OffloadReport, TierChange
 from kvconnect.vllm.connector import KVConnect
-from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources, kv_events
+from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
 from kvconnect.vllm.stats import TransferStats
 from kvconnect.vllm.versions import vllm_version
 from tests.vllm_contract.sources import VERSIONS, recorded
@@ -389,26 +386,6 @@ def test_reports_of_all_ranks_arrive_together():
 def test_somebody_else_s_worker_metadata_is_left_alone():
     ours = ReportMetadata((OffloadReport(0),))
     assert ours.aggregate(SimpleNamespace()) is ours
-
-
-def test_what_tiers_got_and_lost_is_told_as_vllm_s_events():
-    hashes = [bytes([number]) * 32 for number in range(5)]
-    host = IndexEvents(stored=((0, hashes[0]), (1, hashes[1]), (0, hashes[2])), removed=((0, hashes[3]),))
-    events = list(kv_events(host, (TierChange("disk", 1, (hashes[4],), (hashes[1],)),)))
-    batch = KVEventBatch(ts=1.0, events=events)
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
-    found = [(type(event).__name__, event.medium, event.group_idx, event.block_hashes) for event in decoded]
-    named = [maybe_convert_block_hash(content) for content in hashes]
-    assert [type(event).__name__ for event in kv_events(IndexEvents(cleared=True), ())] == [
-        "AllBlocksCleared"
-    ]
-    assert found == [
-        ("BlockRemoved", "CPU", 0, [named[3]]),
-        ("BlockStored", "CPU", 0, [named[0], named[2]]),
-        ("BlockStored", "CPU", 1, [named[1]]),
-        ("BlockRemoved", "STORAGE", 1, [named[1]]),
-        ("BlockStored", "STORAGE", 1, [named[4]]),
-    ]
 
 
 def test_hits_are_told_by_where_they_came_from():

@@ -6,26 +6,33 @@ Each rank reports what its own disk has got and lost. A content can be restored 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, repeat
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
+from kvconnect.offload.events import TierEvents
 from kvconnect.orders import TierChange
 
 
 class LowerIndex:
-    """Contents by tier and cache group, and on which ranks they are."""
+    """Contents by tier and cache group, and on which ranks they are.
+
+    Those of rank 0 are noted as ``events``, if anyone wants to know: all ranks are given the same orders.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         # A rank is a bit: a rank that reports the same twice changes nothing.
         self._all = (1 << num_ranks) - 1
         self._ranks: dict[tuple[str, int], dict[bytes, int]] = {}
         self._complete: Counter[tuple[str, int]] = Counter()
+        self.events: TierEvents | None = None
 
     def update(self, rank: int, changes: Iterable[TierChange]) -> None:
         """What a rank's tiers have got, or have no more. What is both added and removed is removed."""
         bit, every = 1 << rank, self._all
         for change in changes:
             key = (change.tier, change.group)
+            if self.events is not None and not rank:
+                self._note(self.events, change)
             ranks = self._ranks.setdefault(key, {})
             for content in change.added:
                 before = ranks.get(content, 0)
@@ -45,17 +52,27 @@ class LowerIndex:
     def drop(self, tier: str, group: int, hashes: Sequence[bytes]) -> None:
         """Contents that turned out not to be there, on some rank: forgotten for all, until reported anew."""
         ranks = self._ranks.get((tier, group), {})
+        self._lose(tier, group, hashes)
         for content in hashes:
             self._complete[tier, group] -= ranks.pop(content, 0) == self._all
 
-    def contents(self, rank: int, at_once: int) -> Iterator[TierChange]:
-        """What a rank has, as changes of at most so many contents."""
-        for (tier, group), ranks in self._ranks.items():
-            held = (content for content, bits in ranks.items() if bits >> rank & 1)
-            while part := tuple(islice(held, at_once)):
-                yield TierChange(tier, group, added=part)
+    def _note(self, events: TierEvents, change: TierChange) -> None:
+        """Before a change of rank 0 is made."""
+        tier, group = change.tier, change.group
+        ranks = self._ranks.get((tier, group), {})
+        gone = set(change.removed)
+        new = [name for name in change.added if not ranks.get(name, 0) & 1 and name not in gone]
+        events.stored(tier, [(group, name) for name in new])
+        self._lose(tier, group, change.removed)
+
+    def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
+        if self.events is not None:
+            ranks = self._ranks.get((tier, group), {})
+            self.events.removed(tier, [(group, name) for name in hashes if ranks.get(name, 0) & 1])
 
     def clear(self) -> None:
+        for (tier, group), ranks in self._ranks.items():
+            self._lose(tier, group, ranks)
         self._ranks.clear()
         self._complete.clear()
 

@@ -6,37 +6,23 @@ the index holds: see ``python -m benchmarks index``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from kvconnect.errors import LocalError
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.age_order import Rows
 from kvconnect.offload.index.budgets import ArenaPlan
 from kvconnect.offload.index.class_rows import ABSENT, DOOMED, PENDING, READY, ClassRows, ContentState
-from kvconnect.offload.tier import Content
+from kvconnect.offload.tier import HOST
 
-__all__ = ["ContentState", "GroupCounts", "IndexEvents", "TierIndex"]
+__all__ = ["ContentState", "GroupCounts", "TierIndex"]
 
 # Of what was dropped while it was pinned the state is that of absent contents.
 _STATES = (*ContentState, ContentState.ABSENT)
-
-
-@dataclass(frozen=True)
-class IndexEvents:
-    """Contents that are ready now and were not at the last call, and the reverse.
-
-    Where ``cleared`` is set, nothing was left in between, and ``removed`` is empty.
-    """
-
-    stored: tuple[Content, ...] = ()
-    removed: tuple[Content, ...] = ()
-    cleared: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.removed or self.cleared)
 
 
 @dataclass(eq=False)
@@ -72,10 +58,8 @@ class TierIndex:
             ClassRows(rows.num_rows, plan.groups_of(index)) for index, rows in enumerate(plan.classes)
         ]
         self._totals = {group: GroupCounts() for group in plan.groups}
-        # Nothing is noted until events are asked for.
-        self._is_asked = False
-        self._changes: dict[Content, bool] = {}
-        self._is_cleared = False
+        self.events: TierEvents | None = None
+        """Where it is noted what is ready, and what is so no more, if anyone wants to know."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""
@@ -118,7 +102,7 @@ class TierIndex:
                 if times:
                     self._totals[evicted_group].evicted_total += times
             # Before the rows hold something else.
-            self._note(rows.contents(evicted), False)
+            self._lost(rows, evicted)
         taken = rows.take(len(absent))
         self._totals[group].refused_total += len(absent) - len(taken)
         del absent[len(taken) :]
@@ -133,7 +117,8 @@ class TierIndex:
         rows.state[found] = READY
         rows.ages.append(found[::-1])
         self._totals[group].stored_total += len(hashes)
-        self._note(((group, one) for one in hashes), True)
+        if self.events is not None:
+            self.events.stored(HOST, ((group, one) for one in hashes))
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents: pending ones that failed, ready ones that are useless. Absent ones are skipped.
@@ -158,7 +143,6 @@ class TierIndex:
         for group in self._plan.groups:
             rows = self._rows(group)
             self._drop(group, np.flatnonzero((rows.state[:-1] == READY) & (rows.group == group)))
-        self._changes, self._is_cleared = {}, self._is_asked
 
     def pin(self, group: int, hashes: Sequence[bytes]) -> None:
         """Keep ready contents until they are unpinned as often. Raises ``LocalError``: one is not ready."""
@@ -186,18 +170,6 @@ class TierIndex:
         rows = self._rows(group)
         found = rows.find(group, hashes)
         rows.ages.append(found[(rows.state[found] == READY) & (rows.pins[found] == 0)][::-1])
-
-    def take_events(self) -> IndexEvents:
-        """What has come and gone since the last call. The first one reports all that there is."""
-        if not self._is_asked:
-            self._is_asked = True
-            for rows in self.classes:
-                self._note(rows.contents(np.flatnonzero(rows.state == READY)), True)
-        stored = tuple(content for content, is_stored in self._changes.items() if is_stored)
-        removed = tuple(content for content, is_stored in self._changes.items() if not is_stored)
-        events = IndexEvents(stored, removed, self._is_cleared)
-        self._changes, self._is_cleared = {}, False
-        return events
 
     def counts(self) -> dict[int, GroupCounts]:
         """Rows and totals by cache group. It takes time for all that the index holds."""
@@ -236,14 +208,11 @@ class TierIndex:
         """Forget what is ready in these rows of a group."""
         rows = self._rows(group)
         self._totals[group].dropped_total += len(ready)
-        self._note(rows.contents(ready), False)
+        self._lost(rows, ready)
         pinned = rows.pins[ready] > 0
         rows.state[ready[pinned]] = DOOMED
         rows.let_go(ready[~pinned])
 
-    def _note(self, contents: Iterable[Content], is_stored: bool) -> None:
-        if self._is_asked:
-            for content in contents:
-                # What has come and gone between two calls is no event.
-                if self._changes.pop(content, is_stored) == is_stored:
-                    self._changes[content] = is_stored
+    def _lost(self, rows: ClassRows, gone: Rows) -> None:
+        if self.events is not None:
+            self.events.removed(HOST, rows.contents(gone))

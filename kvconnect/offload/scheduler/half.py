@@ -6,7 +6,6 @@ nothing over what a client or a worker sends.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,15 +14,16 @@ import msgspec
 
 from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.budgets import plan_for
-from kvconnect.offload.index.tier_index import IndexEvents, TierIndex
+from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import HOST, lower_tier_names
-from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, OffloadReport, Results, TierChange
+from kvconnect.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
 # So many restores may fail one after the other before none is promised for a while.
@@ -66,8 +66,6 @@ class OffloadScheduler:
         )
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
-        self._changes: deque[TierChange] | None = None
-        self._is_behind = False
         self._clear = False
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
@@ -209,12 +207,11 @@ class OffloadScheduler:
             JobKind.FETCH: self._lookup.fetched,
             JobKind.SEEK: self._lookup.found,
         }
-        for job in self.host.jobs.report(report):
+        ended = self.host.jobs.report(report)
+        for job in ended:
             ends[job.kind](job)
-        if report.changes:
-            self.host.lower.update(report.rank, report.changes)
-            if report.rank == 0 and self._changes is not None:
-                self._changes.extend(report.changes)
+        self.host.lower.update(report.rank, report.changes)
+        self.host.forget(ended)
 
     def _restore_failed(self, request_id: str) -> None:
         """What was to be restored has been dropped: no request is promised it any more, this one nothing."""
@@ -239,30 +236,20 @@ class OffloadScheduler:
         self.host.jobs.invalidate()
         self.host.index.clear()
         self.host.lower.clear()
-        if self._changes is not None:
-            # Nothing would ever take back what is announced of it after this.
-            self._changes.clear()
 
-    def take_events(self) -> tuple[IndexEvents, Sequence[TierChange]]:
-        """What host memory has got and lost since the last call, and what lower tiers of rank 0 have.
+    def announce(self, events: TierEvents) -> None:
+        """Note from now on what tiers get and lose. Before there is anything."""
+        self.host.events = self.host.index.events = self.host.lower.events = events
 
-        The first call begins with all that there is, which after a restart is what the disk held. Of lower
-        tiers a call has about ``CHANGES_AT_ONCE`` contents, and the next one goes on.
-        """
-        if self._changes is None:
-            self._changes = deque(self.host.lower.contents(0, CHANGES_AT_ONCE))
-        taken, left = [], CHANGES_AT_ONCE
-        while self._changes and left > 0:
-            taken.append(self._changes.popleft())
-            left -= len(taken[-1].added) + len(taken[-1].removed)
-        self._is_behind = bool(self._changes)
-        return self.host.index.take_events(), taken
+    def take_events(self) -> Sequence[Any]:
+        """What the tiers have got and lost since the last call, as much as suits a step."""
+        return () if self.host.events is None else self.host.events.take()
 
     @property
     def pending(self) -> bool:
         """Whether workers are to report something yet that a request may wait for, or events are left."""
         waits = self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear
-        return bool(waits or self._is_behind)
+        return bool(waits or self.host.events)
 
     def state(self) -> dict[str, int]:
         return {
@@ -271,6 +258,7 @@ class OffloadScheduler:
             "offload_restoring": len(self._lookup.restoring),
             "offload_outgoing": len(self._stores),
             "offload_awaited": len(self._lookup),
+            "offload_described": self.host.events.num_described if self.host.events else 0,
         }
 
     def usage(self) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
@@ -135,6 +136,9 @@ class Jobs:
                     ended[number] = job
         return tuple(ended.values())
 
+    def is_open(self, job: Job) -> bool:
+        return job.number in self._jobs
+
     def close(self, job: Job) -> None:
         del self._jobs[job.number]
 
@@ -156,7 +160,29 @@ class Host:
         self.requirements, self.index, self.hashes = requirements, index, hashes
         self.lower, self.jobs = LowerIndex(num_ranks), Jobs(num_ranks)
         self.totals: Counter[str] = Counter()
+        self.events: TierEvents | None = None
         self._untaken: list[str] = []
+
+    def describe(
+        self, view: RequestView, group: HitGroup, parts: Iterable[range], wanted: Collection[bytes]
+    ) -> None:
+        """Of contents that are about to come here, note what they stand for, where anyone wants to know."""
+        if self.events is not None:
+            hashes = self.hashes(view, group.block_tokens)
+            for part in parts:
+                at = range(part.start + group.is_draft, part.stop + group.is_draft)
+                self.events.describe(view, group, hashes, at, wanted)
+
+    def forget(self, jobs: Iterable[Job]) -> None:
+        """Those of the jobs that are over bring nothing any more, nowhere."""
+        for job in jobs if self.events is not None else ():
+            if job.kind is not JobKind.SEEK and not self.jobs.is_open(job):
+                self.forget_names(job.group, job.hashes)
+
+    def forget_names(self, group: int, names: Iterable[bytes]) -> None:
+        """What was described is stored nowhere, or everywhere."""
+        if self.events is not None:
+            self.events.forget(group, names)
 
     def names(self, view: RequestView, group: HitGroup, parts: Iterable[range]) -> list[bytes]:
         """What the blocks of a request at these positions are known by, as far as its hashes go."""

@@ -337,8 +337,11 @@ class PrefixLookup:
             absent = by_state[ContentState.ABSENT]
             for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
                 missing.setdefault((index, tier), []).append(name)
+        by_number = {group.group: group for group in self._host.requirements.groups}
         for (index, tier), names in missing.items():
             taken, rows = self._host.index.reserve(index, names)
+            parts = by_number[index].needed(boundary, start_tokens)
+            self._host.describe(request.view, by_number[index], parts, frozenset(taken))
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
                 lookup.lost.update((index, name) for name in set(names) - set(taken))

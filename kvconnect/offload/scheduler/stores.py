@@ -81,7 +81,10 @@ class Stores:
             return
         position = num_tokens // align - 1
         names = group.names(self._host.hashes(request.view, align), position, position + 1)
-        if names and self._reserve(group, names, [state.block_id]) and is_decoded:
+        if not names or not self._reserve(group, names, [state.block_id]):
+            return
+        self._describe(request, group, [range(position, position + 1)])
+        if is_decoded:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
@@ -89,6 +92,7 @@ class Stores:
         for group, batch in self._batches.items():
             lost = [name for name, (block_id, _) in batch.items() if block_id in gone]
             self._host.index.drop(group, lost)
+            self._host.forget_names(group, lost)
             for name in lost:
                 del batch[name]
                 self._host.count("offload_overwritten")
@@ -132,6 +136,7 @@ class Stores:
     def clear(self) -> None:
         for group, batch in self._batches.items():
             self._host.index.drop(group, list(batch))
+            self._host.forget_names(group, list(batch))
         self._batches = {}
 
     def _limited(self, request: OffloadRequest, num_tokens: int) -> int:
@@ -202,6 +207,8 @@ class Stores:
             return
         names = [name for part in wanted for name in part.names]
         taken = self._reserve(group, names, [block_id for part in wanted for block_id in part.block_ids])
+        for part in wanted:
+            self._describe(part.request, group, [range(part.first, part.first + len(part.names))])
         for part in wanted if taken < num_absent else ():
             states = self._host.index.states(group.group, part.names)
             if ContentState.ABSENT in states:
@@ -231,6 +238,8 @@ class Stores:
         taken = self._reserve(group, names, [block_ids[at] for at in there])
         if taken < len(absent):
             self._host.count("offload_rows_short")
+        if taken:
+            self._describe(request, group, [range(absent[0], absent[taken - 1] + 1)])
         for at in absent[:taken]:
             if at * group.block_tokens >= request.last_boundary:
                 trail = request.trail.setdefault(group.group, deque())
@@ -246,6 +255,10 @@ class Stores:
             batch = self._batches.setdefault(group.group, {})
             batch.update(zip(taken, zip(block_ids, rows, strict=True), strict=True))
         return len(taken)
+
+    def _describe(self, request: OffloadRequest, group: HitGroup, parts: Sequence[range]) -> None:
+        """Note what those of these blocks stand for that are stored next."""
+        self._host.describe(request.view, group, parts, self._batches.get(group.group, ()))
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
         """Forget what was kept of an answer for boundaries that are well behind its end."""

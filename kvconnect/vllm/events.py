@@ -1,0 +1,61 @@
+"""What tiers have got and lost, in vLLM's own events: with the tokens and keys that vLLM hashes.
+
+Which fields events have differs by release: vLLM's classes are asked for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvconnect.offload.events import Described, EventMaker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+# vLLM before 0.31 hashes keys as it publishes them.
+_PUBLISHED = getattr(kv_cache_utils, "to_event_extra_keys", list)
+
+
+def wants_events(vllm_config: VllmConfig) -> bool:
+    """Whether anyone is to be told what tiers keep."""
+    wanted = getattr(vllm_config, "kv_events_config", None)
+    return bool(wanted and wanted.enable_kv_cache_events)
+
+
+def event_maker(kv_cache_config: Any) -> EventMaker:
+    """Makes events of the installed release."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = [
+        {
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+        for spec in specs
+    ]
+    return EventMaker(
+        BlockStored, BlockRemoved, groups, lambda name: maybe_convert_block_hash(BlockHash(name))
+    )
+
+
+def describe(request: Request, start: int, end: int, block_tokens: int) -> Described:
+    """What vLLM would publish of blocks of the device that hold these tokens of a request."""
+    lora, keys = request.lora_request, None
+    if lora or request.mm_features or request.cache_salt or request.prompt_embeds is not None:
+        every, feature = [], 0
+        for first in range(start, end, block_tokens):
+            own, feature = generate_block_hash_extra_keys(request, first, first + block_tokens, feature)
+            every.append(own)
+        keys = _PUBLISHED(every)
+    return Described(
+        request.all_token_ids[start:end],
+        keys,
+        lora.adapter_id if lora else None,
+        lora.lora_name if lora else None,
+        getattr(request, "session_id", None),
+    )

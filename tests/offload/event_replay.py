@@ -1,0 +1,63 @@
+"""A router in miniature: what it knows of tiers from events alone, which must be what these hold."""
+
+from __future__ import annotations
+
+from kvconnect.offload.events import DEVICE, Described, Removed, Stored
+from kvconnect.offload.index.class_rows import READY
+from kvconnect.offload.tier import HOST
+
+
+class Replay:
+    """``chain`` extends a hash by the tokens of one block; ``roots`` is the hash before the first."""
+
+    def __init__(self, chain, root) -> None:
+        self.chain, self.root = chain, root
+        self.held: dict[tuple[str, int], set[bytes]] = {}
+        self.num_unknown = 0
+
+    def apply(self, events) -> None:
+        for event in events:
+            if isinstance(event, Removed):
+                held = self.held[event.tier, event.group]
+                assert held.issuperset(event.hashes), "what was never announced is taken back"
+                assert len(set(event.hashes)) == len(event.hashes)
+                held.difference_update(event.hashes)
+                continue
+            assert isinstance(event, Stored)
+            held = self.held.setdefault((event.tier, event.run.group), set())
+            names = event.run.hashes[event.first : event.end]
+            assert names
+            assert len(set(names)) == len(names)
+            assert held.isdisjoint(names), "announced twice"
+            held.update(names)
+            self._check(event, names)
+
+    def _check(self, event, names) -> None:
+        run, size = event.run, event.run.block_tokens
+        if not size:
+            self.num_unknown += len(names)
+            return
+        before = run.hashes[event.first - 1] if event.first else run.parent
+        for at, name in enumerate(names, event.first):
+            tokens = run.described.token_ids[at * size : (at + 1) * size]
+            assert len(tokens) == size
+            before = self.chain(self.root if before is None else before, tokens)
+            assert before == name, "the tokens are not those of the block"
+
+    def check(self, half) -> None:
+        """What was heard is what the scheduler half knows to be there."""
+        index, lower = half.host.index, half.host.lower
+        there = {(HOST, group): set() for group in half.plan.groups}
+        for rows in index.classes:
+            for group, names in rows.row_of.items():
+                there[HOST, group] = {name for name, row in names.items() if rows.state[row] == READY}
+        for (tier, group), ranks in lower._ranks.items():
+            there[tier, group] = {name for name, bits in ranks.items() if bits & 1}
+        for key in {*there, *self.held}:
+            if key[0] != DEVICE:
+                assert self.held.get(key, set()) == there.get(key, set()), key
+
+
+def described(view, start, end, _):
+    """What the requests of these tests have: tokens alone."""
+    return Described(view.tokens[start:end])
