@@ -139,7 +139,8 @@ class DecodeRequests:
         if share is not None or not params.get("do_remote_prefill"):
             return share
         prompt = self._stack.prompt_digest(request, max(1, self._wanted_tokens(request)))
-        remote = read_remote_prefill(params, self._handles, prompt)
+        _, number = self._stack.batch_of(request.request_id)
+        remote = read_remote_prefill(params, self._handles, prompt, is_later_prompt=number > 0)
         if remote is None:
             return None
         remote = self._checked(remote)

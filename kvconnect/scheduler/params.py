@@ -28,6 +28,9 @@ TRANSFER_KEY = "transfer_id"
 PEER_KEY = "kvconnect_peer"
 """Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is given."""
 
+BATCH_KEY = "kvconnect_batch"
+"""A transfer id of P's own, for the later prompts of a batch: a router is answered for the first alone."""
+
 _TRANSFER_PREFIX = "transfer:"
 # Signed handles have no colon: no client can name one of them with a transfer id.
 
@@ -37,6 +40,7 @@ _FIELDS: Mapping[str, tuple[Any, str]] = {
     HANDLE_KEY: _TEXT,
     TRANSFER_KEY: _TEXT,
     PEER_KEY: _TEXT,
+    BATCH_KEY: _TEXT,
     "remote_engine_id": _TEXT,
     "remote_host": (Host, "a host name or address"),
     "remote_port": (Port, "1 to 65535"),
@@ -88,20 +92,27 @@ def read_transfer_id(params: Mapping[str, Any], prompt: bytes = b"") -> str:
 
 
 def read_remote_prefill(
-    params: Mapping[str, Any] | None, handles: Handles, prompt: bytes | None = b""
+    params: Mapping[str, Any] | None,
+    handles: Handles,
+    prompt: bytes | None = b"",
+    *,
+    is_later_prompt: bool = False,
 ) -> RemotePrefill | None:
     """Read ``kv_transfer_params`` on D. None where they do not ask for a fetch. Raises nothing.
 
     ``prompt`` is the digest of the tokens that the request wants; None where it only gives back what the
     handle stands for, which a transfer id without a handle does not name then. With a handle all is in it,
     also if routers write more beside it. With a transfer id alone P is computing meanwhile, and neither its
-    engine id nor its count of tokens need be known.
+    engine id nor its count of tokens need be known. ``is_later_prompt``: of a batch, whose first prompt the
+    handle was made for.
     """
     if not params or not params.get("do_remote_prefill"):
         return None
     try:
         if params.get(HANDLE_KEY) is None and params.get(TRANSFER_KEY) is not None:
             return None if prompt is None else _announced(params, handles, prompt)
+        if is_later_prompt and prompt is not None and params.get(BATCH_KEY) is not None:
+            return _batched(params, handles, prompt)
         return _held(params, handles, prompt)
     except PeerError as error:
         return RemotePrefill(refusal=str(error))
@@ -139,6 +150,13 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
     return RemotePrefill(
         handle, claims.engine_id, claims.host, claims.port, claims.num_tokens, handles.are_signed
     )
+
+
+def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
+    """P's answer for the first prompt of a batch, read for another prompt: it vouches for the address."""
+    _, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id",))
+    handle = read_transfer_id({TRANSFER_KEY: _read(params, BATCH_KEY)}, prompt)
+    return RemotePrefill(handle, claims.engine_id, claims.host, claims.port, vouched=handles.are_signed)
 
 
 def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:

@@ -6,7 +6,8 @@ blocks and the count of tokens as they grow. Pure bookkeeping, bounded by ``max_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvconnect.orders import GroupBlocks, Hold, Progress
 from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.scheduler.params import (
+    BATCH_KEY,
     HANDLE_KEY,
     TRANSFER_KEY,
     read_transfer_id,
@@ -56,6 +58,8 @@ class PrefillRequests:
     A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
     Where a stack makes several requests of one, all have the same prompt, and the router is given the
     parameters of the last that ends: the first that ends is held, and the others are answered with its own.
+    Of a batch of prompts the router is given those of the first: they name the batch, and the others are held
+    under that name as under a transfer id.
     """
 
     def __init__(
@@ -98,9 +102,8 @@ class PrefillRequests:
 
     def arrive(self, request: RequestView) -> None:
         """Take note of what is to be held, and of a router's transfer id: a peer may fetch under it early."""
-        params = transfer_params(request)
         if not self._is_for_others(request):
-            if params.get("do_remote_decode"):
+            if transfer_params(request).get("do_remote_decode"):
                 self._draft.warn(
                     "wrong_role",
                     "a request asks this node to hold its KV for another, which it does not: kv_role is "
@@ -110,6 +113,7 @@ class PrefillRequests:
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
+        params, is_routers = self._named(request)
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -119,7 +123,8 @@ class PrefillRequests:
             return
         parent_of, owner = self._stack.parent_of, self._owners.get(handle, request_id)
         if owner != request_id:
-            if parent_of(owner) != parent_of(request_id):
+            # A batch may have one prompt twice: a decode node fetches it once.
+            if is_routers and parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
                     "request %s has a transfer id that another request is using; its KV is not held",
@@ -131,7 +136,7 @@ class PrefillRequests:
             self._owners[handle] = request_id
             prefill.handle = handle
             self._draft.expected.append(handle)
-            if self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+            if is_routers and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
                 prefill.is_streamed = True
                 self.due[request_id] = 0
 
@@ -263,7 +268,7 @@ class PrefillRequests:
             return None, "the prefill node is stopping"
         if len(self._held) >= extra.max_leases:
             return None, self._refuse_full()
-        transfer_id = transfer_params(request).get(TRANSFER_KEY)
+        transfer_id = self._named(request)[0].get(TRANSFER_KEY)
         if transfer_id is not None and not handle:
             return None, "its transfer id was refused"
         prompt = self._stack.prompt_digest(request, num_tokens) or b""
@@ -288,9 +293,23 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
+        batch, _ = self._stack.batch_of(request.request_id)
         if handle:
             params[TRANSFER_KEY] = transfer_id
+        elif batch:
+            params[BATCH_KEY] = self._batch_id(batch)
         return params, ""
+
+    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
+        """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
+        params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
+        if params.get(TRANSFER_KEY) is not None or not number:
+            return params, True
+        return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
+
+    def _batch_id(self, batch: str) -> str:
+        """A client may have chosen the stack's name of a batch, and must not choose ours."""
+        return hashlib.sha256(f"{self._epoch} {batch}".encode()).hexdigest()[:32]
 
     def _sign(self, name: str, num_tokens: int, prompt: bytes) -> str:
         """What vouches to D for a request that is held."""

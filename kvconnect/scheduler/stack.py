@@ -69,11 +69,13 @@ class StackTraits:
 
     ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
     caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests that were made
-    of one have in common. For ``longest`` see ``EarlyLoads``; None where the stack has no bound.
+    of one have in common. ``batch_of`` is the same of prompts of one batch, and a prompt's number, from 0; an
+    empty name for no batch. For ``longest`` see ``EarlyLoads``; None where the stack has no bound.
     """
 
     held_back: int = 0
     parent_of: Callable[[str], str] = str
+    batch_of: Callable[[str], tuple[str, int]] = lambda request_id: ("", 0)
     # Of a stack that does not state what its tokens are all prompts of a length count as one.
     prompt_digest: PromptDigest = lambda request, num_tokens: b""
     # The machine's monotonic one; without it nothing is recorded for the timeline.

@@ -31,7 +31,7 @@ from kvconnect.vllm.metadata import (
 )
 from kvconnect.vllm.offload import kept_groups
 from kvconnect.vllm.plugin import register
-from kvconnect.vllm.requests import introduce, reaches_router, shorten
+from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
@@ -229,7 +229,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must be kept, and the parameters for D."""
-        delivered = request.status.name in _DELIVERED and reaches_router(request)
+        delivered = request.status.name in _DELIVERED
         self._early.pop(request.request_id, None)
         half = self._half
         self._steps.end(half, request.request_id)

@@ -33,7 +33,7 @@ from kvconnect.vllm.offload import (
     kept_config,
     stack_facts,
 )
-from kvconnect.vllm.requests import parent_of, prompt_digest
+from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
 from kvconnect.vllm.values import attention_layers
 from kvconnect.worker.connector import WorkerConnector
 
@@ -57,6 +57,7 @@ def make_scheduler_half(
             # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
             parent_of=parent_of,
+            batch_of=batch_of,
             prompt_digest=prompt_digest,
             clock=time.monotonic,
             longest=LongestRequest(

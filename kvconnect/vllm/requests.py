@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvconnect.offload.composite import SchedulerComposite
-from kvconnect.scheduler.params import TRANSFER_KEY, transfer_params
 from kvconnect.scheduler.prompts import digest_prompt
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 # Ids that a client had a part in begin with letters of vLLM's own.
 _CHILD = re.compile(r"\A[0-9]+_(?=.)", re.DOTALL)
-_LATER_PROMPT = re.compile(r"(?:[0-9]+_)?cmpl-.*-[1-9][0-9]*-[0-9a-f]{8}", re.DOTALL)
+_PROMPT_OF_BATCH = re.compile(r"(?:[0-9]+_)?(cmpl-.*)-([0-9]{1,9})-[0-9a-f]{8}", re.DOTALL)
 
 
 def parent_of(request_id: str) -> str:
@@ -31,15 +30,13 @@ def parent_of(request_id: str) -> str:
     return _CHILD.sub("", request_id)
 
 
-def reaches_router(request: Request) -> bool:
-    """Whether the parameters that this request ends with can reach a router, or need not, with a transfer id.
+def batch_of(request_id: str) -> tuple[str, int]:
+    """What the prompts of one completion have in common, and the number of this one; else no name.
 
-    One answer to a batch of prompts carries those of the first prompt; a stream has an end for each.
+    One answer to all of them carries the parameters that the first ends with.
     """
-    if _LATER_PROMPT.fullmatch(request.request_id) is None:
-        return True
-    kind = getattr(getattr(request.sampling_params, "output_kind", None), "name", "")
-    return kind != "FINAL_ONLY" or transfer_params(request).get(TRANSFER_KEY) is not None
+    found = _PROMPT_OF_BATCH.fullmatch(request_id)
+    return (found[1], int(found[2])) if found else ("", 0)
 
 
 def introduce(half: SchedulerComposite, request: Request) -> None:

@@ -34,6 +34,7 @@ class Request:
 
 
 def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, clock=None, **extra):
+    more = {name: extra.pop(name) for name in ("batch_of", "prompt_digest") if name in extra}
     limits = {name: extra.pop(name) for name in Limits.__struct_fields__ if name in extra}
     config = parse_kv_transfer_config({"kv_role": role, "engine_id": "P", "kv_connector_extra_config": extra})
     extra_config = msgspec.structs.replace(config.extra, **limits)
@@ -42,7 +43,7 @@ def connector(role="kv_both", groups=(ATTENTION,), parent_of=str, trust=None, cl
     return SchedulerConnector(
         config,
         KVCacheConfig(100, tuple(groups)),
-        StackTraits(parent_of=parent_of, clock=clock),
+        StackTraits(parent_of=parent_of, clock=clock, **more),
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         new_handle=lambda: next(handles),
         handles=HANDLES,

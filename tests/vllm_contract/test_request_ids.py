@@ -1,4 +1,4 @@
-"""Which of vLLM's requests were made of one, and whose parameters reach a router."""
+"""Which of vLLM's requests were made of one, and which are prompts of one batch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.vllm.requests import parent_of, reaches_router
+from kvconnect.vllm.requests import batch_of, parent_of
 
 CHOSEN = ["x", "a-1", "1_a", "a-1-0123abcd", "cmpl-a-1-0123abcd", "___prefill_addr_10.0.0.1:1_", "a b\nc-2"]
 """What clients may put between vLLM's own parts."""
-
-
-def request(request_id, kind="FINAL_ONLY", params=None):
-    sampling = None if kind is None else SimpleNamespace(output_kind=SimpleNamespace(name=kind))
-    return SimpleNamespace(request_id=request_id, sampling_params=sampling, kv_transfer_params=params)
 
 
 @pytest.mark.parametrize("chosen", CHOSEN)
@@ -25,20 +20,15 @@ def test_children_have_their_parent_in_common_whatever_a_client_calls_it(chosen)
 
 
 @pytest.mark.parametrize("chosen", CHOSEN)
-def test_of_a_batch_of_prompts_the_first_ones_parameters_reach_a_router(chosen):
+def test_prompts_of_a_batch_have_their_name_in_common_and_a_number(chosen):
     for child in ("", "0_", "3_"):
-        assert reaches_router(request(f"{child}cmpl-{chosen}-0-89abcdef"))
-        assert reaches_router(request(f"{child}chatcmpl-{chosen}-89abcdef"))
-        for prompt in (1, 2, 10, 2047):
-            later = f"{child}cmpl-{chosen}-{prompt}-89abcdef"
-            assert not reaches_router(request(later))
-            assert reaches_router(request(later, "DELTA")), "a stream ends with the parameters of each"
-            assert reaches_router(request(later, params={"transfer_id": "t"})), "the router named it itself"
+        assert batch_of(f"{child}chatcmpl-{chosen}-89abcdef") == ("", 0)
+        for prompt in (0, 1, 2, 10, 2047):
+            assert batch_of(f"{child}cmpl-{chosen}-{prompt}-89abcdef") == (f"cmpl-{chosen}", prompt)
 
 
-def test_what_is_no_request_for_text_is_left_alone():
-    assert reaches_router(request("cmpl-a-1-89abcdef", kind=None))
-    assert reaches_router(request("cmpl-a-1")), "nothing random: vLLM was told to keep ids as they come"
+def test_what_has_no_number_is_of_no_batch():
+    assert batch_of("cmpl-a-1") == ("", 0), "nothing random: vLLM was told to keep ids as they come"
 
 
 def test_vllm_makes_such_ids():
@@ -56,7 +46,6 @@ def test_vllm_makes_such_ids():
         InputProcessor.assign_request_id(made)
         parent = ParentRequest(made)
         for index in range(2):
-            child, sampling = parent.get_child_info(index)
+            child, _ = parent.get_child_info(index)
             assert parent_of(child) == made.request_id != "cmpl-a-1"
-            asked = SimpleNamespace(request_id=child, sampling_params=sampling, kv_transfer_params=None)
-            assert reaches_router(asked) == (prompt == 0)
+            assert batch_of(child) == ("cmpl-a", prompt)
