@@ -126,6 +126,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             such as ``10.0.0.0/24:14600-14607``. Empty for every peer that a signed handle names. Also hosts
             that a peer's engine or other ranks may be at, beside the one that it connects from.
         port: the side channel's port of rank 0; rank r listens on ``port + r``. 0 takes a free one.
+        bootstrap_port: where a prefill node answers a router that speaks Mooncake's protocol, when the router
+            starts; 0 for nowhere. Give ``port`` too: what the router was answered is good until that changes.
         path: how pages travel. ``packed`` packs them into slots, whatever they are on the other side, and
             peers can write to slots only. ``direct`` copies page to page, needs equal pages, and lets peers
             write to the cache of a decode node. ``auto`` opens both, and takes the cheaper one each time.
@@ -155,6 +157,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device_name: str = ""
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     insecure: bool = False
     key_file: str = ""
     keys_dir: str = ""

@@ -1,7 +1,8 @@
 """The scheduler half of the connector: what to fetch, what to hold, and the orders for the workers.
 
-It has no engine, no socket and no tensor; no hook waits for anything. Time and randomness are arguments. The
-hooks are those of ``SchedulerHooks`` that concern transfers; ``prefill`` and ``decode`` are the two sides.
+It has no engine, no tensor, and no socket but that of ``Bootstrap``; no hook waits for anything. Time and
+randomness are arguments. The hooks are those of ``SchedulerHooks`` that concern transfers; ``prefill`` and
+``decode`` are the two sides.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.peer.allow_list import AllowList
+from kvconnect.peer.bootstrap import Bootstrap
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.decode import DecodeRequests
 from kvconnect.scheduler.draft import OrdersDraft
@@ -23,6 +27,16 @@ from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.params import transfer_params
 from kvconnect.scheduler.prefill import PrefillRequests
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits, Step
+
+
+def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
+    """Where Mooncake's bootstrap has an engine's id, which routers give to D as it is, is a handle of ours.
+
+    It stays good while P listens on that port, also for the process after this one.
+    """
+    engine_id = handles.introduce(rank0.host, rank0.port)
+    where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
+    return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
 
 
 class SchedulerConnector:
@@ -56,6 +70,7 @@ class SchedulerConnector:
         self._draft = draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), stack.clock)
         self._prefill = PrefillRequests(config, groups, stack, handles, new_handle, draft)
         self._decode = DecodeRequests(config, cache_config, stack, handles, trust, draft)
+        self._bootstrap: Bootstrap | None = None
 
     @classmethod
     def configured(
@@ -75,16 +90,17 @@ class SchedulerConnector:
         """
         extra = config.extra
         keyring = load_keyring(extra, environ)
-        return cls(
-            config,
-            cache_config,
-            stack,
-            directory=directory,
-            handles=Handles(keyring.handle_secret if keyring else b"", clock),
-            trust=PeerTrust(AllowList(extra.allow_peers), extra.max_peers),
-        )
+        handles = Handles(keyring.handle_secret if keyring else b"", clock)
+        trust = PeerTrust(AllowList(extra.allow_peers), extra.max_peers)
+        made = cls(config, cache_config, stack, directory=directory, handles=handles, trust=trust)
+        if extra.bootstrap_port and config.is_producer:
+            answer = bootstrap_answer(min(directory, key=lambda address: address.rank), handles)
+            made._bootstrap = Bootstrap(extra.host, extra.bootstrap_port, answer)
+        return made
 
     def drain(self) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         self._prefill.drain()
 
     def new_request(self, request: RequestView) -> None:

@@ -161,6 +161,8 @@ def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Remo
 
 def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
     """What a router states while P is computing."""
+    if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
+        return _introduced(params, handles, prompt)
     remote = RemotePrefill(
         handle=read_transfer_id(params, prompt),
         engine_id="" if params.get("remote_engine_id") is None else _read(params, "remote_engine_id"),
@@ -174,6 +176,19 @@ def _announced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Re
     # It was made for another request, so of that it states nothing.
     _claims(params, PEER_KEY, handles, same=("remote_host", "remote_port"), even_expired=True)
     return msgspec.structs.replace(remote, vouched=handles.are_signed)
+
+
+def _introduced(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
+    """The same by a router that speaks Mooncake's protocol: what P's bootstrap answered is its engine id."""
+    try:
+        _, claims = _claims(params, "remote_engine_id", handles, same=(), even_expired=True)
+    except PeerError as error:
+        raise PeerError(
+            f"{error}; the bootstrap_port of a prefill node with KVConnect answers one"
+        ) from error
+    handle = read_transfer_id(params, prompt)
+    where = claims.host, claims.port
+    return RemotePrefill(handle, claims.engine_id, *where, vouched=handles.are_signed, is_announced=True)
 
 
 def _claims(

@@ -125,6 +125,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 f"MultiConnector vLLM passes on the handshake of one connector only, and engine is "
                 f"{engine!r}; accepted beside that connector: engine 'none', with offload"
             )
+        if self._config.extra.bootstrap_port and self._workers and self._scheduler is None:
+            # A router asks before any request comes.
+            self._make_half()
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. One that is prefilled for others stops where they take over."""
@@ -319,23 +322,27 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop serving peers, after a moment in which they may fetch what is held. Idempotent."""
+        if self._scheduler is not None:
+            self._scheduler.drain()
         self._worker.drain(_DRAIN_S)
         self._worker.close()
 
     @property
     def _half(self) -> SchedulerComposite:
         """The scheduler half, made at the first hook after the workers have announced themselves."""
-        if self._scheduler is None:
-            if self._awaits_workers:
-                return _NOTHING_YET
-            zeroes_loads = _ZEROES_LOADS and not self._steps.is_zeroed_first
-            self._scheduler = make_scheduler_half(
-                self._vllm, self._cache, self._config, self._workers, zeroes_loads=zeroes_loads
-            )
-            for request in self._early.values():
-                introduce(self._scheduler, request)
-            self._early = {}
-        return self._scheduler
+        if self._scheduler is None and self._awaits_workers:
+            return _NOTHING_YET
+        return self._scheduler or self._make_half()
+
+    def _make_half(self) -> SchedulerComposite:
+        zeroes_loads = _ZEROES_LOADS and not self._steps.is_zeroed_first
+        self._scheduler = made = make_scheduler_half(
+            self._vllm, self._cache, self._config, self._workers, zeroes_loads=zeroes_loads
+        )
+        for request in self._early.values():
+            introduce(made, request)
+        self._early = {}
+        return made
 
     @property
     def _awaits_workers(self) -> bool:

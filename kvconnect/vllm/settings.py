@@ -35,6 +35,8 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     index = int(parallel.data_parallel_index)
     if extra.get("port"):
         extra["port"] += index * parallel.tensor_parallel_size
+    if extra.get("bootstrap_port"):
+        extra["bootstrap_port"] += index
     if index and isinstance(offload, dict) and offload.get("disk_path"):
         extra["offload"] = {**offload, "disk_path": f"{offload['disk_path']}/dp{index}"}
     return parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +10,11 @@ import pytest
 
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import fetch_json, growth, read_metrics
-from kvconnect.demo.pair import start_nodes, start_reference
+from kvconnect.demo.pair import start_reference
+from tests.ports import free_port
 from tests.routers.vllm_router import (
     CONCURRENT,
+    MODES,
     REQUEST_ID_LENGTH,
     complete,
     find_router,
@@ -26,19 +29,38 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    """A single node, a prefill and a decode node."""
-    find_router()
-    with Children(tmp_path_factory.mktemp("nodes")) as children:
-        single = start_reference(children, "gqa")
-        made = single, *start_nodes(children, "nixl", "gqa")
-        yield [node.wait_ready() for node in made]
+def bootstrap_port():
+    return free_port()
 
 
 @pytest.fixture(scope="module")
-def router(nodes, tmp_path_factory):
-    with routed(tmp_path_factory.mktemp("router"), *pd_arguments(*nodes[1:])) as url:
+def nodes(tmp_path_factory, bootstrap_port):
+    """A single node, a prefill and a decode node."""
+    find_router()
+    with Children(tmp_path_factory.mktemp("nodes")) as children:
+
+        def start(role, *more, **extra):
+            config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"engine": "nixl", **extra}}
+            serve = ("serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(config))
+            return children.start(role, *serve, *more)
+
+        made = [start_reference(children, "gqa"), start("producer", bootstrap_port=bootstrap_port)]
+        # Ids of blocks that cannot be the same on both sides.
+        made.append(start("consumer", "--reserved-blocks", "61"))
+        yield [node.wait_ready() for node in made]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def router(request, nodes, bootstrap_port, tmp_path_factory):
+    arguments = pd_arguments(request.param, *nodes[1:], bootstrap_port)
+    with routed(tmp_path_factory.mktemp("router"), *arguments) as url:
         yield url
+
+
+@pytest.fixture
+def salt(request):
+    """Begins each prompt: what the decode node has of the other mode is not loaded again."""
+    return MODES.index(request.node.callspec.params["router"])
 
 
 def body(prompt, **more):
@@ -88,21 +110,21 @@ def ask_stream(url, prompt):
 
 
 @pytest.mark.parametrize("number", [1, CONCURRENT])
-def test_prompts_as_token_ids(nodes, router, number):
-    prompts = [[number, at, *range(1, 150 + 20 * at)] for at in range(number)]
+def test_prompts_as_token_ids(nodes, router, salt, number):
+    prompts = [[salt, number, at, *range(1, 150 + 20 * at)] for at in range(number)]
     assert_all_came_over(nodes, router, prompts, ask_whole)
 
 
-def test_a_prompt_as_text(nodes, router):
-    assert_all_came_over(nodes, router, ["a text " * 40], ask_whole)
+def test_a_prompt_as_text(nodes, router, salt):
+    assert_all_came_over(nodes, router, [f"{salt} is a text " * 40], ask_whole)
 
 
-def test_streams(nodes, router):
-    assert_all_came_over(nodes, router, [[77, at, *range(200)] for at in range(3)], ask_stream)
+def test_streams(nodes, router, salt):
+    assert_all_came_over(nodes, router, [[salt, 77, at, *range(200)] for at in range(3)], ask_stream)
 
 
-def test_clients_that_leave_free_both_nodes(nodes, router):
-    leave(router, body([9, *range(1, 200)], max_tokens=2000), (0.0, 0.02, 0.1, 0.3))
+def test_clients_that_leave_free_both_nodes(nodes, router, salt):
+    leave(router, body([salt, 9, *range(1, 200)], max_tokens=2000), (0.0, 0.02, 0.1, 0.3))
     for url in nodes[1:]:
         # Where the client left between the two requests, nobody tells the prefill node: its lease has to end.
         assert_at_rest(url, within_s=45)

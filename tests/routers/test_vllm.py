@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-routers")
 
+from tests.ports import free_port
 from tests.routers.vllm_router import (
     CONCURRENT,
+    MODES,
     REQUEST_ID_LENGTH,
     complete,
     find_router,
@@ -35,22 +37,36 @@ SOON_S = 5.0
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
+def bootstrap_port():
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory, bootstrap_port):
     find_router()
     folder = tmp_path_factory.mktemp("servers")
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     # Where prompts that come together are cut otherwise than one that comes alone, sums round otherwise.
     options = ["--chat-template", str(template), "--max-num-batched-tokens", "8192"]
-    with pair(write_model("gqa", folder), folder, "nixl", options=options, load_timeout_s=20) as both:
+    prefill = {"bootstrap_port": bootstrap_port}
+    recipe = write_model("gqa", folder)
+    with pair(recipe, folder, "nixl", options=options, prefill=prefill, load_timeout_s=20) as both:
         yield both
 
 
-@pytest.fixture(scope="module")
-def router(servers, tmp_path_factory):
+@pytest.fixture(scope="module", params=MODES)
+def router(request, servers, bootstrap_port, tmp_path_factory):
     prefill, decode = servers
-    with routed(tmp_path_factory.mktemp("router"), *pd_arguments(prefill.url, decode.url)) as url:
+    arguments = pd_arguments(request.param, prefill.url, decode.url, bootstrap_port)
+    with routed(tmp_path_factory.mktemp("router"), *arguments) as url:
         yield url
+
+
+@pytest.fixture
+def seed(request):
+    """Of all prompts: what the decode server has of the other mode is not loaded again."""
+    return 10_000 * MODES.index(request.node.callspec.params["router"])
 
 
 def body(**more):
@@ -80,54 +96,57 @@ def assert_came_over(servers, ask, bodies, path="/v1/completions"):
 
 
 @pytest.mark.parametrize("number", [1, CONCURRENT])
-def test_prompts_as_token_ids(servers, router, number):
+def test_prompts_as_token_ids(servers, router, seed, number):
     # Below 1024 tokens: longer ones round by how they are cut, and several at a time are cut otherwise.
-    prompts = [random_prompt(300 + 30 * at, 100 * number + at) for at in range(number)]
+    prompts = [random_prompt(300 + 30 * at, seed + 100 * number + at) for at in range(number)]
     bodies = [body(prompt=prompt) for prompt in prompts]
     assert_came_over(servers, lambda one: token_ids(complete(router, one)), bodies)
 
 
-def test_a_prompt_as_text(servers, router):
-    bodies = [body(prompt="What a router passes on is text. " * 12)]
+def test_a_prompt_as_text(servers, router, seed):
+    bodies = [body(prompt=f"What router {seed} passes on is text. " * 12)]
     assert_came_over(servers, lambda one: token_ids(complete(router, one)), bodies)
 
 
-def test_chats(servers, router):
-    bodies = [body(messages=[{"role": "user", "content": f"{at} says hello. " * 20}]) for at in range(3)]
+def test_chats(servers, router, seed):
+    bodies = [
+        body(messages=[{"role": "user", "content": f"{seed + at} says hello. " * 20}]) for at in range(3)
+    ]
     assert_came_over(servers, lambda one: token_ids(complete(router, one, CHAT)), bodies, CHAT)
 
 
-def test_streams(servers, router):
-    bodies = [body(prompt=random_prompt(500, 2000 + at)) for at in range(3)]
+def test_streams(servers, router, seed):
+    bodies = [body(prompt=random_prompt(500, seed + 2000 + at)) for at in range(3)]
     assert_came_over(servers, lambda one: stream(router, one), bodies)
 
 
-def test_two_answers(servers, router):
-    bodies = [body(prompt=random_prompt(500 + at, 3000 + at), **TWO) for at in range(3)]
+def test_two_answers(servers, router, seed):
+    bodies = [body(prompt=random_prompt(500 + at, seed + 3000 + at), **TWO) for at in range(3)]
     assert_came_over(servers, lambda one: token_ids(complete(router, one)), bodies)
 
 
-def test_two_answers_in_a_stream(servers, router):
-    bodies = [body(prompt=random_prompt(500 + at, 3500 + at), **TWO) for at in range(3)]
+def test_two_answers_in_a_stream(servers, router, seed):
+    bodies = [body(prompt=random_prompt(500 + at, seed + 3500 + at), **TWO) for at in range(3)]
     assert_came_over(servers, lambda one: stream(router, one), bodies)
 
 
-def test_batches_of_prompts(servers, router):
+def test_batches_of_prompts(servers, router, seed):
     bodies = [
-        body(prompt=[random_prompt(300 + 50 * at, 4000 + 10 * n + at) for at in range(4)]) for n in range(3)
+        body(prompt=[random_prompt(300 + 50 * at, seed + 4000 + 10 * n + at) for at in range(4)])
+        for n in range(3)
     ]
     assert_came_over(servers, lambda one: token_ids(complete(router, one)), bodies)
 
 
-def test_two_answers_to_each_prompt_of_a_batch(servers, router):
-    bodies = [body(prompt=[random_prompt(300 + 50 * at, 5000 + at) for at in range(3)], **TWO)]
+def test_two_answers_to_each_prompt_of_a_batch(servers, router, seed):
+    bodies = [body(prompt=[random_prompt(300 + 50 * at, seed + 5000 + at) for at in range(3)], **TWO)]
     assert_came_over(servers, lambda one: token_ids(complete(router, one)), bodies)
 
 
-def test_clients_that_leave_free_both_servers(servers, router):
+def test_clients_that_leave_free_both_servers(servers, router, seed):
     prefill, decode = servers
     for number in range(2):
-        asked = body(prompt=random_prompt(900, 6000 + number), max_tokens=500)
+        asked = body(prompt=random_prompt(900, seed + 6000 + number), max_tokens=500)
         leave(router, asked, (0.0, 0.05, 0.2, 0.6))
     # Where the client left between the two requests, nobody tells the prefill server: its lease has to end.
     prefill.wait_idle(45)

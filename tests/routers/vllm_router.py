@@ -24,6 +24,8 @@ from tests.ports import free_port
 ENVIRONMENT = Path(os.environ.get("KVCONNECT_ROUTERS", Path(__file__).parents[2] / ".venv-routers"))
 ANSWER_TIMEOUT_S = 120
 CONCURRENT = 16
+MODES = ("sequential", "mooncake")
+"""Prefill first, and decode with its answer; or both at once, by Mooncake's protocol."""
 REQUEST_ID_LENGTH = 170
 """What the names of pods in Kubernetes make of the request id that the router gives to both servers."""
 
@@ -59,12 +61,17 @@ def routed(folder: Path, *arguments: str) -> Iterator[str]:
         child.end(10)
 
 
-def pd_arguments(prefill: str, decode: str) -> list[str]:
-    """What has it ask a prefill server, then a decode server with what the first answered."""
-    # Two addresses, and 64 characters around them.
-    length = (REQUEST_ID_LENGTH - 64) // 2
-    pair = ["--prefill", spelled_long(prefill, length), "--decode", spelled_long(decode, length)]
-    return ["--vllm-pd-disaggregation", *pair, "--policy", "round_robin"]
+def pd_arguments(mode: str, prefill: str, decode: str, bootstrap_port: int) -> list[str]:
+    """What has it ask a prefill and a decode server, in one of ``MODES``."""
+    addresses = REQUEST_ID_LENGTH - 64
+    if mode == "mooncake":
+        # It looks up what the bootstrap answered by a prefill server's usual spelling.
+        decode = spelled_long(decode, addresses - len(prefill.removeprefix("http://")))
+        more = ["--kv-connector", "mooncake", "--prefill", prefill, str(bootstrap_port)]
+    else:
+        prefill, decode = (spelled_long(url, addresses // 2) for url in (prefill, decode))
+        more = ["--prefill", prefill]
+    return ["--vllm-pd-disaggregation", "--policy", "round_robin", *more, "--decode", decode]
 
 
 def token_ids(answer: Mapping[str, Any]) -> list[list[int]]:

@@ -6,10 +6,12 @@ import pytest
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
+from kvconnect.demo.http import BadAnswer, fetch_json
 from kvconnect.errors import ConfigError
 from kvconnect.orders import RankAddress
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import StackTraits
+from tests.ports import free_port
 from tests.scheduler.test_connector import ATTENTION, Request
 
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -59,3 +61,62 @@ def test_keys_are_those_of_the_configuration(tmp_path):
     assert load_of(decode).refusal == ""
     with pytest.raises(ConfigError, match="key_file"):
         configured("kv_consumer", key_file=str(tmp_path / "none"))
+
+
+def bootstrapped(**extra):
+    """A prefill node's half, and what a router is answered when it starts."""
+    port = free_port()
+    half = configured("kv_producer", bootstrap_port=port, **extra)
+    return half, f"http://127.0.0.1:{port}/query"
+
+
+def announced(decode, engine_id, num_tokens=47):
+    """The load that a router in Mooncake's mode makes D order."""
+    params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id}
+    params["remote_bootstrap_addr"] = "http://10.0.0.1:8998"
+    request = Request("d", num_tokens, params)
+    decode.new_request(request)
+    decode.update_after_alloc(request, ([7, 8, 9],), num_tokens - 7)
+    (load,) = decode.build_orders().loads
+    return load
+
+
+def test_a_router_in_mooncakes_mode_is_answered_where_the_node_is_fetched_from():
+    half, url = bootstrapped()
+    answer = fetch_json(url)
+    assert answer.keys() == {"0"}
+    assert answer["0"]["worker_addr"] == {"0": {"0": "tcp://10.0.0.1:5600"}}
+    load = announced(configured("kv_consumer", now=1e9), answer["0"]["engine_id"])
+    # Any engine there: after a restart of P alone the router goes on with what it was answered.
+    assert (load.refusal, load.host, load.port, load.engine_id) == ("", "10.0.0.1", 5600, "")
+    half.drain()
+    with pytest.raises(BadAnswer):
+        fetch_json(url, timeout_s=2)
+
+
+def test_what_another_cluster_or_connector_answered_is_refused():
+    half, url = bootstrapped()
+    engine_id = fetch_json(url)["0"]["engine_id"]
+    half.drain()
+    assert "signature is wrong" in announced(configured("kv_consumer", key=OTHER), engine_id).refusal
+    assert "bootstrap_port" in announced(configured("kv_consumer"), "an-engine-of-mooncake").refusal
+    refused = announced(configured("kv_consumer", allow_peers=["10.0.0.2"]), engine_id).refusal
+    assert "allow_peers" in refused
+
+
+def test_what_a_router_is_answered_opens_no_load():
+    half, url = bootstrapped()
+    engine_id = fetch_json(url)["0"]["engine_id"]
+    half.drain()
+    decode = configured("kv_consumer")
+    request = Request("d", 47, {"do_remote_prefill": True, "kvconnect_handle": engine_id})
+    decode.update_after_alloc(request, ([7, 8, 9],), 40)
+    (load,) = decode.build_orders().loads
+    assert "expired" in load.refusal
+
+
+def test_a_node_that_prefills_for_nobody_has_no_bootstrap():
+    port = free_port()
+    configured("kv_consumer", bootstrap_port=port)
+    with pytest.raises(BadAnswer):
+        fetch_json(f"http://127.0.0.1:{port}/query", timeout_s=2)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvconnect.orders import Results
-from tests.scheduler.test_connector import ATTENTION, Request, connector
+from tests.scheduler.test_connector import ATTENTION, HANDLES, Request, connector
 
 CLIENT = {
     "model": "m",
@@ -153,8 +153,17 @@ ROUTERS = [
     ),
     # AIBrix gateway, the pd router without its own NIXL mode: the pod's address is written over.
     Router("AIBrix", six_keys, production_stack_decode),
-    # Both at once. Mooncake's routers (llm-d connector_mooncake.go, vllm-router, Dynamo) ask P so; what
-    # they tell D is a bootstrap server instead of a side channel, which kvconnect has not.
+    # Both at once, by Mooncake's protocol: vllm-router 0.1.17 and llm-d's connector_mooncake.go, which asked
+    # P's bootstrap for its engine id when they started.
+    Router(
+        "vllm-router, mooncake",
+        announced,
+        told(
+            remote_bootstrap_addr="http://10.0.0.1:8998",
+            remote_engine_id=HANDLES.introduce("10.0.0.1", 5600),
+        ),
+        sequential=False,
+    ),
     Router(
         "kvconnect, parallel", announced, told(remote_host="10.0.0.1", remote_port=5600), sequential=False
     ),
