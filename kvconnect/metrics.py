@@ -271,6 +271,8 @@ class Metrics(MetricSet):
     inflight_bytes: Number = _gauge("inflight_bytes", "Bytes under way to peers")
     slots_landing: Number = _gauge("slots_landing", "Landing slots that are lent, unpacked or in quarantine")
     slots_send: Number = _gauge("slots_send", "Send slots that are packed, sent or in quarantine")
+    slots_landing_limit: Number = _gauge("slots_landing_limit", "Landing slots that there are")
+    slots_send_limit: Number = _gauge("slots_send_limit", "Send slots that there are")
     link: ClassVar[dict[str, Number]] = {
         "direct_copy_s": _gauge("link_direct_copy_seconds", "A copy on the link calibrated last"),
         "direct_bytes_per_s": _gauge("link_direct_bytes_per_second", "Its bytes, page by page"),

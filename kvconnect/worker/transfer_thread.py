@@ -70,6 +70,8 @@ class TransferThread:
         self.local = local
         self._channel = channel
         self._metrics = metrics
+        metrics.slots_landing_limit.set(len(local.landing.slots))
+        metrics.slots_send_limit.set(len(local.send.slots))
         self._commands: deque[Command] = deque()
         self._polls_without_progress = 0
         self._stopping = threading.Event()

@@ -150,3 +150,9 @@ def test_however_often_one_holder_loses_slots_some_are_left_for_others(count, ho
         if slot.state is SlotState.QUARANTINED:
             pool.move(slot, SlotEvent.RETURN)
     assert pool.room_for("a") == count - 1
+
+
+def test_how_many_slots_there_are_is_shown_beside_those_that_are_taken(pair):
+    for worker in pair.workers:
+        assert worker.gauge("slots_landing_limit") == len(worker.landing.slots)
+        assert worker.gauge("slots_send_limit") == len(worker.send.slots)
