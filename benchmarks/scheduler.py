@@ -214,6 +214,7 @@ def bench_scheduler(options: Options, report: Report) -> None:
     crowd = max(1, requests // 16)
     many_decode, many_prefill = _Decode(requests, crowd), _Prefill(requests, crowd)
     keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
+    telling, many_telling = Keeping(requests, 1, has_events=True), Keeping(requests, crowd, has_events=True)
     for name, changed, step, steps in (
         ("steady decode", 0, decode.steady, _STEPS),
         ("decode, admits with a load", 1, decode.admission, _STEPS),
@@ -227,5 +228,9 @@ def bench_scheduler(options: Options, report: Report) -> None:
         ("offload, admits and stores", 1, keeping.fresh, _KEEPING_STEPS),
         ("offload, admits a hit", crowd, many_keeping.returning, _KEEPING_STEPS),
         ("offload, admits and stores", crowd, many_keeping.fresh, _KEEPING_STEPS),
+        ("offload with events, all decode", 0, telling.decode, _KEEPING_STEPS),
+        ("offload with events, admits a hit", 1, telling.returning, _KEEPING_STEPS),
+        ("offload with events, admits and stores", 1, telling.fresh, _KEEPING_STEPS),
+        ("offload with events, admits and stores", crowd, many_telling.fresh, _KEEPING_STEPS),
     ):
         report.add(_timed(name, requests, changed, step, steps))

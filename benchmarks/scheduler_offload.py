@@ -15,7 +15,9 @@ import torch
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheGroup
 from kvconnect.config import OffloadConfig
+from kvconnect.node.kv_events import BlockRemoved, BlockStored
 from kvconnect.offload.composite import SchedulerComposite
+from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import OffloadReport, Orders, Results
@@ -25,6 +27,8 @@ _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
 _ROW_BYTES = 64
 _NUM_ROWS = 1 << 17
+# Everybody's, and longer than any request becomes.
+_TOKENS = [*range(1 << 14)]
 
 
 @dataclass
@@ -36,29 +40,37 @@ class _Request:
     kv_transfer_params: dict[str, Any] | None = None
 
 
+def _describe(request: Any, start: int, end: int, _: int) -> Described:
+    return Described(_TOKENS[start:end])
+
+
 def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:
     names: list[bytes] = request.names
     return names
 
 
 class Keeping:
-    """A node with ``running`` requests, to which ``changed`` come with a step, and as many end."""
+    """A node with ``running`` requests, to which ``changed`` come with a step, and as many end.
 
-    def __init__(self, running: int, changed: int) -> None:
+    With ``has_events`` the events of each step are made too, as a router would get them.
+    """
+
+    def __init__(self, running: int, changed: int, *, has_events: bool = False) -> None:
         self.changed = changed
         self._serial = 0
         groups = [KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))]
-        self.half = SchedulerComposite(
-            None,
-            OffloadScheduler(
-                OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
-                groups,
-                HitRequirements.of(groups, [0], _BLOCK_TOKENS),
-                hashes=_hashes,
-                row_bytes={0: _ROW_BYTES},
-                clock=time.monotonic,
-            ),
+        offload = OffloadScheduler(
+            OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
+            groups,
+            HitRequirements.of(groups, [0], _BLOCK_TOKENS),
+            hashes=_hashes,
+            row_bytes={0: _ROW_BYTES},
+            clock=time.monotonic,
         )
+        if has_events:
+            make = EventMaker(BlockStored, BlockRemoved, [{"kv_cache_spec_kind": "full_attention"}])
+            offload.announce(TierEvents(_describe, make))
+        self.half = SchedulerComposite(None, offload)
         # Not all of them fill a block in the same step.
         self.running = [self._made(_PROMPT_TOKENS + n % _BLOCK_TOKENS) for n in range(running)]
         for request in self.running:
@@ -89,6 +101,7 @@ class Keeping:
         orders = self.half.build_orders()
         results = _stored(orders)
         self.half.update_results(results)
+        self.half.take_events()
         return time.perf_counter() - start
 
     def returning(self) -> float:
@@ -150,6 +163,7 @@ class Keeping:
 
     def _report(self, orders: Orders) -> None:
         self.half.update_results(_stored(orders))
+        self.half.take_events()
 
     def _end(self, requests: list[_Request]) -> None:
         for request in requests:

@@ -23,6 +23,14 @@ def serve(
             "object, spelled as vLLM does. Left out, the node serves alone and keeps nothing.",
         ),
     ] = None,
+    kv_events_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Publish which blocks the device and the tiers below get and lose: a JSON object, spelled "
+            "as vLLM does.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the model's weights; a pair needs the same one.")] = 0,
     num_blocks: Annotated[
@@ -61,6 +69,7 @@ def serve(
     options = NodeOptions(
         model=model,
         kv_transfer_config=kv_transfer_config,
+        kv_events_config=kv_events_config,
         device=device,
         seed=seed,
         num_blocks=num_blocks,

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import ConfigError, LocalError
+from kvconnect.offload.events import DEVICE, Described, Run, TierEvents
 
 NULL_BLOCK = 0
 HASH_SCHEME = "blake2b-128 of the chain so far and int32 tokens"
@@ -62,6 +63,8 @@ class BlockPool:
         self._first = 1 + reserved
         # Least recently freed first. Blocks without content are put in front: they cost nothing to reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
+        self.events: TierEvents | None = None
+        """Where it is noted which contents there are, if anyone wants to know."""
         self._block_of: dict[ContentKey, int] = {}
         self._key_of: dict[int, ContentKey] = {}
 
@@ -97,10 +100,14 @@ class BlockPool:
         if count > len(self._free):
             raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        gone = []
         for block_id in taken:
             if key := self._key_of.pop(block_id, None):
                 del self._block_of[key]
+                gone.append(key)
             self._references[block_id] = 1
+        if self.events is not None:
+            self.events.removed(DEVICE, gone)
         return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -127,11 +134,13 @@ class BlockPool:
                 if block_id not in self._key_of:
                     self._free.move_to_end(block_id, last=False)
 
-    def remember(self, key: ContentKey, block_id: int) -> None:
-        """Record a held block's content. The first block with a content stays the known one."""
-        if key not in self._block_of and block_id not in self._key_of:
+    def remember(self, key: ContentKey, block_id: int) -> bool:
+        """Record a held block's content, if it is new: the first block with a content stays the known one."""
+        is_new = key not in self._block_of and block_id not in self._key_of
+        if is_new:
             self._block_of[key] = block_id
             self._key_of[block_id] = key
+        return is_new
 
     def find(self, key: ContentKey) -> int | None:
         """A block with this content, free or held."""
@@ -326,9 +335,17 @@ class BlockManager:
         for index, group in enumerate(self._groups):
             hashes, ids = blocks.content_hashes(token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
-            for position in range(blocks.remembered[index], full):
-                if ids[position] != NULL_BLOCK:
-                    self.pool.remember((index, hashes[position]), ids[position])
+            new = [
+                position
+                for position in range(blocks.remembered[index], full)
+                if ids[position] != NULL_BLOCK
+                and self.pool.remember((index, hashes[position]), ids[position])
+            ]
+            if new and self.pool.events is not None:
+                first, end, size = new[0], new[-1] + 1, group.block_size
+                tokens = Described(token_ids[first * size : end * size])
+                run = Run(index, hashes[first:end], hashes[first - 1] if first else None, size, tokens)
+                self.pool.events.stored_run(DEVICE, run, (position - first for position in new))
             blocks.remembered[index] = max(full, blocks.remembered[index])
 
     def free(self, blocks: RequestBlocks) -> None:

@@ -17,6 +17,7 @@ from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
@@ -54,8 +55,12 @@ def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = Fal
     return f"{model.name}:{kept}"
 
 
-def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -> Connector:
+def configured_connector(
+    options: NodeOptions, model: Model, cache: NodeCache, events: TierEvents | None = None
+) -> Connector:
     """Both halves as ``kv_transfer_config`` defines them, with the cache registered.
+
+    What tiers get and lose is noted in ``events``.
 
     Raises:
         ConfigError: it is not valid, or asks for what this cache cannot do.
@@ -90,6 +95,8 @@ def configured_connector(options: NodeOptions, model: Model, cache: NodeCache) -
                 row_bytes=offload.row_bytes,
                 clock=time.monotonic,
             )
+            if events is not None:
+                scheduler.offload.announce(events)
             state = _state_of(scheduler.offload, offload)
         if config.extra.engine != "none":
             worker.transfer = transfer = WorkerConnector(

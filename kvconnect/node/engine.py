@@ -16,6 +16,7 @@ from typing import Any
 from kvconnect.errors import LocalError
 from kvconnect.metrics import summarize
 from kvconnect.node.connector import Connector
+from kvconnect.node.kv_events import Publisher
 from kvconnect.node.request import Failure, Output, Request
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
@@ -44,13 +45,20 @@ class Snapshot:
 class Engine:
     """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the other half, if there is one."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, connector: Connector | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        connector: Connector | None = None,
+        publisher: Publisher | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.options = scheduler.options
         self.vocab_size = runner.model.dims.vocab_size
         self.worker = None if connector is None else connector.worker
         self.offload_state = None if connector is None else connector.offload_state
+        self._publisher = publisher
         self.snapshot = self._take_snapshot(0)
         # A request that arrived, the id of one that is aborted, or None to wake the loop.
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
@@ -81,6 +89,8 @@ class Engine:
                 logger.error("the engine loop did not end within %.0f s", STOP_TIMEOUT_S)
         if self.worker is not None:
             self.worker.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def refusal(self, num_prompt_tokens: int, max_tokens: int) -> str | None:
         """Why a request of this size can never run here, or None. For any thread."""
@@ -185,8 +195,10 @@ class Engine:
         scheduler.update(step, sampled)
         self._send_orders()
         self.snapshot = self._take_snapshot(self.snapshot.steps + 1)
+        if self._publisher is not None:
+            self._publisher.publish()
         self._deliver()
-        if step.chunks or scheduler.running:
+        if step.chunks or scheduler.running or (self._publisher is not None and self._publisher.events):
             return 0.0
         if step.deferred:
             return DEFERRED_WAIT_S

@@ -33,6 +33,7 @@ class NodeOptions:
     max_num_batched_tokens: int = 1024
     reserved_blocks: int = 0
     kv_transfer_config: str | None = None
+    kv_events_config: str | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kernel_block_sizes: tuple[int, ...] = ()

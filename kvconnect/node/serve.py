@@ -18,6 +18,7 @@ from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype, re
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.flex_attention import flex_backend
+from kvconnect.node.kv_events import configured_publisher
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
 from kvconnect.node.options import NodeOptions
@@ -58,8 +59,10 @@ def build_engine(
         device=device,
     )
     runner = Runner(model, cache, KVBlockZeroer(cache.region_table(), device=device))
+    publisher = configured_publisher(options.kv_events_config, cache.config)
+    pool.events = None if publisher is None else publisher.events
     if connector is None and options.kv_transfer_config is not None:
-        connector = configured_connector(options, model, cache)
+        connector = configured_connector(options, model, cache, pool.events)
     transfers = None
     if connector is not None:
         transfers = Transfers(
@@ -72,7 +75,7 @@ def build_engine(
         enable_prefix_caching=options.enable_prefix_caching,
         zeroes_new_blocks=needs_zeroing(cache.config),
     )
-    return Engine(Scheduler(options, manager, transfers), runner, connector)
+    return Engine(Scheduler(options, manager, transfers), runner, connector, publisher)
 
 
 async def _drain(engine: Engine, over: asyncio.Event) -> None:

@@ -84,7 +84,7 @@ def make_scheduler_half(
             clock=time.monotonic,
         )
         if wants_events(vllm_config):
-            offload.announce(TierEvents(describe, event_maker(kv_cache_config).make))
+            offload.announce(TierEvents(describe, event_maker(kv_cache_config)))
     return SchedulerComposite(transfer, offload, zeroes_loads=zeroes_loads)
 
 

@@ -61,7 +61,7 @@ def half_of(maker=None):
         row_bytes={0: 128, 1: 64},
         clock=lambda: 1.0,
     )
-    half.announce(TierEvents(describe, (maker or event_maker(CACHE)).make))
+    half.announce(TierEvents(describe, (maker or event_maker(CACHE))))
     return half
 
 

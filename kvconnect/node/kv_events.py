@@ -1,0 +1,141 @@
+"""A node's KV events, of the device and all tiers below, as vLLM publishes its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kvconnect.cache.specs import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    SlidingWindowSpec,
+    StateSpec,
+)
+from kvconnect.errors import ConfigError
+from kvconnect.node.request import Request
+from kvconnect.offload.events import Described, EventMaker, TierEvents
+from kvconnect.peer.feed import Feed
+from kvconnect.reading import read_struct
+from kvconnect.scheduler.stack import RequestView
+
+_KINDS = {
+    FullAttentionSpec: "full_attention",
+    SlidingWindowSpec: "sliding_window",
+    ChunkedLocalSpec: "chunked_local_attention",
+    MLASpec: "mla_attention",
+    StateSpec: "mamba",
+}
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True):
+    """As vLLM's: see ``Feed`` for what the settings bound."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    topic: str = ""
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """A tier has got these blocks, which follow one another."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """A tier has these blocks no more."""
+
+    block_hashes: list[int]
+    medium: str
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step changed, at ``ts``, a Unix time in seconds."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved]
+
+
+def tier_events(config: KVCacheConfig) -> TierEvents:
+    """Events of a node with these caches."""
+    groups = [_group_facts(group) for group in config.groups]
+    return TierEvents(_describe, EventMaker(BlockStored, BlockRemoved, groups, _name))
+
+
+def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
+    spec = next((spec for _, spec in group.layer_specs()), None)
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return {
+        "kv_cache_spec_kind": _KINDS.get(type(spec), "unknown"),
+        "kv_cache_spec_sliding_window": window,
+    }
+
+
+def _describe(view: RequestView, start: int, end: int, _: int) -> Described:
+    assert isinstance(view, Request)
+    return Described(view.token_ids[start:end])
+
+
+def _name(content: bytes) -> int:
+    # The last 64 bits, as vLLM publishes its own hashes where nothing else is set.
+    return int.from_bytes(content[-8:], "big")
+
+
+class Publisher:
+    """Publishes what is noted in ``events``."""
+
+    def __init__(self, events: TierEvents, feed: Feed) -> None:
+        self.events, self._feed = events, feed
+
+    def publish(self) -> None:
+        """What has changed since the last call, as much as suits a step."""
+        if taken := self.events.take():
+            self._feed.publish(msgspec.msgpack.encode(EventBatch(time.time(), taken)))
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._feed.close()
+
+
+def configured_publisher(text: str | None, config: KVCacheConfig) -> Publisher | None:
+    """The publisher that ``--kv-events-config`` asks for, if any. Raises ``ConfigError``: it is wrong."""
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"kv_events_config is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"kv_events_config is {given!r}, it must be an object of settings")
+    wanted = read_struct(given, KVEventsConfig, "kv_events_config")
+    if not wanted.enable_kv_cache_events or wanted.publisher == "null":
+        return None
+    feed = Feed(
+        wanted.endpoint, wanted.replay_endpoint, wanted.topic, most=wanted.hwm, kept=wanted.buffer_steps
+    )
+    return Publisher(tier_events(config), feed)

@@ -1,0 +1,87 @@
+"""A feed of numbered messages that anyone may hear who reaches its port, as vLLM publishes its KV events.
+
+A message has a topic, a number of 8 bytes, and a payload. Who missed some asks by the number of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+
+import zmq
+
+from kvconnect.errors import ConfigError
+
+_LAST = (-1).to_bytes(8, "big", signed=True)
+_POLL_MS = 200
+
+
+class Feed:
+    """Publishes on ``endpoint``. A thread answers on ``replay_endpoint``; nothing here waits for anyone.
+
+    So many messages of the last are kept for those who missed them, and as many wait for a slow subscriber,
+    which misses the next ones. One thread publishes. Raises ``ConfigError``: an endpoint cannot be used.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, topic: str, *, most: int, kept: int
+    ) -> None:
+        self._topic, self._most = topic.encode(), most
+        self._context = zmq.Context()
+        self._last: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
+        self._lock = threading.Lock()
+        self._count = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        # As vLLM: with a star it listens, else the subscriber does.
+        listens = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+        self._socket = self._open(zmq.PUB, endpoint, listens=listens)
+        if replay_endpoint is not None:
+            replay = self._open(zmq.ROUTER, replay_endpoint, listens=True)
+            self._thread = threading.Thread(
+                target=self._answer, args=(replay,), name="kvconnect-replay", daemon=True
+            )
+            self._thread.start()
+
+    def _open(self, kind: int, endpoint: str, *, listens: bool) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.set_hwm(self._most)
+        try:
+            (made.bind if listens else made.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"nothing can be published on {endpoint!r}: {error}; accepted: an address with a port "
+                "that is free, as tcp://*:5557"
+            ) from error
+        return made
+
+    def publish(self, payload: bytes) -> None:
+        """Send the next message to those who listen."""
+        with self._lock:
+            number, self._count = self._count.to_bytes(8, "big"), self._count + 1
+            self._last.append((number, payload))
+        self._socket.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        while not self._is_closed:
+            if not replay.poll(_POLL_MS):
+                continue
+            frames = replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != len(_LAST):
+                continue
+            with self._lock:
+                missed = [message for message in self._last if message[0] >= frames[2]]
+            # One that does not take what it asked for gets no more of it.
+            with contextlib.suppress(zmq.ZMQError):
+                for number, payload in missed:
+                    replay.send_multipart((frames[0], b"", self._topic, number, payload), zmq.NOBLOCK)
+                replay.send_multipart((frames[0], b"", b"", _LAST, b""), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.join(10 * _POLL_MS / 1000)
+        self._context.destroy(linger=0)
