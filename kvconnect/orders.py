@@ -141,12 +141,14 @@ class Store(msgspec.Struct, frozen=True):
     The blocks hold what the device was given before the step that carries this order, and may be overwritten
     by that step: the worker reads them before. ``hashes`` name their contents. With ``keep`` the rows are
     written to the lower tiers too, and the job is reported kept once they are not read for that any more.
+    ``footers``, one each if any, are what the contents stand for, to be kept on disk with the rows.
     """
 
     job: int
     copies: RowCopies
     hashes: tuple[bytes, ...]
     keep: bool = False
+    footers: tuple[bytes, ...] = ()
 
 
 class Restore(msgspec.Struct, frozen=True):
@@ -196,12 +198,16 @@ CHANGES_AT_ONCE = 2048
 
 
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
-    """Contents that a lower tier of one rank has got, or has no more."""
+    """Contents that a lower tier of one rank has got, or has no more.
+
+    ``footers``, one of each that is ``added`` if any, are of those that the tier found from before its start.
+    """
 
     tier: str
     group: Index
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
+    footers: tuple[bytes, ...] = ()
 
 
 class OffloadReport(msgspec.Struct, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from kvconnect.errors import LocalError
@@ -25,6 +26,7 @@ class CompletionTracker:
     def _start_anew(self) -> None:
         self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
         self._changes: dict[Content, bool] = {}
+        self._footers: Mapping[Content, bytes] = {}
         self._failures: Counter[str] = Counter()
 
     def on_update(self, wake: Callable[[], None]) -> None:
@@ -52,10 +54,18 @@ class CompletionTracker:
             self._done[kind][job] = tuple(every)
         self._wake()
 
-    def add(self, contents: Sequence[Content], *, is_there: bool = True) -> None:
+    def add(
+        self,
+        contents: Sequence[Content],
+        footers: Mapping[Content, bytes] = MappingProxyType({}),
+        *,
+        is_there: bool = True,
+    ) -> None:
         if contents:
             with self._lock:
                 self._changes.update(dict.fromkeys(contents, is_there))
+                if footers:
+                    self._footers = {**self._footers, **footers}
             self._wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
@@ -77,7 +87,7 @@ class CompletionTracker:
     def take(self) -> TierUpdate:
         """Everything that is new, once."""
         with self._lock:
-            done, failures, changes = self._done, self._failures, self._changes
+            done, failures, changes, footers = self._done, self._failures, self._changes, self._footers
             self._start_anew()
         return TierUpdate(
             written=done["written"],
@@ -85,5 +95,6 @@ class CompletionTracker:
             found=done["found"],
             added=tuple(content for content, is_there in changes.items() if is_there),
             removed=tuple(content for content, is_there in changes.items() if not is_there),
+            footers=footers,
             failures=dict(failures),
         )

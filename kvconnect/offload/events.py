@@ -6,6 +6,7 @@ and their orders are over. What has come and gone between two calls is no event.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -95,6 +96,33 @@ _OF_STORED = (
     *("lora_id", "lora_name", "extra_keys", "session_id"),
 )
 _Place = tuple[Run, int]
+
+
+class _Footer(msgspec.Struct, array_like=True, gc=False):
+    """What is kept of a content: ``tokens`` are numbers of 4 bytes. Ids and sessions end with a process."""
+
+    tokens: bytes
+    parent: bytes | None
+    extra_keys: tuple[Any, ...] | None
+    lora_name: str | None
+
+
+_FOOTERS = msgspec.msgpack.Decoder(_Footer)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def _footer(run: Run, at: int, tokens: bytes) -> bytes:
+    told, length = run.described, 4 * run.block_tokens
+    return _ENCODER.encode(
+        _Footer(
+            tokens[at * length : (at + 1) * length],
+            run.hashes[at - 1] if at else run.parent,
+            told.extra_keys[at] if told.extra_keys else None,
+            told.lora_name,
+        )
+    )
+
+
 _LOST = (Run(-1, ()), 0)
 _UNKNOWN = (Run(-1, ()), 1)
 
@@ -143,6 +171,34 @@ class TierEvents:
         )
         for at in places:
             self._places[group.group, names[at]] = run, at - first
+
+    def footers(self, group: int, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+        """What contents stand for that were described, in the form that is kept with their rows."""
+        made, run, tokens = [], None, b""
+        for name in hashes:
+            place = self._places.get((group, name))
+            if place is None:
+                made.append(b"")
+                continue
+            if place[0] is not run:
+                run = place[0]
+                tokens = array("i", run.described.token_ids).tobytes()
+            made.append(_footer(run, place[1], tokens))
+        return tuple(made)
+
+    def learn(self, tier: str, group: int, footers: Mapping[bytes, bytes], hashes: Sequence[bytes]) -> None:
+        """A tier had these contents from before, and what they stand for was kept with some of them."""
+        for name in hashes:
+            try:
+                footer = _FOOTERS.decode(footers[name])
+                tokens = array("i", footer.tokens).tolist()
+            except (msgspec.MsgspecError, ValueError):
+                self.stored(tier, [(group, name)])
+                continue
+            told = Described(
+                tokens, [footer.extra_keys] if footer.extra_keys else None, None, footer.lora_name
+            )
+            self.stored_run(tier, Run(group, (name,), footer.parent, len(tokens), told), (0,))
 
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
         """Nothing more will be heard of contents that were described."""

@@ -1,5 +1,7 @@
 """The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then those of a row.
 
+On disk a footer may follow, which says what the content stands for: without it a record is as good.
+
 The header names everything that it belongs to, and has a checksum of its own, so that a scan recognizes
 a header without reading rows. The checksum of the row is keyed with the header: the bytes of one content
 never verify as another's, nor as another namespace's.
@@ -18,6 +20,9 @@ from kvconnect.offload.tier import MAX_HASH_BYTES, Content
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 1 << 36
 """Longer than any row."""
+
+MAX_FOOTER_BYTES = 1 << 14
+"""A longer one is not kept: 4 000 tokens in one block."""
 
 MAGIC = b"KVCR"
 _NAMESPACE_BYTES = 32
@@ -55,6 +60,10 @@ class RecordFormat:
         body = key + _CHECK.pack(xxh3_64_intdigest(row, xxh3_64_intdigest(key)))
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
+    def row_bytes(self, header: bytes) -> int:
+        """How long the row behind an intact header of ours is; 0 for any other."""
+        return int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
+
     def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> Flaw | None:
         """Why a header and a row are not the record of this content; None if they are."""
         raw = bytes(header)
@@ -62,6 +71,20 @@ class RecordFormat:
             return None
         stated = _namespace(raw)
         return Flaw.FOREIGN if stated not in (None, self._digest) else Flaw.CORRUPT
+
+
+def sealed(header: bytes, footer: bytes) -> bytes:
+    """A footer as it is kept behind the row of this header; empty where there is none, or too much."""
+    if not 0 < len(footer) <= MAX_FOOTER_BYTES:
+        return b""
+    return footer + _CHECK.pack(xxh3_64_intdigest(footer, xxh3_64_intdigest(header)))
+
+
+def opened(header: bytes, sealed: bytes) -> bytes:
+    """The footer of a record with this header, as it was sealed; empty if it is not right."""
+    footer, check = sealed[: -_CHECK.size], sealed[-_CHECK.size :]
+    is_right = check == _CHECK.pack(xxh3_64_intdigest(footer, xxh3_64_intdigest(header)))
+    return footer if is_right else b""
 
 
 def namespace_of(header: bytes) -> str | None:

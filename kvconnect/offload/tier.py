@@ -36,12 +36,13 @@ class TierRow(NamedTuple):
     """A row in host memory and what it holds, or shall hold.
 
     ``memory`` is contiguous bytes, as long as the row, and writable where it is read into. It must stay until
-    the job it belongs to was reported.
+    the job it belongs to was reported. What is written may have a ``footer``: what the content stands for.
     """
 
     group: int
     hash: bytes
     memory: memoryview
+    footer: bytes = b""
 
     @property
     def content(self) -> Content:
@@ -55,7 +56,8 @@ class TierUpdate:
     ``written`` are, by job, the contents that are not kept, none as a rule: the rows' memory is not read any
     more. ``read`` are those that are not there, or not right: the rows' memory is not written any more.
     ``found`` are those that the tier has. ``added`` and ``removed`` are what an indexed tier has got, and has
-    no more, none in both. ``failures`` are reasons, with how often.
+    no more, none in both; ``footers`` those of what it had before its start, where it was to look for them.
+    ``failures`` are reasons, with how often.
     """
 
     written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class TierUpdate:
     found: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
     added: tuple[Content, ...] = ()
     removed: tuple[Content, ...] = ()
+    footers: Mapping[Content, bytes] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -149,6 +149,8 @@ def make_worker_half(
                 rank=rank,
                 world_size=world_size,
             )
+            # What is on disk is announced as rank 0 has it.
+            offload.reads_footers = wants_events(vllm_config) and rank == 0
             offload.register_kv_caches(
                 cache.tensors,
                 cache.heads,

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat, namespace_of
+from kvconnect.offload.record import (
+    HEADER_BYTES,
+    MAX_FOOTER_BYTES,
+    Flaw,
+    RecordFormat,
+    namespace_of,
+    opened,
+    sealed,
+)
 
 OURS, THEIRS = "ab" * 32, "ab" * 31 + "ac"
 CONTENTS = st.tuples(st.integers(0, 2**31), st.binary(min_size=1, max_size=64))
@@ -72,3 +80,25 @@ def test_garbage_is_no_header(raw):
 def test_what_cannot_be_kept_is_refused(content, row):
     with pytest.raises(LocalError, match="cannot be kept"):
         RecordFormat(OURS).header(content, memoryview(row))
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_a_footer_is_that_of_its_record_or_none(footer, data):
+    header = RecordFormat(OURS).header((0, b"a"), memoryview(b"row"))
+    kept = sealed(header, footer)
+    assert opened(header, kept) == footer
+    other = RecordFormat(OURS).header((0, b"b"), memoryview(b"row"))
+    assert opened(other, kept) == b"", "another content's"
+    at = data.draw(st.integers(0, len(kept) - 1))
+    flipped = kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :]
+    assert opened(header, flipped) == b""
+    assert opened(header, kept[:at]) == b""
+
+
+def test_a_footer_has_a_bound():
+    header = RecordFormat(OURS).header((0, b"a"), memoryview(b"row"))
+    assert sealed(header, b"") == b""
+    assert sealed(header, b"x" * MAX_FOOTER_BYTES)
+    assert sealed(header, b"x" * (MAX_FOOTER_BYTES + 1)) == b""
+    assert RecordFormat(OURS).row_bytes(header) == 3
+    assert RecordFormat("00" * 32).row_bytes(header) == 0

@@ -20,12 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
+from kvconnect.offload.completion_tracker import CompletionTracker
 from kvconnect.offload.disk import row_files
-from kvconnect.offload.disk.folder import FolderOwner, bytes_on_disk
+from kvconnect.offload.disk.catalog import Catalog
+from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, row_name
 from kvconnect.offload.disk.tier import READ_THREADS, DiskTier, open_disk_tier
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.testing.tier_suite import LowerTierSuite, lengths_of, some_rows
+from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,
@@ -45,6 +47,45 @@ class TestDiskTier(LowerTierSuite):
 
 
 # ---- what a restart finds
+
+
+def test_a_restart_reports_footers_and_rows_without_one_too(tmp_path):
+    rows = some_rows(40, 1)
+    first = open_driver(tmp_path)
+    footers = {content: b"of " + content[1] for content in rows}
+    job = first.new_job()
+    first.tier.write(job, [row._replace(footer=footers[row.content]) for row in rows_of(rows)])
+    assert first.wait("written", job) == ()
+    spoilt, cut, *_ = paths = row_paths(first.tier)
+    assert first.tier.close()
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
+    cut.write_bytes(cut.read_bytes()[:-9])
+    second = open_tier(tmp_path, reads_footers=True)
+    wait_until(lambda: second._tracker._changes.keys() == set(rows), "told")
+    update = second.poll()
+    lost = {content for content in rows if row_name(content) in (spoilt.name, cut.name)}
+    assert len(paths) == 40
+    assert {content for content, footer in update.footers.items() if not footer} == lost
+    assert all(footer in (b"", footers[content]) for content, footer in update.footers.items())
+    # A row without a footer that is right is as good.
+    second_driver = TierDriver(second)
+    assert second_driver.read(lengths_of(rows)) == rows
+    second.close()
+
+
+def test_what_is_gone_before_it_was_told_is_not_reported():
+    tracker = CompletionTracker()
+    catalog = Catalog(tracker, waits=True)
+    files = [RowFile(row_name((0, bytes([at]))), (0, bytes([at])), 9, float(at)) for at in range(3)]
+    catalog.adopt(files, catalog.epoch)
+    assert not tracker.take()
+    untold = catalog.untold()
+    assert untold == [(0, bytes([at])) for at in (2, 1, 0)], "most recently used first"
+    catalog.doom_oldest(1)
+    tracker.take()
+    catalog.told(dict.fromkeys(untold, b"f"))
+    assert set(tracker.take().added) == set(untold[:2])
+    assert catalog.untold() == []
 
 
 def test_a_restart_finds_what_was_written(tmp_path):

@@ -99,6 +99,50 @@ def test_what_was_heard_is_what_is_there(heard, tmp_path, model):
         keeper.close()
 
 
+@pytest.mark.parametrize("model", sorted(ROWS))
+def test_what_a_disk_held_before_a_restart_is_announced_with_its_tokens(monkeypatch, tmp_path, model):
+    first, second = Heard(), Heard()
+    settings = disk_settings(tmp_path, disk_bytes=4 << 20)
+    prompts = [make_prompt(length, seed=length) for length in (40, 150, 97)]
+    for heard in (first, second):
+        monkeypatch.setattr(serve, "configured_publisher", lambda *_, heard=heard: heard)
+        keeper = make_keeper(offload=settings, model=model)
+        try:
+            for prompt in prompts if heard is first else ():
+                keeper.ask(prompt, 20)
+            heard.check(keeper)
+        finally:
+            keeper.close()
+    on_disk = [
+        {group: names for (tier, group), names in heard.router.held.items() if tier == DISK}
+        for heard in (first, second)
+    ]
+    assert on_disk[0] == on_disk[1]
+    assert any(on_disk[0].values())
+    assert not second.router.num_unknown
+
+
+def test_a_record_without_a_footer_is_announced_without_tokens(heard, monkeypatch, tmp_path):
+    """As one that was written while nobody listened; what it stands for is known once a request wants it."""
+    prompt = make_prompt(100)
+    with monkeypatch.context() as patched:
+        patched.setattr(serve, "configured_publisher", lambda *_: None)
+        keeper = make_keeper(offload=disk_settings(tmp_path))
+        keeper.ask(prompt, 4)
+        keeper.close()
+    keeper = make_keeper(offload=disk_settings(tmp_path))
+    try:
+        heard.check(keeper)
+        assert heard.router.num_unknown == 6
+        keeper.ask(prompt, 4)
+        heard.check(keeper)
+        assert keeper.cached == 96
+        assert heard.counts["host Stored"] == 1
+        assert heard.router.num_unknown == 6
+    finally:
+        keeper.close()
+
+
 def spoil(rng, folder):
     """A disk gives other bytes than were written."""
     for path in sorted(folder.rglob("*.kv")):

@@ -12,8 +12,9 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk import failures
@@ -31,8 +32,8 @@ from kvconnect.offload.disk.folder import (
     parse_folder_name,
     row_name,
 )
-from kvconnect.offload.record import HEADER_BYTES, RecordFormat
-from kvconnect.offload.tier import TierRow
+from kvconnect.offload.record import HEADER_BYTES, MAX_FOOTER_BYTES, RecordFormat, opened, sealed
+from kvconnect.offload.tier import Content, TierRow
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +113,18 @@ class RowFiles:
         self._find_abandoned()
         return sum(file.name.endswith(".unfinished") for file in files)
 
-    def reopen(self) -> None:
-        """See that the folder is in its place; if not, or if it could not be opened before, open it."""
+    def reopen(self) -> bool:
+        """See that the folder is in its place; if not, or if it could not be opened before, open it anew."""
         if self._folder is not None and not self._folder.is_there:
             self._on_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path)))
             self._folder = None
             self._catalog.lose()
-        if self._folder is None:
-            self.open()
-            self.recover()
-            logger.info("%s can be used", self._path)
+        if self._folder is not None:
+            return False
+        self.open()
+        self.recover()
+        logger.info("%s can be used", self._path)
+        return True
 
     def close(self) -> None:
         """Let another process have it."""
@@ -134,31 +137,46 @@ class RowFiles:
     def write(self, row: TierRow, epoch: int) -> None:
         """Write a row of an epoch of the catalog. Raises ``LocalError``: never; ``OSError``: not now."""
         header = self._format.header(row.content, row.memory)
-        length_bytes = bytes_on_disk(HEADER_BYTES + len(row.memory))
+        parts = (header, row.memory, sealed(header, row.footer))
+        length_bytes = bytes_on_disk(sum(map(len, parts)))
         if length_bytes > self.limit_bytes:
             raise OSError(errno.EFBIG, f"a row of {len(row.memory)} bytes exceeds disk_bytes")
         self.make_room(length_bytes)
         try:
-            self._write_file(row, header, length_bytes, epoch)
+            self._write_file(row.content, parts, length_bytes, epoch)
         except OSError as error:
             if failures.reason_of(error) != failures.FULL or not len(self._catalog):
                 raise
             self._on_error(error)
             self._catalog.doom_oldest(max(length_bytes, self._catalog.taken_bytes // _FULL_DISK_PART))
             self._remove_doomed()
-            self._write_file(row, header, length_bytes, epoch)
+            self._write_file(row.content, parts, length_bytes, epoch)
 
-    def _write_file(self, row: TierRow, header: bytes, length_bytes: int, epoch: int) -> None:
+    def _write_file(self, content: Content, parts: Sequence[Any], length_bytes: int, epoch: int) -> None:
         assert self._folder is not None
         self._catalog.begin(length_bytes)
         try:
-            self._folder.write_row(row_name(row.content), (header, row.memory))
+            self._folder.write_row(row_name(content), parts)
         except OSError:
             # If not now, what was written of it is removed before anything else is written.
             with contextlib.suppress(OSError):
                 self._remove_doomed()
             raise
-        self._catalog.add(row.content, epoch)
+        self._catalog.add(content, epoch)
+
+    def read_footer(self, content: Content) -> bytes:
+        """What the content of a row stands for; empty if it was not kept with it. Raises ``OSError``."""
+        folder = self._folder
+        if folder is None:
+            return b""
+        file = folder.open(row_name(content), os.O_RDONLY)
+        try:
+            header = os.pread(file, HEADER_BYTES, 0)
+            row_bytes = self._format.row_bytes(header)
+            footer = os.pread(file, 2 * MAX_FOOTER_BYTES, HEADER_BYTES + row_bytes) if row_bytes else b""
+        finally:
+            os.close(file)
+        return opened(header, footer)
 
     def read(self, row: TierRow) -> str:
         """Read a row into its memory; what is wrong with it, if anything. Raises ``OSError``: not now."""

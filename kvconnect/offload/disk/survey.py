@@ -20,7 +20,7 @@ from kvconnect.offload.disk.folder import (
     parse_folder_name,
     read_facts,
 )
-from kvconnect.offload.record import HEADER_BYTES, RecordFormat, namespace_of
+from kvconnect.offload.record import HEADER_BYTES, RecordFormat, namespace_of, opened
 from kvconnect.offload.tier import Content
 
 
@@ -91,13 +91,16 @@ def remove(paths: list[Path]) -> None:
 
 
 def _flaw(folder: str, content: Content, data: memoryview) -> str:
-    header, row = data[:HEADER_BYTES], data[HEADER_BYTES:]
+    header = data[:HEADER_BYTES]
     namespace = namespace_of(bytes(header))
     if namespace is None:
         return "no intact header"
     if not folder.startswith(namespace[:32]):
         return f"a row of another namespace: {namespace}"
-    if RecordFormat(namespace).flaw(header, content, row):
+    end = HEADER_BYTES + RecordFormat(namespace).row_bytes(bytes(header))
+    footer = data[end:]
+    is_footer_right = not footer or opened(bytes(header), bytes(footer))
+    if RecordFormat(namespace).flaw(header, content, data[HEADER_BYTES:end]) or not is_footer_right:
         return f"group {content[0]}, hash {content[1].hex()}: not the bytes that were written"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -28,9 +29,12 @@ logger = logging.getLogger(__name__)
 READ_THREADS = 8
 _LEAST_BYTES_PER_THREAD = 1 << 20
 _CLOSE_TIMEOUT_S = 5.0
+_FOOTERS_AT_ONCE = 256
 
 
-def open_disk_tier(config: OffloadConfig, namespace: Namespace, rank: int, world_size: int) -> DiskTier:
+def open_disk_tier(
+    config: OffloadConfig, namespace: Namespace, rank: int, world_size: int, *, reads_footers: bool = False
+) -> DiskTier:
     """The disk tier of one rank, as configured. What was kept before is found in the background.
 
     Raises ``ConfigError``: the path cannot be a folder of ours, or another process uses it.
@@ -40,7 +44,11 @@ def open_disk_tier(config: OffloadConfig, namespace: Namespace, rank: int, world
     facts.pop("salt", None)
     owner = FolderOwner(namespace.digest.hex(), rank, world_size, facts, namespace.label)
     return DiskTier(
-        Path(config.disk_path), owner, config.disk_bytes, max_queued_bytes=config.max_queued_bytes
+        Path(config.disk_path),
+        owner,
+        config.disk_bytes,
+        max_queued_bytes=config.max_queued_bytes,
+        reads_footers=reads_footers,
     )
 
 
@@ -54,6 +62,7 @@ class DiskTier:
         owner: of the rows.
         limit_bytes: most bytes on the disk, of everything that the tier keeps there.
         max_queued_bytes: most bytes of rows that wait to be written.
+        reads_footers: whether what was kept before is reported with its footers, a part at a time.
         retry_s: how long it leaves a disk alone that refused to be written, the first time and at most.
         open_folder: how a folder is opened.
     """
@@ -68,6 +77,7 @@ class DiskTier:
         limit_bytes: int,
         *,
         max_queued_bytes: int = 1 << 30,
+        reads_footers: bool = False,
         retry_s: tuple[float, float] = (1.0, 60.0),
         open_folder: OpenFolder = DiskFolder,
     ) -> None:
@@ -75,7 +85,7 @@ class DiskTier:
         self.recovered = threading.Event()
         self._max_queued_bytes = max_queued_bytes
         self._tracker = CompletionTracker()
-        self._catalog = Catalog(self._tracker)
+        self._catalog = Catalog(self._tracker, waits=reads_footers)
         # A disk that refused to be written is left alone, twice as long each time.
         self._retry_s = retry_s
         self._pause_s = self._retry_at = 0.0
@@ -171,6 +181,7 @@ class DiskTier:
                 self._tracker.fail("disk_torn", torn)
             self._rows.make_room(0)
         finally:
+            self._readers.submit(self._tell)
             self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
@@ -199,7 +210,8 @@ class DiskTier:
 
     def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
-            self._rows.reopen()
+            if self._rows.reopen():
+                self._readers.submit(self._tell)
             self._rows.write(row, epoch)
         except Exception as error:
             reason = self._note(error)
@@ -214,6 +226,22 @@ class DiskTier:
             self._logged.clear()
 
     # ---- on a reader's thread
+
+    def _tell(self) -> None:
+        """Report what was kept before, with what it stands for, unless that was not wanted."""
+        untold = self._catalog.untold()
+        for first in range(0, len(untold), _FOOTERS_AT_ONCE):
+            if self._rows.is_closing:
+                return
+            self._catalog.told(
+                {content: self._footer(content) for content in untold[first : first + _FOOTERS_AT_ONCE]}
+            )
+
+    def _footer(self, content: Content) -> bytes:
+        # One that cannot be read is no worse than one that is not there.
+        with contextlib.suppress(OSError):
+            return self._rows.read_footer(content)
+        return b""
 
     def _read(self, job: int, rows: Sequence[TierRow]) -> None:
         is_closed, contents = self._rows.is_closing, [row.content for row in rows]

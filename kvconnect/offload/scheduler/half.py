@@ -22,7 +22,7 @@ from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
 from kvconnect.offload.scheduler.stores import Stores
-from kvconnect.offload.tier import HOST, lower_tier_names
+from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.orders import OffloadOrders, OffloadReport, Results
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, Step
 
@@ -240,6 +240,8 @@ class OffloadScheduler:
     def announce(self, events: TierEvents) -> None:
         """Note from now on what tiers get and lose. Before there is anything."""
         self.host.events = self.host.index.events = self.host.lower.events = events
+        if DISK in lower_tier_names(self._config):
+            self._stores.footers = events.footers
 
     def take_events(self) -> Sequence[Any]:
         """What the tiers have got and lost since the last call, as much as suits a step."""

@@ -6,7 +6,7 @@ Nothing waits: where rows are short, blocks are passed over and counted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvconnect.offload.index.tier_index import ContentState
@@ -45,6 +45,8 @@ class Stores:
         """By group and content the block and the row of what is stored with the next orders."""
         self.due: dict[str, int] = {}
         """By request the token count at which there is more to take, for those that are in here."""
+        self.footers: Callable[[int, Sequence[bytes]], tuple[bytes, ...]] | None = None
+        """What the disk keeps with rows, where anyone wants to know what it has after a restart."""
 
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
@@ -104,7 +106,10 @@ class Stores:
             if batch:
                 names, (block_ids, rows) = tuple(batch), zip(*batch.values(), strict=True)
                 job = self._host.jobs.open(JobKind.STORE, group, names, keep=self._keep)
-                stores.append(Store(job.number, RowCopies(group, block_ids, rows), names, self._keep))
+                footers = self.footers(group, names) if self.footers is not None else ()
+                stores.append(
+                    Store(job.number, RowCopies(group, block_ids, rows), names, self._keep, footers)
+                )
         return tuple(stores)
 
     def settle(self, job: Job) -> None:

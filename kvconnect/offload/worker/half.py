@@ -65,6 +65,8 @@ class OffloadWorker:
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
         self._is_closed = False
+        self.reads_footers = False
+        """Whether what the disk kept before is reported with its tokens. Set before caches are registered."""
 
     # These, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
 
@@ -155,7 +157,11 @@ class OffloadWorker:
             if config.disk_path:
                 from kvconnect.offload.disk.tier import open_disk_tier
 
-                made.append(open_disk_tier(config, namespace, self._rank, self._world_size))
+                made.append(
+                    open_disk_tier(
+                        config, namespace, self._rank, self._world_size, reads_footers=self.reads_footers
+                    )
+                )
                 undo.callback(made[-1].close)
             if config.store:
                 from kvconnect.offload.store.tier import open_store_tier
@@ -181,6 +187,8 @@ class OffloadWorker:
         for store in orders.stores:
             owed = (Report.STORED, Report.KEPT) if store.keep else (Report.STORED,)
             jobs.append(self._jobs.open(store.job, store.hashes, *owed, copies=store.copies))
+            if store.footers:
+                jobs[-1].footers = dict(zip(store.hashes, store.footers, strict=True))
         ticket = copier.snapshot([job.copies for job in jobs])
         begun = [(ticket, jobs)]
         if ticket.done and ticket.error is not None and len(jobs) > 1:

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
 
@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 HostRow = tuple[int, int]
 """A row of host memory: its class, and its number there."""
+
+_HASH_BYTES = 32
+"""What one counts as whose number is bounded."""
 
 NO_COPIES = RowCopies(0, (), ())
 
@@ -41,6 +44,7 @@ class Job:
     contents, ``owed`` the reports to come, in order. ``named`` are the contents of ``copies``: all but those
     ``refused``, whose row a job that was given up may still touch. Where everything was cleared since,
     ``is_void`` is set. ``num_writing`` tiers are to answer yet that they do not read its rows any more.
+    ``footers`` are those of contents, if any.
     """
 
     number: int
@@ -53,6 +57,7 @@ class Job:
     refused: tuple[bytes, ...] = ()
     is_void: bool = False
     num_writing: int = 0
+    footers: Mapping[bytes, bytes] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[HostRow]:
@@ -164,7 +169,8 @@ class Jobs:
             changes, left = [], CHANGES_AT_ONCE
             while self._changes and left > 0:
                 changes.append(self._changes.popleft())
-                left -= len(changes[-1].added) + len(changes[-1].removed)
+                change = changes[-1]
+                left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
             is_more = bool(self._changes)
         if is_more:
             self._notify()

@@ -286,7 +286,7 @@ class RowWork:
     def _memory(self, job: Job) -> list[TierRow]:
         group = job.copies.group
         return [
-            TierRow(group, hash_, self._arena.row(group, row))
+            TierRow(group, hash_, self._arena.row(group, row), job.footers.get(hash_, b""))
             for hash_, row in zip(job.named, job.copies.rows, strict=True)
         ]
 
@@ -300,4 +300,8 @@ def _changes(name: str, update: TierUpdate) -> Iterator[TierChange]:
         for group, hashes in by_group.items():
             for first in range(0, len(hashes), CHANGES_AT_ONCE):
                 part = tuple(hashes[first : first + CHANGES_AT_ONCE])
-                yield TierChange(name, group, part) if is_added else TierChange(name, group, (), part)
+                if not is_added:
+                    yield TierChange(name, group, (), part)
+                    continue
+                footers = tuple(update.footers.get((group, name), b"") for name in part)
+                yield TierChange(name, group, part, (), footers if any(footers) else ())
