@@ -128,3 +128,12 @@ def test_pages_have_every_record_once_and_no_handle():
         msgspec.structs.replace(first, rows=((0.0, 9999, 0, 0, 0, 0),)).records()
     with pytest.raises(PeerError, match="cannot be read"):
         read_page(b"\xc1")
+
+
+def test_the_latest_records_are_those_that_happened_last():
+    clock = iter(range(100))
+    timeline = Timeline(lambda: next(clock), most=50)
+    for number in range(100):
+        timeline.note("n", number)
+    assert [record[5] for record in timeline.latest(3)] == [99, 98, 97]
+    assert len(timeline.latest(1000)) == 50

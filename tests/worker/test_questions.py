@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvconnect import __version__
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
-from kvconnect.inspect.runner import look
+from kvconnect.inspect.runner import look, run_inspect
 from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer import inspection
 from kvconnect.peer.asking import ask
@@ -144,7 +145,7 @@ def test_questions_take_their_turns_and_only_so_many_wait():
     assert now >= 10.0 + 64 * 0.05 - 1e-6
 
 
-def test_what_a_worker_holds_is_read_over_the_side_channel(worker):
+def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     groups = (GroupBlocks(0, 0, (1, 2)),)
     holds = tuple(Hold(f"r{number}", f"h{number}", 2, groups, 60.0, 0) for number in range(600))
     worker.start(Orders(step=0, holds=holds))
@@ -159,6 +160,8 @@ def test_what_a_worker_holds_is_read_over_the_side_channel(worker):
     assert [one.direction for one in found.slots] == ["receive", "send"]
     assert Moment.HELD in {one.moment for one in found.latest}
     assert len(look(extra, keyring, address, whole=False)[1].leases) < 600, "one page"
+    assert run_inspect(":".join(map(str, address)), extra, watch=False, json_output=True) == 0
+    assert len(json.loads(capsys.readouterr().out)["holds"]["leases"]) == 600
 
 
 def test_a_release_that_cannot_be_inspected_is_named(worker):
