@@ -106,6 +106,12 @@ def test_tables_fit_80_columns_and_steer_no_terminal():
     assert len(text.splitlines()) < 110
 
 
+def test_what_there_is_none_of_has_a_line_and_no_columns():
+    text = printed(msgspec.structs.replace(FOUND, loads=(), counts={**COUNTS, "loads": 0}))
+    assert "loads in flight: 0" in text
+    assert "PHASE" not in text
+
+
 @pytest.mark.parametrize(
     "shown",
     [

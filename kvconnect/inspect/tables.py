@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,8 +16,14 @@ _MOST_ROWS = 10
 _OF_SECTIONS = ("leases", "loads", "slots", "peers", "inbound_peers")
 
 
-def tables(address: str, described: Description, found: Inspection) -> Iterator[RenderableType]:
+def tables(address: str, described: Description, found: Inspection) -> Iterator[Table]:
     """Who the worker is, then a section for each kind of what it holds."""
+    for table in _tables(address, described, found):
+        table.show_header = table.show_header and table.row_count > 0
+        yield table
+
+
+def _tables(address: str, described: Description, found: Inspection) -> Iterator[Table]:
     head = _table("", "what", "text")
     for what, text in (
         ("worker", f"{found.engine_id} rank {found.rank} at {address}"),
