@@ -110,7 +110,7 @@ def make_worker_half(
     )
     # Before anything is taken: what is ours is none of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
-    transfer = None
+    transfer = offload = None
     if config.extra.engine != "none":
         cache = described(kv_cache_config, convert_dtype=config.extra.convert_dtype)
         transfer = WorkerConnector(
@@ -132,7 +132,6 @@ def make_worker_half(
             rank=rank,
         )
         transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
-    offload = None
     with ExitStack() as opened:
         if transfer is not None:
             # Its thread and its port would outlive an error of the offload.
@@ -149,7 +148,6 @@ def make_worker_half(
                 rank=rank,
                 world_size=world_size,
             )
-            # What is on disk is announced as rank 0 has it.
             offload.reads_footers = wants_events(vllm_config) and rank == 0
             offload.register_kv_caches(
                 cache.tensors,

@@ -64,7 +64,6 @@ class OffloadWorker:
         self._jobs = Jobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
-        self._is_closed = False
         self.reads_footers = False
         """Whether what the disk kept before is reported with its tokens. Set before caches are registered."""
 
@@ -267,9 +266,6 @@ class OffloadWorker:
 
     def close(self) -> None:
         """Stop the thread, close the tiers, and fail what is open. Idempotent; results may still be taken."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         if self._loop is not None:
             self._loop.close()
         self._jobs.fail_all("the worker was closed")
