@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from kvconnect.addresses import is_loopback
 from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.findings import Finding, failure, warning, well
-from kvconnect.doctor.machine import RdmaPort
+from kvconnect.engine.fabric import ACTIVE
 
-_ACTIVE = "ACTIVE"
 _RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "gga", "srd")
 _LEAST_LOCKED, _WANTED_LOCKED = 64 << 20, 1 << 30
 _LEAST_SHM = 256 << 20
@@ -68,7 +67,7 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
         )
     for port in ports:
         about, found = f"RDMA {port.device}:{port.port}", f"{port.state}, {port.rate}, {port.link_layer}"
-        if port.state == _ACTIVE:
+        if port.state == ACTIVE:
             yield well(about, f"{found}, NUMA node {port.numa_node}")
         elif port.device in named:
             yield failure(
@@ -92,7 +91,7 @@ def _transport(facts: Facts) -> Iterator[Finding]:
     used = trial.wire or trial.lane
     if "tcp" not in used.lower():
         return
-    active = active_ports(facts)
+    active = facts.machine.active_ports
     if asked:
         yield failure("transport", f"{asked} asks for RDMA, and bytes go over {used}", _tcp_advice(facts))
     elif active and not is_loopback(facts.extra.host):
@@ -102,11 +101,6 @@ def _transport(facts: Facts) -> Iterator[Finding]:
             f"device_name {active[0].device}{'' if trial.engine == 'mooncake' else f':{active[0].port}'}; "
             + _tcp_advice(facts),
         )
-
-
-def active_ports(facts: Facts) -> list[RdmaPort]:
-    """The RDMA ports that have a link."""
-    return [port for port in facts.machine.rdma if port.state == _ACTIVE]
 
 
 def _tcp_advice(facts: Facts) -> str:
@@ -129,7 +123,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
                 "neither nvidia_peermem nor DMA-BUF: bytes go through host memory",
                 "modprobe nvidia_peermem, or a driver and kernel (5.12) with DMA-BUF",
             )
-        nodes = {port.numa_node for port in active_ports(facts)}
+        nodes = {port.numa_node for port in facts.machine.active_ports}
         far = [gpu.index for gpu in machine.gpus if gpu.numa_node not in nodes | {-1}]
         if far and nodes - {-1}:
             yield warning(

@@ -9,33 +9,19 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvconnect.engine.cuda_driver import supports_dmabuf
+from kvconnect.engine.fabric import Fabric, look_at_fabric, numa_node, read_text
 from kvconnect.errors import EngineError
 from kvconnect.packages import package_versions
 
 VARIABLES = ("UCX_", "MC_", "NIXL_", "VLLM_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
 """How the names begin of what libraries take from the environment."""
 _CAP_IPC_LOCK = 14
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_TOPOLOGY_TIMEOUT_S = 10
-
-
-@dataclass(frozen=True)
-class RdmaPort:
-    """A port of an RDMA device. ``numa_node`` is -1 where the machine does not report it."""
-
-    device: str
-    port: int
-    state: str
-    rate: str
-    link_layer: str
-    numa_node: int
 
 
 @dataclass(frozen=True)
@@ -51,18 +37,14 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What was found. Limits are in bytes or numbers, None for none; ``links`` are GPUs' to each other,
-    ``speeds`` those of network interfaces in Mb/s."""
+class Machine(Fabric):
+    """What was found. Limits are in bytes or numbers, None for none."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    rdma: tuple[RdmaPort, ...] = ()
     has_verbs: bool = True
     has_peermem: bool = False
     has_nvidia_driver: bool = False
-    speeds: Mapping[str, int] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
-    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     compiler: str = ""
     memlock_bytes: int | None = None
     may_lock: bool = False
@@ -75,8 +57,6 @@ class Machine:
 
 def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Machine:
     """Look at this machine. What cannot be read is left at what a machine without it would have."""
-    infiniband = root / "sys/class/infiniband"
-    devices = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
     shm = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     memlock, files = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
@@ -84,15 +64,14 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     capabilities = _field(root / "proc/self/status", "CapEff", "0")
     available = _field(root / "proc/meminfo", "MemAvailable", "0 kB")
     gpus = _gpus(root)
+    fabric = look_at_fabric(root, with_gpus=len(gpus) > 1)
     return Machine(
+        **vars(fabric),
         versions=package_versions(),
-        rdma=tuple(port for device in devices for port in _ports(device)),
         has_verbs=any((root / "dev/infiniband").glob("uverbs*")),
-        has_peermem="nvidia_peermem" in _read(root / "proc/modules"),
+        has_peermem="nvidia_peermem" in read_text(root / "proc/modules"),
         has_nvidia_driver=(root / "proc/driver/nvidia/version").exists(),
-        speeds=_speeds(root / "sys/class/net"),
         gpus=gpus,
-        links=_gpu_links() if len(gpus) > 1 else {},
         compiler=next(filter(None, map(shutil.which, (environ.get("CC", ""), "gcc", "clang", "cc"))), ""),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         may_lock=bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1),
@@ -105,42 +84,9 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     )
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
 def _field(path: Path, name: str, default: str) -> str:
-    found = re.search(rf"^{name}:\s*(\S.*)$", _read(path), re.M)
+    found = re.search(rf"^{name}:\s*(\S.*)$", read_text(path), re.M)
     return found[1] if found else default
-
-
-def _numa_node(device: Path) -> int:
-    text = _read(device / "numa_node")
-    return int(text) if text.lstrip("-").isdecimal() else -1
-
-
-def _ports(device: Path) -> list[RdmaPort]:
-    return [
-        RdmaPort(
-            device.name,
-            int(port.name),
-            # As "4: ACTIVE".
-            _read(port / "state").rpartition(":")[2].strip(),
-            _read(port / "rate"),
-            _read(port / "link_layer"),
-            _numa_node(device / "device"),
-        )
-        for port in sorted((device / "ports").glob("[0-9]*"))
-    ]
-
-
-def _speeds(interfaces: Path) -> dict[str, int]:
-    """Those of interfaces that have a speed; virtual ones have none, or -1."""
-    texts = {path.parent.name: _read(path) for path in interfaces.glob("*/speed")}
-    return {name: int(text) for name, text in texts.items() if text.isdecimal()}
 
 
 def _gpus(root: Path) -> tuple[Gpu, ...]:
@@ -162,7 +108,7 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
             Gpu(
                 index,
                 properties.name,
-                _numa_node(root / "sys/bus/pci/devices" / place),
+                numa_node(root / "sys/bus/pci/devices" / place),
                 has_dmabuf,
                 tuple(
                     other
@@ -172,29 +118,3 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
             )
         )
     return tuple(found)
-
-
-def _gpu_links() -> dict[tuple[int, int], str]:
-    """How GPUs are linked, in the words of ``nvidia-smi topo -m``; nothing without it."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_TOPOLOGY_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return read_topology(done.stdout)
-
-
-def read_topology(text: str) -> dict[tuple[int, int], str]:
-    """The links between GPUs of the matrix that ``nvidia-smi topo -m`` prints."""
-    lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
-    header = next((line for line in lines if line and line[0] == "GPU0" and "X" not in line), [])
-    links = {}
-    for line in lines:
-        if line and line[0].startswith("GPU") and line is not header:
-            for column, cell in zip(header, line[1:], strict=False):
-                if column.startswith("GPU") and cell != "X" and column[3:].isdecimal():
-                    links[int(line[0][3:]), int(column[3:])] = cell
-    return links

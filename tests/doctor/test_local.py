@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvconnect.doctor.configuration import read_configuration
-from kvconnect.doctor.machine import Gpu, Machine, look, read_topology
+from kvconnect.doctor.machine import Gpu, Machine, look
 from kvconnect.doctor.trial import Trial, TrialSettings, run_trial, wire_of
+from kvconnect.engine.fabric import read_topology
 from kvconnect.errors import ConfigError
 from kvconnect.peer.key_files import new_secret, write
 from tests.doctor.kit import QUICK, RDMA, configured, failures, found, make_root

@@ -19,10 +19,11 @@ from kvconnect.doctor import measure, runner
 from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.facts import Facts, describe, gather
 from kvconnect.doctor.findings import Level, well
-from kvconnect.doctor.machine import Machine, RdmaPort
+from kvconnect.doctor.machine import Machine
 from kvconnect.doctor.rates import Rates, check_rates
 from kvconnect.doctor.trial import Trial
 from kvconnect.engine.base import Span
+from kvconnect.engine.fabric import RdmaPort
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Orders

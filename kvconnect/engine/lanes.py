@@ -1,0 +1,174 @@
+"""What carries bytes to a peer, and how fast that should be: by an engine's words, and by what was seen.
+
+UCX chooses a transport for each peer and reports it nowhere but on standard output. So the system's counters
+are read before and after a calibration: those of this process's TCP connections, and of the RDMA ports. What
+neither of the two carried is deduced, and named as that.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+from kvconnect.engine.fabric import Fabric, read_text
+from kvconnect.engine.interfaces import interface_of
+
+K = TypeVar("K")
+
+Kind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LEAST_SHARE = 0.5
+"""Of the rate that the hardware should give: what is less is worth a warning."""
+_NVLINK_BYTES_PER_S = 25e9
+"""One link of any generation since Volta, each way."""
+_FASTEST_PCIE_BYTES_PER_S = 64e9
+"""Sixteen lanes of the fifth generation: what GPUs of one host exchange faster goes over NVLink."""
+_ALL_OF = 0.9
+"""What grew by this part of what was moved has carried it: the last bytes may not be acknowledged."""
+_ACKED_AT = 120
+"""Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
+_WORDS: tuple[tuple[Kind, str], ...] = (
+    ("nvlink", "nvlink"),
+    ("cuda_ipc", "cuda_ipc"),
+    ("tcp", r"\btcp"),
+    ("rdma", r"rdma|\b(rc|ud|dc|ib|gga|srd)(_\w+)?/"),
+    ("shared_memory", r"\b(cma|sysv|posix|xpmem|memory|self)\b"),
+)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What carries bytes; ``device`` where that is known. ``known_by`` is empty for the engine's own word."""
+
+    kind: Kind = "unknown"
+    device: str = ""
+    known_by: str = ""
+
+    def __str__(self) -> str:
+        found = f"{self.kind} ({self.device})" if self.device else self.kind
+        return f"{found}, {self.known_by}" if self.known_by else found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that left so far: over this process's TCP connections, by local and remote host, and by port.
+
+    Those of an RDMA port are of the whole machine.
+    """
+
+    tcp: dict[tuple[str, str], int] = field(default_factory=dict)
+    rdma: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A calibration as the system saw it: what it moved, how fast, whereto, and the counters around it."""
+
+    total_bytes: int
+    bytes_per_s: float
+    host: str
+    is_near: bool
+    on_gpu: bool
+    before: Traffic
+    after: Traffic
+
+
+def lane_of(words: str) -> Lane:
+    """The lane that an engine or UCX names, as of "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
+    found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
+    kind: Kind = next(found, "unknown")
+    _, _, device = words.partition("/") if "/" in words else words.partition(" ")
+    return Lane(kind, device if kind in ("tcp", "rdma") else "")
+
+
+def seen_lane(said: Lane, seen: Seen) -> Lane:
+    """The lane of a calibration. What was seen on TCP counts for more than what the engine says."""
+    carried = _growth(seen.before.tcp, seen.after.tcp)
+    to_peer = {local: count for (local, remote), count in carried.items() if remote == _plain(seen.host)}
+    needed = _ALL_OF * seen.total_bytes
+    if seen.total_bytes and sum(to_peer.values()) >= needed:
+        return Lane("tcp", interface_of(max(to_peer, key=lambda local: to_peer[local])), "observed")
+    if seen.total_bytes and sum(carried.values()) >= needed and said.kind in ("tcp", "unknown"):
+        return Lane("tcp", said.device, "deduced from what other connections carried meanwhile")
+    if said.kind != "unknown":
+        return said
+    ports = _growth(seen.before.rdma, seen.after.rdma)
+    if seen.total_bytes and sum(ports.values()) >= needed:
+        used = sorted(port for port, count in ports.items() if count >= needed / len(ports))
+        return Lane("rdma", ",".join(used), "deduced from the ports' counters")
+    if not seen.is_near or not any(seen.after.tcp.values()):
+        # A host that is far shares no memory; without counters nothing can be excluded.
+        return said
+    if seen.on_gpu:
+        is_fast = seen.bytes_per_s > _FASTEST_PCIE_BYTES_PER_S
+        return Lane(
+            "nvlink" if is_fast else "cuda_ipc", "", "deduced from its rate, and as no port carried it"
+        )
+    return Lane("shared_memory", "", "deduced, as no network carried it")
+
+
+def expected_rate(fabric: Fabric, lane: Lane, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
+    """What a lane should give in bytes a second, and why; 0 where that is not known.
+
+    ``copy_bytes_per_s`` is that of a plain copy within a process, and the most that shared memory gives.
+    """
+    links = [int(link[2:]) for link in fabric.links.values() if re.fullmatch(r"NV\d+", link)]
+    if links and lane.kind in ("nvlink", "cuda_ipc"):
+        return max(links) * _NVLINK_BYTES_PER_S, f"NV{max(links)}"
+    if lane.kind == "rdma" and (active := fabric.active_ports):
+        devices = {name.partition(":")[0] for name in lane.device.split(",")}
+        named = [port for port in active if port.device in devices] or active[:1]
+        shown = ", ".join(f"{port.device}, {port.rate}" for port in named)
+        return sum(port.bytes_per_s for port in named), shown
+    if lane.kind == "tcp" and (speed := fabric.speeds.get(lane.device)):
+        return speed * 1e6 / 8, f"{lane.device}, {speed} Mb/s"
+    if lane.kind == "shared_memory":
+        return copy_bytes_per_s, "a plain copy of memory"
+    return 0.0, f"nothing known of {lane.kind}{'/' * bool(lane.device)}{lane.device}"
+
+
+def look_at_traffic(root: Path = Path("/")) -> Traffic:
+    """Read the counters, in less than a millisecond where there are a hundred sockets."""
+    tcp: dict[tuple[str, str], int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                # A descriptor of our own: its owner, a library, may close the other one at any time.
+                with socket.socket(fileno=os.dup(int(name))) as found:
+                    _add_tcp(tcp, found)
+        except (OSError, struct.error):
+            continue
+    rdma = {}
+    for port in (root / "sys/class/infiniband").glob("*/ports/[0-9]*"):
+        # In words of four bytes; EFA has bytes, elsewhere.
+        words, own = read_text(port / "counters/port_xmit_data"), read_text(port / "hw_counters/tx_bytes")
+        rdma[f"{port.parents[1].name}:{port.name}"] = 4 * int(words) if words.isdecimal() else int(own or 0)
+    return Traffic(tcp, rdma)
+
+
+def _add_tcp(tcp: dict[tuple[str, str], int], found: socket.socket) -> None:
+    if found.type != socket.SOCK_STREAM or found.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    between = _plain(found.getsockname()[0]), _plain(found.getpeername()[0])
+    tcp[between] = tcp.get(between, 0) + int(struct.unpack_from("Q", info, _ACKED_AT)[0])
+
+
+def _growth(before: dict[K, int], after: dict[K, int]) -> dict[K, int]:
+    """What grew. A connection that was closed meanwhile takes nothing away."""
+    return {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
+
+
+def _plain(host: str) -> str:
+    """A host as text that can be compared: IPv4 where IPv6 stands for it, and without its zone."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,0 +1,104 @@
+"""What carries bytes: read from an engine's words, and from what the system counted meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kvconnect.engine.fabric import Fabric, RdmaPort
+from kvconnect.engine.lanes import Lane, Seen, Traffic, expected_rate, lane_of, look_at_traffic, seen_lane
+
+NEAR, FAR = "127.0.0.1", "192.0.2.9"
+SIDE_CHANNEL = {("10.0.0.1", "10.0.0.2"): 500}
+QUIET = Traffic(SIDE_CHANNEL, {"mlx5_0:1": 7, "mlx5_1:1": 0})
+SEEN = Seen(1000, 1e9, NEAR, True, False, QUIET, QUIET)
+
+
+def after(tcp=(), rdma=()):
+    return Traffic({**SIDE_CHANNEL, **dict(tcp)}, {**QUIET.rdma, **dict(rdma)})
+
+
+@pytest.mark.parametrize(
+    ("words", "lane"),
+    [
+        ("tcp/eth0", Lane("tcp", "eth0")),
+        ("tcp", Lane("tcp")),
+        ("rdma mlx5_0,mlx5_1", Lane("rdma", "mlx5_0,mlx5_1")),
+        ("rc_mlx5/mlx5_0:1", Lane("rdma", "mlx5_0:1")),
+        ("cuda_ipc/cuda", Lane("cuda_ipc")),
+        ("nvlink", Lane("nvlink")),
+        ("cma/memory", Lane("shared_memory")),
+        ("memory of this process", Lane("shared_memory")),
+        ("UCX NET_DEVICES=lo", Lane()),
+        ("UCX mlx5_0:1", Lane()),
+        ("", Lane()),
+    ],
+)
+def test_the_words_of_engines_name_a_lane_or_none(words, lane):
+    assert lane_of(words) == lane
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "kind", "device", "known_by"),
+    [
+        ("UCX", {"after": after({(NEAR, NEAR): 1000})}, "tcp", "lo", "observed"),
+        ("nvlink", {"after": after({(NEAR, NEAR): 950})}, "tcp", "lo", "observed"),
+        ("UCX", {"after": after({("10.0.0.1", FAR): 1000})}, "tcp", "", "deduced"),
+        ("nvlink", {"after": after({("10.0.0.1", FAR): 1000})}, "nvlink", "", ""),
+        ("UCX", {"after": after({(NEAR, NEAR): 500})}, "shared_memory", "", "deduced"),
+        ("UCX", {"after": after((), {"mlx5_1:1": 990})}, "rdma", "mlx5_1:1", "deduced"),
+        ("UCX", {"after": after((), {"mlx5_0:1": 507, "mlx5_1:1": 500})}, "rdma", "mlx5_0:1,mlx5_1:1", "ded"),
+        ("UCX", {"after": after((), {"mlx5_1:1": 500})}, "shared_memory", "", "deduced"),
+        ("UCX", {"on_gpu": True}, "cuda_ipc", "", "deduced"),
+        ("UCX", {"on_gpu": True, "bytes_per_s": 280e9}, "nvlink", "", "deduced"),
+        ("UCX", {"is_near": False}, "unknown", "", ""),
+        ("UCX", {"before": Traffic(), "after": Traffic()}, "unknown", "", ""),
+        ("UCX", {"total_bytes": 0, "is_near": False}, "unknown", "", ""),
+        ("tcp", {}, "tcp", "", ""),
+    ],
+)
+def test_a_lane_is_what_was_seen_else_what_is_said_else_deduced_or_unknown(
+    said, changes, kind, device, known_by
+):
+    found = seen_lane(lane_of(said), replace(SEEN, **changes))
+    assert (found.kind, found.device) == (kind, device)
+    assert found.known_by.startswith(known_by)
+    assert bool(found.known_by) == bool(known_by)
+
+
+def test_what_a_connection_of_this_process_sent_is_counted():
+    listener = socket.create_server((NEAR, 0))
+    with socket.create_connection(listener.getsockname()) as sender, listener.accept()[0] as taker:
+        before = look_at_traffic()
+        reading = threading.Thread(target=lambda: [taker.recv(1 << 20) for _ in range(100)], daemon=True)
+        reading.start()
+        for _ in range(100):
+            sender.sendall(bytes(10_000))
+        sender.shutdown(socket.SHUT_WR)
+        reading.join(10)
+        seen = replace(SEEN, total_bytes=1_000_000, before=before, after=look_at_traffic())
+        assert seen_lane(Lane(), seen) == Lane("tcp", "lo", "observed")
+    listener.close()
+
+
+def test_what_a_port_sent_is_counted_in_words_or_in_bytes(tmp_path):
+    for device, name, text in (
+        ("mlx5_0", "counters/port_xmit_data", "100"),
+        ("efa_0", "hw_counters/tx_bytes", "77"),
+        ("odd_0", "counters/port_xmit_data", "?"),
+    ):
+        path = tmp_path / "sys/class/infiniband" / device / "ports/1" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{text}\n")
+    assert look_at_traffic(tmp_path).rdma == {"mlx5_0:1": 400, "efa_0:1": 77, "odd_0:1": 0}
+
+
+def test_the_rate_of_several_ports_is_that_of_all():
+    ports = [RdmaPort(f"mlx5_{n}", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0) for n in (0, 1, 10)]
+    rate, why = expected_rate(Fabric(rdma=tuple(ports)), Lane("rdma", "mlx5_0:1,mlx5_10:1"))
+    assert rate == 100e9
+    assert "mlx5_10" in why
+    assert "mlx5_1," not in why
