@@ -23,6 +23,9 @@ _OFFLOAD = "kv_connector_extra_config.offload"
 _LEAST_DISK_BYTES = 1 << 20
 _LEAST_QUARANTINE_S = 15.0
 
+LANES = ("nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory")
+"""What can carry bytes to a peer; a lane that cannot be told is ``unknown``."""
+
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Bound = Annotated[int, msgspec.Meta(ge=1)]
@@ -122,6 +125,11 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             where ``host`` is a loopback address.
         key_file: the secret that all nodes of a small cluster share (``kvconnect keys new``).
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
+        require_lane: what may carry bytes: ``nvlink``, ``cuda_ipc``, ``rdma``, ``tcp`` and ``shared_memory``,
+            comma separated; empty for anything. A peer that is reached by another one, or by one that
+            cannot be told, is refused by its first calibration, and what it holds is not loaded. Needs slots.
+        min_gb_per_s: a peer that its calibration shows to be slower than this, in 10^9 bytes a second, is
+            refused likewise. Both count on the node that has them, whichever way the bytes go.
         allow_peers: the only peers that this node fetches from: host, host:port, network, and network:ports
             such as ``10.0.0.0/24:14600-14607``. Empty for every peer that a signed handle names. Also hosts
             that a peer's engine or other ranks may be at, beside the one that it connects from.
@@ -161,6 +169,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     insecure: bool = False
     key_file: str = ""
     keys_dir: str = ""
+    require_lane: str = ""
+    min_gb_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     allow_peers: tuple[str, ...] = ()
     path: Literal["auto", "direct", "packed"] = "packed"
     slot_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4096)] = 0
@@ -192,6 +202,11 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             # Several batches are under way at one time, so that the link is never idle between two.
             max_batch_bytes=max(1, min(64 << 20, self.max_inflight_bytes // 4)),
         )
+
+    @property
+    def lanes(self) -> frozenset[str]:
+        """Those of ``require_lane``."""
+        return frozenset(name.strip() for name in self.require_lane.split(",") if name.strip())
 
     @property
     def has_slots(self) -> bool:
@@ -303,6 +318,13 @@ def _check_combination(config: TransferConfig) -> None:
     _check_security(extra, where)
     if extra.path == "packed" and not extra.num_slots:
         raise ConfigError(f"{where}.num_slots is 0, with path 'packed' it must be at least 1")
+    if unknown := sorted(extra.lanes - set(LANES)):
+        raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(LANES)}")
+    if (extra.require_lane or extra.min_gb_per_s) and not extra.has_slots:
+        raise ConfigError(
+            f"{where} has {'require_lane' if extra.require_lane else 'min_gb_per_s'} and no slots, without "
+            "which no link is measured; accepted: path 'packed' or 'auto', with num_slots of at least 1"
+        )
     if extra.lease_max_s < extra.lease_s:
         raise ConfigError(
             f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "

@@ -7,33 +7,19 @@ has changed. That question costs a comparison while nothing has.
 
 from __future__ import annotations
 
-import bisect
 import functools
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvconnect.metric_values import Changes, Family, Number, Numbers, Observations, add_to
 from kvconnect.timeline import Timeline
 
-K = TypeVar("K", bound=Hashable)
-
 PREFIX = "kvconnect"
-_MAX_OBSERVATIONS = 4096
-
-
-@dataclass(frozen=True)
-class Family:
-    """Numbers of one name that differ in their labels. Counters only grow; gauges are set."""
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    text: str
-    labels: tuple[str, ...] = ()
 
 
 def _counter(name: str, text: str, *labels: str) -> Any:
@@ -41,48 +27,32 @@ def _counter(name: str, text: str, *labels: str) -> Any:
     return Family(name, "counter", text, labels)
 
 
-def _gauge(name: str, text: str) -> Any:
-    return Family(name, "gauge", text)
+def _gauge(name: str, text: str, *labels: str) -> Any:
+    return Family(name, "gauge", text, labels)
 
 
-LOAD_SECONDS = "load_seconds"
-LOAD_SECONDS_TEXT = "Seconds from the order to load a request to its arrival"
-LOAD_SECONDS_BUCKETS = (
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+    return Family(name, "histogram", text, (), buckets)
+
+
+_LOAD_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What changed at a worker since it was last asked.
-
-    ``counters`` maps a family to what each label set, joined with commas, grew by; ``gauges`` are all
-    gauges as they are now; ``load_seconds`` are the loads that arrived.
-    """
-
-    counters: dict[str, dict[str, float]]
-    gauges: dict[str, float]
-    load_seconds: list[float]
-
-
-def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
-    """What changed at one of two parts of a worker that share no gauge."""
-    if first is None or second is None:
-        return first or second
-    counters = {name: dict(numbers) for name, numbers in first.counters.items()}
-    for name, numbers in second.counters.items():
-        _add(counters.setdefault(name, {}), numbers)
-    return Changes(counters, {**first.gauges, **second.gauges}, [*first.load_seconds, *second.load_seconds])
+_CHUNK_BUCKETS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 5.0, 30.0),
+)
+_LEASE_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
 def summarize(
     counters: Mapping[str, Mapping[str, float]],
-    gauges: Iterable[Mapping[str, float]],
-    load_seconds: Sequence[float],
+    gauges: Iterable[Mapping[str, Mapping[str, float]]],
+    observed: Mapping[str, Sequence[float]],
 ) -> dict[str, int | float]:
     """The numbers of a log line, of what changed. Failures by reason; gauges as the busiest rank has them."""
-    loads, ranks = sorted(load_seconds), list(gauges)
+    loads, ranks = sorted(observed.get("load_seconds", ())), list(gauges)
     line: dict[str, int | float] = {}
     for direction in ("sent", "received"):
         count, mib, seconds = (
@@ -104,70 +74,10 @@ def summarize(
     for reason, growth in counters.get("failures", {}).items():
         line[f"Failures ({reason})"] = round(growth)
     for family in FAMILIES:
-        values = [gauges.get(family.name, 0) for gauges in ranks]
+        values = [gauges.get(family.name, {}).get("", 0) for gauges in ranks]
         if family.kind == "gauge" and any(values):
             line[family.name.replace("_", " ").capitalize()] = round(max(values))
     return line
-
-
-class Number:
-    """One number. Only the owner's thread calls ``inc`` and ``set``."""
-
-    __slots__ = ("_owner", "value")
-
-    def __init__(self, owner: MetricSet) -> None:
-        self._owner = owner
-        self.value: float = 0
-
-    def inc(self, amount: float = 1) -> None:
-        self.value += amount
-        self._owner.revision += 1
-
-    def set(self, value: float) -> None:
-        if value != self.value:
-            self.value = value
-            self._owner.revision += 1
-
-
-class Numbers:
-    """The numbers of one family."""
-
-    def __init__(self, owner: MetricSet, family: Family) -> None:
-        self.family = family
-        self._owner = owner
-        self._numbers: dict[tuple[str, ...], Number] = {}
-
-    def labels(self, *values: str) -> Number:
-        """The number with these labels, made when it is first asked for."""
-        found = self._numbers.get(values)
-        if found is None:
-            if len(values) != len(self.family.labels):
-                raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
-            found = self._numbers[values] = Number(self._owner)
-        return found
-
-    def values(self) -> dict[tuple[str, ...], float]:
-        """All numbers as they are now. For any thread: a dict is copied in one go."""
-        return {labels: number.value for labels, number in self._numbers.copy().items()}
-
-
-class Observations:
-    """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
-
-    def __init__(self, owner: MetricSet, buckets: Sequence[float]) -> None:
-        self.buckets = buckets
-        self.counts = [0] * (len(buckets) + 1)
-        self.total = 0.0
-        # Where no reader asks, the oldest go. They stay counted above.
-        self.unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
-        self._owner = owner
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect.bisect_left(self.buckets, value)] += 1
-        self.total += value
-        self.unseen.append(value)
-        self._owner.revision += 1
 
 
 class MetricSet:
@@ -180,8 +90,8 @@ class MetricSet:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
         self.revision = 0
-        self.families = {family.name: Numbers(self, family) for family in self.declared()}
-        self.load_seconds = Observations(self, LOAD_SECONDS_BUCKETS)
+        self.families: dict[str, Numbers] = {}
+        self.histograms: dict[str, Observations] = {}
         self._seen_revision = 0
         self._seen: dict[str, dict[tuple[str, ...], float]] = {}
         for name, declared in self._bodies():
@@ -203,8 +113,10 @@ class MetricSet:
             if not name.startswith("_") and isinstance(declared, (Family, dict)):
                 yield name, declared
 
-    def _numbers(self, family: Family) -> Numbers | Number:
-        numbers = self.families[family.name]
+    def _numbers(self, family: Family) -> Numbers | Number | Observations:
+        if family.kind == "histogram":
+            return self.histograms.setdefault(family.name, Observations(self, family))
+        numbers = self.families.setdefault(family.name, Numbers(self, family))
         return numbers if family.labels else numbers.labels()
 
     def changes(self) -> Changes | None:
@@ -215,19 +127,20 @@ class MetricSet:
         # Taken before the numbers: what is written meanwhile is reported now, and looked for again.
         self._seen_revision = revision
         counters: dict[str, dict[str, float]] = {}
-        gauges: dict[str, float] = {}
+        gauges: dict[str, dict[str, float]] = {}
         for name, numbers in self.families.items():
             values = numbers.values()
             if numbers.family.kind == "gauge":
-                gauges[name] = values.get((), 0)
+                gauges[name] = {",".join(labels): value for labels, value in values.items()}
                 continue
             before = self._seen.get(name, {})
             grown = {labels: value - before.get(labels, 0) for labels, value in values.items()}
             self._seen[name] = values
             if told := {",".join(labels): growth for labels, growth in grown.items() if growth}:
                 counters[name] = told
-        unseen = self.load_seconds.unseen
-        return Changes(counters, gauges, [unseen.popleft() for _ in range(len(unseen))])
+        unseen = {name: one.unseen for name, one in self.histograms.items() if one.unseen}
+        observed = {name: [new.popleft() for _ in range(len(new))] for name, new in unseen.items()}
+        return Changes(counters, gauges, observed)
 
     def retire(self) -> None:
         """The worker is gone: its counts stay in the registry, its gauges do not. Idempotent."""
@@ -254,20 +167,41 @@ class Metrics(MetricSet):
         "direction",
         "outcome",
     )
-    transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "path")
+    transfer_bytes: Numbers = _counter("transfer_bytes", "KV bytes moved", "direction", "path", "lane")
     transfer_seconds: Numbers = _counter(
         "transfer_seconds",
         "Seconds from the first post to the last completion, summed over requests",
         "direction",
     )
     copies: Numbers = _counter("copies", "Copies given to the engine", "direction", "path")
-    streamed: Number = _counter("streamed", "Requests that were sent while they were prefilled")
+    streamed: Number = _counter("streamed_requests", "Requests that were sent while they were prefilled")
     streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
     failures: Numbers = _FAILURES
+    load_seconds: Observations = _histogram(
+        "load_seconds", "Seconds from the order to load a request to its arrival", _LOAD_BUCKETS
+    )
+    chunk_seconds: Observations = _histogram(
+        "chunk_seconds", "Seconds that the engine took to write a packed chunk to a peer", _CHUNK_BUCKETS
+    )
+    lease_seconds: Observations = _histogram(
+        "lease_seconds",
+        "Seconds that a request's blocks were held, from the order to the end of the lease",
+        _LEASE_BUCKETS,
+    )
+    link_rate: Numbers = _gauge(
+        "link_bytes_per_second",
+        "What the link measured last reached, by its calibration or by 64 MiB of packed chunks",
+        "lane",
+    )
+    link_expected: Numbers = _gauge(
+        "link_expected_bytes_per_second",
+        "What its hardware should give, 0 where unknown",
+        "lane",
+    )
     leases: Number = _gauge("leases_held", "Requests that wait to be fetched")
     loads: Number = _gauge("loads_in_flight", "Requests that are being fetched, or wait for it")
     loads_waiting: Number = _gauge("loads_waiting", "Requests whose fetch waits for its turn")
-    quarantined: Number = _gauge("quarantined", "Requests whose blocks may still be written")
+    quarantined: Number = _gauge("loads_quarantined", "Requests whose blocks may still be written")
     inflight_bytes: Number = _gauge("inflight_bytes", "Bytes under way to peers")
     slots_landing: Number = _gauge("slots_landing", "Landing slots that are lent, unpacked or in quarantine")
     slots_send: Number = _gauge("slots_send", "Send slots that are packed, sent or in quarantine")
@@ -303,7 +237,7 @@ class OffloadMetrics(MetricSet):
     wait_seconds: Numbers = _counter(
         "offload_wait_seconds",
         "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",
-        "what",
+        "cause",
     )
     open: ClassVar[dict[str, Number]] = {
         "store": _gauge("offload_stores_open", "Jobs that copy blocks to host memory"),
@@ -343,8 +277,7 @@ class Exporter(Collector):
     def __init__(self) -> None:
         self._living: list[MetricSet] = []
         self._past: dict[str, dict[tuple[str, ...], float]] = {}
-        self._past_counts = [0] * (len(LOAD_SECONDS_BUCKETS) + 1)
-        self._past_seconds = 0.0
+        self._past_observed: dict[str, tuple[list[int], float]] = {}
 
     def add(self, metrics: MetricSet) -> None:
         self._living.append(metrics)
@@ -356,29 +289,35 @@ class Exporter(Collector):
         self._living.remove(metrics)
         for numbers in metrics.families.values():
             if numbers.family.kind == "counter":
-                _add(self._past.setdefault(numbers.family.name, {}), numbers.values())
-        self._past_counts = _sums([self._past_counts, metrics.load_seconds.counts])
-        self._past_seconds += metrics.load_seconds.total
+                add_to(self._past.setdefault(numbers.family.name, {}), numbers.values())
+        for name, observed in metrics.histograms.items():
+            counts, total = self._past_observed.get(name, ([0] * len(observed.counts), 0.0))
+            self._past_observed[name] = _sums([counts, observed.counts]), total + observed.total
 
     def collect(self) -> Iterator[Metric]:
         living = list(self._living)
         for family in FAMILIES:
+            if family.kind == "histogram":
+                yield self._histogram(family, living)
+                continue
             total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))
             for metrics in living:
                 if family.name in metrics.families:
-                    _add(total, metrics.families[family.name].values())
+                    add_to(total, metrics.families[family.name].values())
             make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
             shown = make(f"{PREFIX}_{family.name}", family.text, labels=family.labels)
             for labels, value in total.items():
                 shown.add_metric(labels, value)
             yield shown
-        counts = _sums([self._past_counts, *(metrics.load_seconds.counts for metrics in living)])
-        buckets, below = [], 0
-        for edge, count in zip((*LOAD_SECONDS_BUCKETS, "+Inf"), counts, strict=True):
-            below += count
-            buckets.append((str(edge), below))
-        seconds = self._past_seconds + sum(metrics.load_seconds.total for metrics in living)
-        yield HistogramMetricFamily(f"{PREFIX}_{LOAD_SECONDS}", LOAD_SECONDS_TEXT, buckets, seconds)
+
+    def _histogram(self, family: Family, living: Sequence[MetricSet]) -> Metric:
+        parts = [metrics.histograms[family.name] for metrics in living if family.name in metrics.histograms]
+        counts, total = self._past_observed.get(family.name, ([0] * (len(family.buckets) + 1), 0.0))
+        counts = _sums([counts, *(part.counts for part in parts)])
+        edges = [*map(str, family.buckets), "+Inf"]
+        buckets = list(zip(edges, itertools.accumulate(counts), strict=True))
+        seconds = total + sum(part.total for part in parts)
+        return HistogramMetricFamily(f"{PREFIX}_{family.name}", family.text, buckets, seconds)
 
 
 @functools.cache
@@ -386,11 +325,6 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
     exporter = Exporter()
     registry.register(exporter)
     return exporter
-
-
-def _add(total: dict[K, float], more: Mapping[K, float]) -> None:
-    for labels, value in more.items():
-        total[labels] = total.get(labels, 0) + value
 
 
 def _sums(columns: Sequence[Sequence[int]]) -> list[int]:

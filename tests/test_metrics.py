@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -10,34 +11,28 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvconnect.demo.http import parse_metrics
-from kvconnect.metrics import (
-    FAMILIES,
-    LOAD_SECONDS_BUCKETS,
-    LOAD_SECONDS_TEXT,
-    Metrics,
-    MetricSet,
-    OffloadMetrics,
-    merge_changes,
-)
+from kvconnect.metric_values import merge_changes
+from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics
 
 PARTS = (Metrics, OffloadMetrics)
 GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]
 words = st.sampled_from(["a", "b", "c"])
 amounts = st.integers(0, 2**40) | st.floats(0, 1e6)
-seconds = st.floats(0, 100) | st.sampled_from(LOAD_SECONDS_BUCKETS)
-observed = st.tuples(st.none(), st.just(()), st.tuples(st.just("observe"), seconds))
+seconds = st.floats(0, 2000) | st.sampled_from(Metrics(CollectorRegistry()).load_seconds.family.buckets)
 
 
 def writes_to(part: type[MetricSet]) -> st.SearchStrategy[list[tuple]]:
-    counters = [family for family in part.declared() if family.kind == "counter"]
-    gauges = [family for family in part.declared() if family.kind == "gauge"]
-    counted = st.sampled_from(counters).flatmap(
+    verbs = {
+        "counter": st.tuples(st.just("inc"), amounts),
+        "gauge": st.tuples(st.just("set"), amounts),
+        "histogram": st.tuples(st.just("observe"), seconds),
+    }
+    written = st.sampled_from(part.declared()).flatmap(
         lambda family: st.tuples(
-            st.just(family), st.tuples(*(words for _ in family.labels)), st.tuples(st.just("inc"), amounts)
+            st.just(family), st.tuples(*(words for _ in family.labels)), verbs[family.kind]
         )
     )
-    gauged = st.tuples(st.sampled_from(gauges), st.just(()), st.tuples(st.just("set"), amounts))
-    return st.lists(counted | gauged | observed, max_size=30)
+    return st.lists(written, max_size=30)
 
 
 parts = st.sampled_from(PARTS).flatmap(lambda part: st.tuples(st.just(part), writes_to(part), st.booleans()))
@@ -45,7 +40,10 @@ parts = st.sampled_from(PARTS).flatmap(lambda part: st.tuples(st.just(part), wri
 
 def write(metrics: MetricSet, one: tuple) -> None:
     family, labels, (verb, value) = one
-    target = metrics.load_seconds if family is None else metrics.families[family.name].labels(*labels)
+    is_histogram = family.kind == "histogram"
+    target = (
+        metrics.histograms[family.name] if is_histogram else metrics.families[family.name].labels(*labels)
+    )
     getattr(target, verb)(value)
 
 
@@ -60,22 +58,22 @@ def reference(workers: list[list[tuple]], living: list[bool]) -> dict:
     registry = CollectorRegistry()
     metrics = {}
     for family in FAMILIES:
-        make = Counter if family.kind == "counter" else Gauge
-        metrics[family] = make(f"kvconnect_{family.name}", family.text, family.labels, registry=registry)
-    metrics[None] = Histogram(
-        "kvconnect_load_seconds", LOAD_SECONDS_TEXT, buckets=LOAD_SECONDS_BUCKETS, registry=registry
-    )
+        make = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[family.kind]
+        more = {"buckets": family.buckets} if family.buckets else {}
+        metrics[family] = make(
+            f"kvconnect_{family.name}", family.text, family.labels, registry=registry, **more
+        )
     for ops, lives in zip(workers, living, strict=True):
         last = {}
         for family, labels, (verb, value) in ops:
             if verb == "set":
-                last[family] = value
+                last[family, labels] = value
             else:
                 child = metrics[family].labels(*labels) if labels else metrics[family]
                 getattr(child, verb)(value)
         if lives:
-            for family, value in last.items():
-                metrics[family].inc(value)
+            for (family, labels), value in last.items():
+                (metrics[family].labels(*labels) if labels else metrics[family]).inc(value)
     return samples(registry)
 
 
@@ -100,7 +98,7 @@ def test_a_registry_shows_the_sum_of_its_workers(workers):
 def test_the_changes_add_up_to_what_was_written(rounds):
     metrics = Metrics(CollectorRegistry())
     counters: dict[tuple[str, str], float] = {}
-    loads: list[float] = []
+    seen: dict[str, list[float]] = {}
     for ops in rounds:
         for one in ops:
             write(metrics, one)
@@ -113,12 +111,17 @@ def test_the_changes_add_up_to_what_was_written(rounds):
             for labels, growth in numbers.items():
                 assert growth
                 counters[name, labels] = counters.get((name, labels), 0) + growth
-        loads += changes.load_seconds
+        for name, values in changes.observed.items():
+            seen.setdefault(name, []).extend(values)
         assert changes.gauges == {
-            family.name: metrics.families[family.name].labels().value for family in GAUGES
+            family.name: {
+                ",".join(key): value for key, value in metrics.families[family.name].values().items()
+            }
+            for family in GAUGES
         }
     written = [one for ops in rounds for one in ops]
-    assert loads == [value for family, _, (_, value) in written if family is None]
+    for name in metrics.histograms:
+        assert seen.get(name, []) == [value for family, _, (_, value) in written if family.name == name]
     expected: dict[tuple[str, str], float] = {}
     for family, labels, (verb, value) in written:
         if verb == "inc" and value:
@@ -151,9 +154,10 @@ def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
         "offload_jobs": {"stored,cpu": 1},
         "offload_seconds": {"stored,cpu": 0.25},
     }
-    assert both.gauges["offload_stores_open"] == 7
-    assert both.gauges["leases_held"] == 0
-    assert both.load_seconds == [0.5]
+    assert both.gauges["offload_stores_open"] == {"": 7}
+    assert both.gauges["leases_held"] == {"": 0}
+    assert both.gauges["link_bytes_per_second"] == {}
+    assert both.observed == {"load_seconds": [0.5]}
 
 
 def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
@@ -162,19 +166,40 @@ def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
     metrics.leases.set(0)
     assert metrics.changes() is None
     metrics.leases.set(2)
-    assert metrics.changes().gauges["leases_held"] == 2
+    assert metrics.changes().gauges["leases_held"] == {"": 2}
     metrics.leases.set(2)
     assert metrics.changes() is None
     metrics.leases.set(0)
-    assert metrics.changes().gauges["leases_held"] == 0
+    assert metrics.changes().gauges["leases_held"] == {"": 0}
 
 
 def test_observations_that_nobody_asks_for_are_bounded():
     metrics = Metrics(CollectorRegistry())
     for _ in range(10_000):
         metrics.load_seconds.observe(0.1)
-    assert len(metrics.changes().load_seconds) == 4096
+    assert len(metrics.changes().observed["load_seconds"]) == 4096
     assert metrics.registry.get_sample_value("kvconnect_load_seconds_count") == 10_000
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_name_follows_the_conventions_of_prometheus(family):
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
+    assert not family.name.endswith(("_total", "_count", "_sum", "_bucket"))
+    assert not set(family.name.split("_")) & {
+        "ms",
+        "us",
+        "ns",
+        "mb",
+        "gb",
+        "kb",
+        "mib",
+        "gib",
+        "milliseconds",
+    }
+    in_seconds = family.text.startswith(("Seconds", "A copy", "A chunk"))
+    assert family.name.endswith("_seconds") == in_seconds
+    assert family.kind != "histogram" or list(family.buckets) == sorted(set(family.buckets))
+    assert not set(family.labels) & {"peer", "request", "handle", "engine_id", "host", "le", "quantile"}
 
 
 def test_a_wrong_number_of_labels_is_an_error():

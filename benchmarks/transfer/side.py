@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
@@ -164,12 +165,9 @@ class WorkerSide(Side):
         """Bytes by path and copies since the last call."""
         changes = self.connector.changes()
         counters = {} if changes is None else changes.counters
-        received = {
-            name: {
-                labels.partition(",")[2]: int(growth)
-                for labels, growth in counters.get(name, {}).items()
-                if labels.startswith("received,")
-            }
-            for name in ("transfer_bytes", "copies")
-        }
-        return received["transfer_bytes"], sum(received["copies"].values())
+        paths: Counter[str] = Counter()
+        for labels, growth in counters.get("transfer_bytes", {}).items():
+            direction, path, _ = labels.split(",")
+            paths[path] += int(growth) * (direction == "received")
+        copies = counters.get("copies", {}).items()
+        return +paths, sum(int(growth) for labels, growth in copies if labels.startswith("received,"))

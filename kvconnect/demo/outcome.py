@@ -99,7 +99,7 @@ def judge_transfer(
         outcome.gb_per_s = round(outcome.kv_bytes / outcome.transfer_s / 1e9, 6)
     moved = {pair for pair in after if pair[0] == "kvconnect_transfer_bytes_total"}
     grown = [dict(labels) for name, labels in moved if after[name, labels] > before.get((name, labels), 0.0)]
-    outcome.path = "+".join(sorted(one["path"] for one in grown if one["direction"] == "received"))
+    outcome.path = "+".join(sorted({one["path"] for one in grown if one["direction"] == "received"}))
     count = growth(before, after, "kvconnect_transfers_total", outcome="ok", **received)
     wrong = growth(before, after, "kvconnect_transfers_total", **received) - count
     # What one token leaves behind may be cheaper to compute than to fetch.

@@ -51,8 +51,8 @@ class Lane:
     known_by: str = ""
 
     def __str__(self) -> str:
-        found = f"{self.kind} ({self.device})" if self.device else self.kind
-        return f"{found}, {self.known_by}" if self.known_by else found
+        known = "; ".join(filter(None, (self.device, self.known_by)))
+        return f"{self.kind} ({known})" if known else self.kind
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def seen_lane(said: Lane, seen: Seen) -> Lane:
     if seen.total_bytes and sum(to_peer.values()) >= needed:
         return Lane("tcp", interface_of(max(to_peer, key=lambda local: to_peer[local])), "observed")
     if seen.total_bytes and sum(carried.values()) >= needed and said.kind in ("tcp", "unknown"):
-        return Lane("tcp", said.device, "deduced from what other connections carried meanwhile")
+        return Lane("tcp", said.device, "deduced: other connections carried as much meanwhile")
     if said.kind != "unknown":
         return said
     ports = _growth(seen.before.rdma, seen.after.rdma)
     if seen.total_bytes and sum(ports.values()) >= needed:
         used = sorted(port for port, count in ports.items() if count >= needed / len(ports))
-        return Lane("rdma", ",".join(used), "deduced from the ports' counters")
+        return Lane("rdma", ",".join(used), "deduced: by the ports' counters")
     if not seen.is_near or not any(seen.after.tcp.values()):
         # A host that is far shares no memory; without counters nothing can be excluded.
         return said
@@ -110,7 +110,7 @@ def seen_lane(said: Lane, seen: Seen) -> Lane:
         return Lane(
             "nvlink" if is_fast else "cuda_ipc", "", "deduced from its rate, and as no port carried it"
         )
-    return Lane("shared_memory", "", "deduced, as no network carried it")
+    return Lane("shared_memory", "", "deduced: no network carried it")
 
 
 def expected_rate(fabric: Fabric, lane: Lane, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:

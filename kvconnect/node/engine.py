@@ -133,7 +133,7 @@ class Engine:
         changes = None if self.worker is None else self.worker.changes()
         if changes is None:
             return ""
-        numbers = summarize(changes.counters, [changes.gauges], changes.load_seconds)
+        numbers = summarize(changes.counters, [changes.gauges], changes.observed)
         return ", ".join(f"{what}={number}" for what, number in numbers.items())
 
     # --- the loop's thread ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import LocalError
-from kvconnect.metrics import Changes, merge_changes
+from kvconnect.metric_values import Changes, merge_changes
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results

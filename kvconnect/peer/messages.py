@@ -10,6 +10,7 @@ import msgspec
 
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, GroupBlocks, RankAddress
+from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.chunks import Chunk
 
@@ -305,7 +306,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
 
 ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Question | Measure | Bad
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed) | (
-    StillAlive | Answer | Measured | Bad
+    StillAlive | Answer | Measured | Transport | Bad
 )
 Message = ToPrefill | ToDecode
 

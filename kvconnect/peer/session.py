@@ -44,6 +44,7 @@ from kvconnect.peer.messages import (
     disagreement,
     encode,
 )
+from kvconnect.peer.transport import Transport
 
 
 class State(enum.Enum):
@@ -66,6 +67,7 @@ _KEEPS_READY = {
         Renewed,
         StillAlive,
         Measured,
+        Transport,
         Bad,
     ),
     Side.PREFILL: (Hello, Fetch, CreditGrant, Cancel, Release, Renew, Alive, Question, Measure, Bad),

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvconnect.metrics import Changes
+from kvconnect.metric_values import Changes
 from kvconnect.orders import Orders, Results
 
 BlockIdsByGroup = Sequence[Sequence[int]]

@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvconnect.metrics import (
-    FAMILIES,
-    LOAD_SECONDS,
-    LOAD_SECONDS_BUCKETS,
-    LOAD_SECONDS_TEXT,
-    PREFIX,
-    Changes,
-    summarize,
-)
+from kvconnect.metric_values import Changes
+from kvconnect.metrics import FAMILIES, PREFIX, summarize
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +25,8 @@ VLLM_PREFIX = f"vllm:{PREFIX}"
 class TransferStats(KVConnectorStats):
     """What changed at one or more workers, in strings and numbers only, since it crosses processes.
 
-    ``counters`` map family to labels to growth, ``gauges`` rank to family to value; the loads are a list.
+    ``counters`` map family to labels to growth, ``gauges`` rank to family to labels to value, ``observed`` a
+    histogram to what it observed.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -45,11 +39,11 @@ class TransferStats(KVConnectorStats):
     def of_worker(cls, rank: int, changes: Changes) -> TransferStats:
         """What one worker reports."""
         gauges = {str(rank): changes.gauges} if changes.gauges else {}
-        return cls({"counters": changes.counters, "gauges": gauges, "load_seconds": changes.load_seconds})
+        return cls({"counters": changes.counters, "gauges": gauges, "observed": changes.observed})
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counters": {}, "gauges": {}, "load_seconds": []}
+        self.data = {"counters": {}, "gauges": {}, "observed": {}}
 
     def is_empty(self) -> bool:
         """Whether nothing changed."""
@@ -64,12 +58,13 @@ class TransferStats(KVConnectorStats):
                 ours[labels] = ours.get(labels, 0) + growth
         for rank, gauges in other.data["gauges"].items():
             self.data["gauges"].setdefault(rank, {}).update(gauges)
-        self.data["load_seconds"].extend(other.data["load_seconds"])
+        for name, values in other.data["observed"].items():
+            self.data["observed"].setdefault(name, []).extend(values)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """The numbers of a log line."""
-        return summarize(self.data["counters"], self.data["gauges"].values(), self.data["load_seconds"])
+        return summarize(self.data["counters"], self.data["gauges"].values(), self.data["observed"])
 
 
 class TransferPromMetrics(KVConnectorPromMetrics):
@@ -87,21 +82,23 @@ class TransferPromMetrics(KVConnectorPromMetrics):
         self._child = functools.cache(self._find_child)
         self._families: dict[str, Any] = {}
         for family in FAMILIES:
+            if family.kind == "histogram":
+                self._families[family.name] = self._histogram_cls(
+                    name=f"{VLLM_PREFIX}_{family.name}",
+                    documentation=f"{family.text}.",
+                    buckets=list(family.buckets),
+                    labelnames=list(labelnames),
+                )
+                continue
             is_gauge = family.kind == "gauge"
             # Each of several API servers is given some steps only: the latest value is right.
             mode = {"multiprocess_mode": "mostrecent"} if is_gauge else {}
             self._families[family.name] = (self._gauge_cls if is_gauge else self._counter_cls)(
                 name=f"{VLLM_PREFIX}_{family.name}",
                 documentation=f"{family.text}.",
-                labelnames=[*labelnames, *(["rank"] if is_gauge else family.labels)],
+                labelnames=[*labelnames, *(["rank"] if is_gauge else []), *family.labels],
                 **mode,
             )
-        self._families[LOAD_SECONDS] = self._histogram_cls(
-            name=f"{VLLM_PREFIX}_{LOAD_SECONDS}",
-            documentation=f"{LOAD_SECONDS_TEXT}.",
-            buckets=list(LOAD_SECONDS_BUCKETS),
-            labelnames=list(labelnames),
-        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take one dictionary of ``TransferStats``."""
@@ -109,10 +106,13 @@ class TransferPromMetrics(KVConnectorPromMetrics):
             for labels, growth in numbers.items():
                 self._child(name, engine_idx, labels).inc(growth)
         for rank, gauges in transfer_stats_data["gauges"].items():
-            for name, value in gauges.items():
-                self._child(name, engine_idx, rank).set(value)
-        for seconds in transfer_stats_data["load_seconds"]:
-            self._child(LOAD_SECONDS, engine_idx, "").observe(seconds)
+            for name, numbers in gauges.items():
+                for labels, value in numbers.items():
+                    self._child(name, engine_idx, f"{rank},{labels}" if labels else rank).set(value)
+        for name, values in transfer_stats_data["observed"].items():
+            child = self._child(name, engine_idx, "")
+            for value in values:
+                child.observe(value)
 
     def _find_child(self, name: str, engine_idx: int, labels: str) -> Any:
         ours = labels.split(",") if labels else ()

@@ -51,11 +51,19 @@ class ProbeOutbox(PageOutbox):
         # The first batch makes the connection, and measures nothing.
         shapes = [(1, page_bytes)]
         # Each kind three times: one that was disturbed does not measure the link.
-        shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
+        if page_bytes < scratch_bytes:
+            shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
         shapes = [(copies, length) for copies, length in shapes if copies]
         super().__init__((_scattered(source, target, *shape) for shape in shapes), copies=0)
         self._ended = enumerate(shapes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The most that a batch of one large copy reached: what disturbed the others is not the link's."""
+        largest = max((sample.total_bytes for sample in self.samples), default=0)
+        alike = [one for one in self.samples if one.total_bytes == largest and one.copies == 1]
+        return max((one.total_bytes / one.seconds for one in alike if one.seconds > 0), default=0.0)
 
     def ended(self, completion: Completion) -> None:
         """The engine is done with a batch, the next of them."""

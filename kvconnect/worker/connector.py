@@ -27,7 +27,8 @@ from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import LocalError
-from kvconnect.metrics import Changes, Metrics
+from kvconnect.metric_values import Changes
+from kvconnect.metrics import Metrics
 from kvconnect.orders import Orders, RankAddress, Results
 from kvconnect.packages import package_versions
 from kvconnect.peer import description, inspection, timeline_page

@@ -18,6 +18,7 @@ from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
 from kvconnect.peer.messages import Accepted, CreditRequest, Declined, Landed, Renewed, Written
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
+from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
@@ -27,6 +28,7 @@ from kvconnect.worker.rank_fetches import RankFetches
 from kvconnect.worker.renewals import Renewals
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.tally import count_loaded
+from kvconnect.worker.transport import Transports, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class DecodeSide:
         self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics)
         self.bay = self.rank_fetches.bay
+        self._transports = Transports(config, metrics)
         self._config = config
         self._engine = local.engine
         self._reports = reports
@@ -178,6 +181,8 @@ class DecodeSide:
                 message=Accepted() | Declined() | Landed() | CreditRequest() | Written() as message
             ):
                 self.rank_fetches.receive(message, link.name, now)
+            case Received(message=Transport() as found):
+                self._reached(link, found, now)
             case Received(message=Renewed() as renewed):
                 self.renewals.renewed(link, renewed, now)
             case Misused(reason=reason):
@@ -204,6 +209,28 @@ class DecodeSide:
             )
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key, now)
+
+    def _reached(self, link: RankLink, found: Transport, now: float) -> None:
+        """A peer has reported what carries its bytes. It may be refused, until its process is another one."""
+        peer, ours, theirs, is_first = link.peer, link.session.ours, link.session.peer, link.found is None
+        if theirs is None:
+            return
+        link.found = found
+        report = self._transports.met if is_first else self._transports.measured
+        report(f"prefill node {theirs.engine_id} rank {link.rank} at {peer.address}", found)
+        by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
+        reason = by_peer or refusal(self._config, found)
+        if not reason:
+            return
+        loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
+        for load in loads:
+            load.fail(reason)
+        if found.bytes_per_s or not (ours.scratch_bytes and theirs.scratch_bytes):
+            peer.refused[link.rank] = theirs.incarnation, reason
+        else:
+            # Its calibration failed, and the next greeting has one more. First it is told to stop.
+            self._look_after(loads, now)
+            self._lose(link, PeerLoss.UNUSABLE, reason, now)
 
     def _lose(self, link: RankLink, loss: PeerLoss, reason: str, now: float) -> None:
         """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
@@ -286,6 +313,9 @@ class DecodeSide:
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)
         if peer is None or not peer.is_ready:
+            return
+        if peer.refusal:
+            load.fail(peer.refusal)
             return
         if not load.fetches:
             load.fetches = {rank: RankFetch(load, rank) for rank in peer.partners}

@@ -12,6 +12,8 @@ import logging
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
@@ -42,6 +44,7 @@ from kvconnect.worker.pending_fetches import PendingFetch, PendingFetches, check
 from kvconnect.worker.sender import Sender, Sending
 from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.tally import count_sent
+from kvconnect.worker.transport import LinkMeter, Transports, found_by, refusal
 from kvconnect.worker.way import Way
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,7 @@ class FetchService:
         self.pending = PendingFetches(config, book.leases)
         self.sender = Sender(config, local, metrics, self._arrived)
         self.not_quiescent: dict[TransferKey, float] = {}
+        self._transports = Transports(config, metrics)
         self._measures_from = -math.inf
         self._config = config
         self._book = book
@@ -134,10 +138,11 @@ class FetchService:
         check_fetch(fetch)
         way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
         streamed = source.hold is None
-        if way.probe is not None and fetch.groups and fetch.chunks:
+        if way.probe is not None and (fetch.groups or fetch.chunks):
             self._wait(pending, now, is_served=True)
             self._calibrate(way, pending.link, now)
             return
+        self._announce(way, peer, inbound, pending.link)
         if streamed and way.packer is None:
             self._wait(pending, now)
             return
@@ -145,6 +150,7 @@ class FetchService:
         self._claim(source, fetch, consumer, pending.key)
         outbox, key = self._outbox(source, pending, way), pending.key
         sending = Sending(key, way.name, outbox, pending.deadline, now, source, consumer, streamed=streamed)
+        sending.meter = way.meter
         spared: Sequence[Grant] = ()
         if isinstance(outbox, SlotOutbox):
             spared = outbox.grant(fetch.grants)
@@ -295,7 +301,23 @@ class FetchService:
         key = link, _CALIBRATION
         if way.probe is not None and key not in self.sender.sendings:
             deadline = now + self._config.handshake_timeout_s
+            way.traffic = self._local.look_at_traffic()
             self.sender.begin(Sending(key, way.name, way.probe, deadline, now))
+
+    def _announce(self, way: Way, peer: Introduction, inbound: InboundPeer, link: str) -> None:
+        """Report, once a connection, what carries bytes to a peer.
+
+        Raises:
+            PeerError: our settings refuse that.
+        """
+        if way.meter is None:
+            found = msgspec.structs.replace(way.found, refusal=refusal(self._config, way.found))
+            who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
+            way.meter = LinkMeter(who, found, self._transports)
+            self._transports.met(who, found)
+            self._inbound_peers.send(link, found)
+        if way.meter.found.refusal:
+            raise PeerError(way.meter.found.refusal)
 
     def measure(self, link: str, asked: Measure, now: float) -> None:
         """Begin to measure the link to a peer, beside what is sent."""
@@ -325,8 +347,10 @@ class FetchService:
                 self._inbound_peers.send(sending.key[0], measured)
                 return
             inbound = self._inbound_peers.get(sending.key[0])
-            if inbound is not None and inbound.way is not None and inbound.way.probe is outbox:
-                inbound.way.calibrated(self._local, sending.error, self._metrics)
+            way = inbound.way if inbound is not None else None
+            if inbound is not None and way is not None and way.probe is outbox:
+                way.found = found_by(way.probe, self._local, way.traffic, inbound.host, self._config.host)
+                way.calibrated(self._local, sending.error, self._metrics)
             return
         lease.sending.discard(sending.key)
         self._note(sending, Moment.ANSWER_SENT, not sending.error)

@@ -61,7 +61,7 @@ def write_inspection(
         engine_id=local.introduction.engine_id,
         rank=local.introduction.rank,
         counts=dict(counts),
-        leases=tuple(_lease(one, config.lease_max_s, now) for one in leases),
+        leases=tuple(_lease(one, now) for one in leases),
         loads=tuple(_load(one, now) for one in itertools.islice(loads.values(), skipped, stop)),
         slots=(_slots("receive", local.landing), _slots("send", local.send)),
         peers=tuple(itertools.islice(peers, _MOST_PEERS)),
@@ -72,13 +72,12 @@ def write_inspection(
     return msgspec.msgpack.encode(inspection)
 
 
-def _lease(lease: Lease, lease_max_s: float, now: float) -> LeaseView:
+def _lease(lease: Lease, now: float) -> LeaseView:
     hold = lease.hold
     ids = lease.blocks.values() if hold is None else (held.block_ids for held in hold.groups)
     state = "sending" if lease.sending else "prefilling" if hold is None else "held"
     if now < lease.busy_until:
         state = "quarantined"
-    began_at = lease.last_until - max(hold.lease_s, lease_max_s) if hold is not None else now
     return LeaseView(
         digest=digest(lease.handle),
         request_id=hold.request_id[:MOST_TEXT] if hold is not None else "",
@@ -86,7 +85,7 @@ def _lease(lease: Lease, lease_max_s: float, now: float) -> LeaseView:
         tokens=lease.num_tokens,
         blocks=sum(map(len, ids)),
         renewed_by=len(lease.renewers),
-        age_s=now - began_at if hold is not None and not lease.revoked else None,
+        age_s=now - lease.held_at if hold is not None else None,
         left_s=lease.expires_at - now if hold is not None and not lease.revoked else None,
     )
 
@@ -141,7 +140,8 @@ def _source(peer: Peer, path: str, now: float) -> PeerView:
         met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
         path=path,
         failures=peer.breaker.failures,
-        refusal=peer.breaker.refusal(now)[:MOST_TEXT],
+        rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
+        refusal=(peer.refusal or peer.breaker.refusal(now))[:MOST_TEXT],
         retry_s=max(0.0, peer.breaker.retry_at - now) if peer.breaker.failures else 0.0,
         loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
         loss_age_s=now - at,
@@ -157,7 +157,7 @@ def _inbound(inbound: InboundPeer) -> PeerView:
         address=inbound.host,
         met="it connected",
         path="not fetched yet" if way is None else way.open or way.closed[:MOST_TEXT],
-        rate=way.cost.describe() if way is not None and way.cost and way.cost.is_calibrated else "",
+        rate=str(way.meter.found) if way is not None and way.meter is not None else "",
     )
 
 

@@ -83,6 +83,7 @@ class LeaseBook:
             lease.num_tokens, lease.epoch = order.num_tokens, next(self._epochs)
         lease.hold, lease.is_computed = order, is_computed
         lease.expires_at = now + order.lease_s
+        lease.held_at = now
         lease.last_until = now + max(order.lease_s, self._config.lease_max_s)
         self.leases[order.handle] = lease
         self._look_at = min(self._look_at, lease.expires_at)
@@ -133,7 +134,9 @@ class LeaseBook:
         due_at = max(lease.busy_until, now if lease.satisfied else lease.expires_at)
         if now < due_at:
             self._look_at = min(self._look_at, due_at)
-        elif lease.satisfied:
+            return
+        self._metrics.lease_seconds.observe(now - lease.held_at)
+        if lease.satisfied:
             self._end(lease, "every rank that wanted it was served")
         else:
             self._metrics.failures.labels("lease_expired").inc()

@@ -48,6 +48,7 @@ class Lease:
     marks: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)
     hold: Hold | None = None
     is_computed: Callable[[], bool] = lambda: False
+    held_at: float = 0.0
     expires_at: float = 0.0
     last_until: float = 0.0
     busy_until: float = 0.0

@@ -115,8 +115,9 @@ class LoadRecord:
     ``is_unused`` once the device is done with what its blocks were used for before. ``admitted`` once it was
     its turn; ``fetches`` is empty until the ranks of its peer are known;
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
-    reported to the peer; ``moved`` are bytes and copies by path. ``epochs`` are those of its leases by rank,
-    as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client left.
+    reported to the peer; ``moved`` are bytes and copies by path and lane. ``epochs`` are those of its
+    leases by rank, as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client
+    left.
     """
 
     order: Load
@@ -129,7 +130,7 @@ class LoadRecord:
     given_back: bool = False
     fetches: dict[int, RankFetch] = field(default_factory=dict)
     error: str = ""
-    moved: dict[str, list[int]] = field(default_factory=dict)
+    moved: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     seconds: float = 0.0
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf

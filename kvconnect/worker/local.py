@@ -6,7 +6,8 @@ import itertools
 import logging
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -15,6 +16,8 @@ from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.config import TransferConfig
 from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.fabric import Fabric, look_at_fabric
+from kvconnect.engine.lanes import Traffic, look_at_traffic
 from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
@@ -37,6 +40,7 @@ class Local:
     ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
     ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
     fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
+    ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks.
     """
 
     introduction: Introduction
@@ -48,6 +52,8 @@ class Local:
     stream: torch.cuda.Stream | None = None
     pack_bytes_per_s: float | None = None
     arenas: tuple[Arena, ...] = ()
+    fabric: Fabric = field(default_factory=Fabric)
+    look_at_traffic: Callable[[], Traffic] = Traffic
 
     def introduce(self) -> Introduction:
         """Our introduction for one more peer: the engine's card may change."""
@@ -141,6 +147,8 @@ def open_local(
         torch.cuda.Stream(device, priority=-1) if on_cuda else None,  # type: ignore[no-untyped-call]
         pack_bytes_per_s(memory[0]) if memory else None,
         memory,
+        look_at_fabric(with_gpus=on_cuda),
+        look_at_traffic,
     )
     if on_cuda:
         local.warm_up()

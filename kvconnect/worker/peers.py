@@ -25,6 +25,7 @@ from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
+from kvconnect.peer.transport import Transport
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
@@ -48,7 +49,8 @@ class RankLink:
     """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
     ``was_met`` once it has introduced itself. The peer's clock is ahead of ours by
-    ``clock_ahead_s`` at least: by more, as far as its greeting was slow.
+    ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries its
+    bytes to us, once it has reported that.
     """
 
     name: str
@@ -58,6 +60,7 @@ class RankLink:
     packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
     was_met: bool = False
+    found: Transport | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -74,6 +77,7 @@ class Peer:
     ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
     as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
     ``last_loss`` is when and how a connection to it was lost last, and why.
+    ``refused`` has the ranks that are reached otherwise than settings want: incarnation and reason.
     """
 
     key: PeerKey
@@ -91,6 +95,17 @@ class Peer:
     was_met: bool = False
     is_warm: bool = False
     last_loss: tuple[float, PeerLoss, str] | None = None
+    refused: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str:
+        """Why this incarnation of it is not used by our settings or its own; empty if it is."""
+        for rank, (incarnation, reason) in self.refused.items():
+            link = self.links.get(rank)
+            met = link.session.peer if link is not None else None
+            if met is not None and met.incarnation == incarnation:
+                return reason
+        return ""
 
     @property
     def address(self) -> str:
@@ -180,6 +195,11 @@ class Peers:
         """Why there is no use in asking a peer anything now, or nothing."""
         peer = self.peers.get(key)
         return peer.breaker.refusal(now) if peer is not None else ""
+
+    def lane(self, link: str) -> str:
+        """What carries bytes to us over the connection of this name."""
+        found = self.links[link].found if link in self.links else None
+        return "unknown" if found is None else found.lane
 
     def adopt(self, key: PeerKey, in_use: Callable[[], Container[PeerKey]]) -> None:
         """Take a connection that was made before anything named its engine, if it is to that engine."""

@@ -242,7 +242,8 @@ class RankFetches:
             load.fail("what was written is not of the lease under which the peer accepted the fetch")
             self._end(fetch, None)
             return
-        moved = load.moved.setdefault(fetch.path or "direct", [0, 0])
+        lane = self._peers.lane(fetch.link)
+        moved = load.moved.setdefault((fetch.path or "direct", lane), [0, 0])
         moved[0] += written.total_bytes
         moved[1] += written.copies
         if math.isfinite(written.seconds):

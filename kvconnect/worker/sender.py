@@ -22,6 +22,7 @@ from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
 from kvconnect.worker.outbox import Outbox, Parcel
 from kvconnect.worker.slots import Slot, SlotEvent
+from kvconnect.worker.transport import LinkMeter
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ class Sending:
     It ends early once it has an ``error``. ``again``: the peer can fetch anew; ``cancelled``: the peer wants
     it no more. ``streamed``: its prefill was under way when it began. ``in_flight`` are the bytes of its
     batches, by id. ``due_reported``: for how many chunks the peer knows that slots are of use; None: for
-    all. ``unsettled`` are the generations of landing slots that a batch, not quiescent, may still write.
+    all. ``meter`` follows the link's rate. ``unsettled`` are the generations of landing slots that a batch,
+    not quiescent, may still write.
     """
 
     key: TransferKey
@@ -55,11 +57,17 @@ class Sending:
     quiescent: bool = True
     due_reported: int | None = None
     unsettled: list[int] = field(default_factory=list)
+    meter: LinkMeter | None = None
 
     def stop(self, reason: str, *, again: bool = False) -> None:
         """Let it end early, once nothing reads its blocks. The first reason is the one that is reported."""
         if not self.error:
             self.error, self.again = reason, again
+
+    @property
+    def lane(self) -> str:
+        """What carries its bytes."""
+        return "unknown" if self.meter is None else self.meter.found.lane
 
     @property
     def epoch(self) -> int:
@@ -146,6 +154,10 @@ class Sender:
             sending.unsettled.append(parcel.grant.generation)
         elif parcel is not None and not sending.error:
             self._arrived(sending, parcel)
+            self._metrics.chunk_seconds.observe(completion.seconds)
+            if sending.meter is not None:
+                is_alone = all(other.peer == sending.peer for other in self._batches.values())
+                sending.meter.moved(completion, now, is_alone=is_alone)
 
     def advance(self, now: float) -> list[Sending]:
         """Let time pass: feed kernels and engine. Returns the sendings that are over, and forgets them."""

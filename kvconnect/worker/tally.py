@@ -8,10 +8,11 @@ from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
 from kvconnect.worker.loads import LoadRecord
 from kvconnect.worker.sender import Sending
+from kvconnect.worker.transport import REFUSED
 
 logger = logging.getLogger(__name__)
 
-_CAUSES = {OTHER_WEIGHTS: "other_weights", OTHER_PROMPT: "prompt_differs"}
+_CAUSES = {OTHER_WEIGHTS: "other_weights", OTHER_PROMPT: "prompt_differs", REFUSED: "transport_refused"}
 """Failures that the operator has to end, by what their text has; all others are counted as a failed load."""
 
 
@@ -21,7 +22,7 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
     # A peer that cancelled knows why; after "again" it is to fetch anew.
     failed = "cancelled" if sending.cancelled else "again" if sending.again else "failed"
     metrics.transfers.labels("sent", "ok" if ok else failed).inc()
-    metrics.transfer_bytes.labels("sent", sending.outbox.path).inc(sending.total_bytes)
+    metrics.transfer_bytes.labels("sent", sending.outbox.path, sending.lane).inc(sending.total_bytes)
     metrics.copies.labels("sent", sending.outbox.path).inc(sending.outbox.copies)
     metrics.transfer_seconds.labels("sent").inc(sending.seconds)
     if ok and sending.streamed:
@@ -40,8 +41,8 @@ def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
             causes = (label for text, label in _CAUSES.items() if text in loading.error)
             metrics.failures.labels(next(causes, "load")).inc()
         return
-    for path, (total_bytes, copies) in loading.moved.items():
-        metrics.transfer_bytes.labels("received", path).inc(total_bytes)
+    for (path, lane), (total_bytes, copies) in loading.moved.items():
+        metrics.transfer_bytes.labels("received", path, lane).inc(total_bytes)
         metrics.copies.labels("received", path).inc(copies)
     metrics.transfer_seconds.labels("received").inc(loading.seconds)
     metrics.load_seconds.observe(now - loading.ordered_at)

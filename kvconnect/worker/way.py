@@ -7,16 +7,19 @@ import logging
 from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
+from kvconnect.engine.lanes import Traffic, lane_of
 from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Fetch, Introduction
+from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableAlignment, align_tables
 from kvconnect.plan.cost import LinkCost, fit
 from kvconnect.plan.transfer import plan_size
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
 from kvconnect.worker.local import Local
+from kvconnect.worker.transport import LinkMeter, transport_over
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ class Way:
     ``direct`` and ``packer`` are None where that path is closed; ``refusals`` state why. Where both are
     open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
     tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
+    ``traffic`` is what had left this machine when the calibration began, ``found`` what that showed, or the
+    engine's own words without one, and ``meter`` follows it from the first fetch on.
     """
 
     name: str
@@ -37,6 +42,9 @@ class Way:
     probe: ProbeOutbox | None = None
     refusals: dict[str, str] = field(default_factory=dict)
     slot_bytes: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    found: Transport = field(default_factory=lambda: Transport("unknown"))
+    meter: LinkMeter | None = None
 
     @property
     def open(self) -> str:
@@ -69,6 +77,8 @@ class Way:
         if error:
             metrics.failures.labels("calibration").inc()
             logger.warning("the link to %s could not be calibrated: %s", self.name, error)
+        if self.direct is None or self.packer is None:
+            return
         logger.info("the link to %s: %s", self.name, self.cost.describe())
         believed = self.cost.as_metrics()
         for what, gauge in metrics.link.items():
@@ -102,15 +112,15 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
             way.packer = local.packer(ours, peer, "source", config.convert_dtype)
         except LayoutError as error:
             way.refusals["packed"] = str(error)
+    scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
+    page_bytes = scratch_bytes
     if way.direct is not None and way.packer is not None:
-        scratch_bytes, page_bytes = (
-            min(ours.scratch_bytes, peer.scratch_bytes),
-            typical_page_bytes(way.direct),
-        )
+        page_bytes = typical_page_bytes(way.direct)
+    if scratch_bytes and scratch_bytes >= page_bytes:
+        source, target = ours.scratch_address, peer.scratch_address
         max_copies = local.engine.capabilities.max_copies
-        if scratch_bytes < page_bytes:
-            way.cost = LinkCost()
-        else:
-            source, target = ours.scratch_address, peer.scratch_address
-            way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)
+        way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)
+    else:
+        way.cost = LinkCost()
+    way.found = transport_over(lane_of(local.engine.capabilities.lane), 0.0, local)
     return way

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.metrics import Changes
+from kvconnect.metric_values import Changes
 from kvconnect.node import server
 from kvconnect.node.connector import Connector
 from kvconnect.node.options import NodeOptions
@@ -277,7 +277,10 @@ def test_transfer_parameters_and_connector_state_are_shown():
 
 def test_what_was_transferred_is_logged_every_few_seconds(monkeypatch, caplog):
     monkeypatch.setattr(server, "SUMMARY_S", 0.02)
-    connector, waiting = CopyConnector(), [Changes({"transfers": {"received,ok": 3}}, {}, [0.25])]
+    connector, waiting = (
+        CopyConnector(),
+        [Changes({"transfers": {"received,ok": 3}}, {}, {"load_seconds": [0.25]})],
+    )
     connector.changes = lambda: waiting.pop() if waiting else None
 
     async def test(session):

@@ -101,7 +101,7 @@ def test_rows_are_kept_only_once_their_copy_is_done(make):
     assert rig.stored[1] == ()
     assert set(disk.kept) == {(0, hashes(1)[0])}
     assert rig.failures("offload_store") == 1
-    assert rig.sample("offload_wait_seconds_total", what="staging") == 0.5
+    assert rig.sample("offload_wait_seconds_total", cause="staging") == 0.5
     rig.until_idle()
 
 

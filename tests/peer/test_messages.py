@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
+from kvconnect.engine.lanes import KINDS
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
@@ -32,7 +33,7 @@ TO_PREFILL = (
 )
 TO_DECODE = (
     *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Declined, m.Landed, m.Written, m.Renewed),
-    *(m.StillAlive, m.Answer, m.Measured, m.Bad),
+    *(m.StillAlive, m.Answer, m.Measured, m.Transport, m.Bad),
 )
 
 counts = st.integers(0, 2**31 - 1)
@@ -42,6 +43,7 @@ positive = st.integers(1, 2**62 - 1)
 transfer_ids = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=20)
 seconds = st.floats(allow_nan=False)
+rates = st.floats(0, 1e15)
 small = st.integers(1, 1 << 20)
 
 regions = st.builds(
@@ -123,6 +125,7 @@ messages = st.one_of(
     st.just(m.StillAlive()),
     st.builds(m.Measure, st.booleans(), st.floats(0.1, 2)),
     st.builds(m.Measured, sizes, seconds, texts),
+    st.builds(m.Transport, st.sampled_from(KINDS), texts, texts, rates, rates, texts),
     st.builds(m.Question, counts, texts, texts),
     st.builds(m.Answer, counts, st.binary(max_size=20), texts),
     st.builds(m.Bad, texts),
@@ -171,6 +174,10 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.Answer(1, b"d", "e"), "94a6616e7377657201c40164a165"),
         (m.Measure(True, 0.5), "93a76d656173757265c3cb3fe0000000000000"),
         (m.Measured(9, 0.5), "94a86d6561737572656409cb3fe0000000000000a0"),
+        (
+            m.Transport("tcp", "lo", "observed", 1.5e9, 0.0, "no"),
+            "97a97472616e73706f7274a3746370a26c6fa86f62736572766564cb41d65a0bc0000000cb0000000000000000a26e6f",
+        ),
         (m.Bad("x"), "92a3626164a178"),
         (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
         (

@@ -135,7 +135,7 @@ def _draw_nodes(
                     num_blocks=1 + len(model.kinds) * tokens // shape.block_tokens + rng.randrange(7),
                     extra=extra,
                     slot_bytes=rng.choice((256, 256, 512, 1024)),
-                    scratch_bytes=rng.choice((0, 1024)) if path == "auto" else 0,
+                    scratch_bytes=rng.choice((0, 1024)) if path == "auto" else 1024 * (number % 2),
                     step_tokens=rng.choice((16, 64)),
                     chunk_tokens=4 if theme.is_small else rng.choice((4, 8, 64)),
                     step_s=rng.choice((0.005, 0.03)),

@@ -39,7 +39,14 @@ from tests.vllm.pairs import NIXL, Lines, Pair, Variant, environment, gpu_option
 from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
-_BUSY = ("leases_held", "loads_in_flight", "loads_waiting", "slots_landing", "slots_send", "quarantined")
+_BUSY = (
+    "leases_held",
+    "loads_in_flight",
+    "loads_waiting",
+    "slots_landing",
+    "slots_send",
+    "loads_quarantined",
+)
 """Gauges of both servers that are zero when nothing is under way."""
 _SHOWN_ERRORS = 5
 _ERROR_CHARACTERS = 400

@@ -36,7 +36,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvconnect.errors import ConfigError
-from kvconnect.metrics import FAMILIES, Changes, Metrics, OffloadMetrics, merge_changes
+from kvconnect.metric_values import Changes, merge_changes
+from kvconnect.metrics import FAMILIES, Metrics, OffloadMetrics
 from kvconnect.orders import OffloadReport, TierChange
 from kvconnect.vllm.connector import KVConnect
 from kvconnect.vllm.metadata import PEER_SOURCE, AddressMetadata, ReportMetadata, hit_sources
@@ -150,12 +151,14 @@ def busy(scale: int = 1) -> Metrics:
     metrics = Metrics(CollectorRegistry())
     metrics.transfers.labels("received", "ok").inc(2 * scale)
     metrics.transfers.labels("received", "failed").inc()
-    metrics.transfer_bytes.labels("received", "direct").inc(2**20 * 4 * scale)
+    metrics.transfer_bytes.labels("received", "direct", "tcp").inc(2**20 * 4 * scale)
     metrics.transfer_seconds.labels("received").inc(0.5)
     metrics.copies.labels("received", "direct").inc(7)
     metrics.failures.labels("load").inc()
     metrics.loads.set(3 * scale)
     metrics.load_seconds.observe(0.25)
+    metrics.chunk_seconds.observe(0.002)
+    metrics.link_rate.labels("tcp").set(1e9 * scale)
     return metrics
 
 
@@ -163,10 +166,11 @@ counters = st.dictionaries(
     st.sampled_from(["transfers", "failures"]),
     st.dictionaries(st.sampled_from(["a", "b,c"]), st.integers(1, 100), min_size=1),
 )
-gauges = st.dictionaries(st.sampled_from(["0", "1"]), st.just({"leases_held": 1}))
-data = st.fixed_dictionaries(
-    {"counters": counters, "gauges": gauges, "load_seconds": st.lists(st.floats(0, 10), max_size=4)}
+gauges = st.dictionaries(st.sampled_from(["0", "1"]), st.just({"leases_held": {"": 1}}))
+observed = st.dictionaries(
+    st.sampled_from(["load_seconds", "chunk_seconds"]), st.lists(st.floats(0, 10), min_size=1, max_size=4)
 )
+data = st.fixed_dictionaries({"counters": counters, "gauges": gauges, "observed": observed})
 
 
 @given(st.lists(data, max_size=4))
@@ -180,7 +184,9 @@ def test_stats_add_up_and_leave_what_was_added_alone(parts):
         for labels in ("a", "b,c"):
             expected = sum(part["counters"].get(name, {}).get(labels, 0) for part in parts)
             assert total.data["counters"].get(name, {}).get(labels, 0) == expected
-    assert total.data["load_seconds"] == [value for part in parts for value in part["load_seconds"]]
+    for name in ("load_seconds", "chunk_seconds"):
+        expected = [value for part in parts for value in part["observed"].get(name, ())]
+        assert total.data["observed"].get(name, []) == expected
     assert total.is_empty() == (not any(any(part.values()) for part in parts))
     assert pickle.loads(pickle.dumps(total)) == total
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(total.to_dict())) == total.data
@@ -231,7 +237,7 @@ def test_ranks_are_added_and_their_gauges_kept_apart(missing):
     ranks = {"0": 3, "1": 6}
     if missing is not None:
         del ranks[str(missing)]
-    assert {rank: values["loads_in_flight"] for rank, values in data["gauges"].items()} == ranks
+    assert {rank: values["loads_in_flight"][""] for rank, values in data["gauges"].items()} == ranks
 
 
 LABELS = ["model_name", "engine"]
@@ -271,12 +277,14 @@ def test_prometheus_shows_what_the_workers_told(clean_registry):
     exported.observe(over_the_wire(aggregated(*map(worker_stats, metrics, (0, 1)))))
     assert shown("transfers_total", direction="received", outcome="ok") == 7
     assert shown("transfers_total", direction="received", outcome="failed") == 2
-    assert shown("transfer_bytes_total", direction="received", path="direct") == 3 * 2**22
+    assert shown("transfer_bytes_total", direction="received", path="direct", lane="tcp") == 3 * 2**22
     assert shown("transfer_seconds_total", direction="received") == 1.0
     assert shown("copies_total", direction="received", path="direct") == 14
     assert shown("failures_total", reason="load") == 2
     assert shown("loads_in_flight", rank="0") == 3
     assert shown("loads_in_flight", rank="1") == 0
+    assert shown("link_bytes_per_second", rank="1", lane="tcp") == 2e9
+    assert shown("chunk_seconds_count") == 2
     assert shown("load_seconds_count") == 2
     assert shown("load_seconds_sum") == 0.5
     assert shown("load_seconds_bucket", le="0.25") == 2
@@ -303,13 +311,17 @@ def test_every_number_of_a_worker_has_a_series(clean_registry):
             if metrics is halves[0] or numbers.family.name not in halves[0].families:
                 number = numbers.labels(*numbers.family.labels)
                 (number.inc if numbers.family.kind == "counter" else number.set)(5)
+        for observations in metrics.histograms.values():
+            observations.observe(5)
     both = merge_changes(*(metrics.changes() for metrics in halves))
     exported.observe(over_the_wire(TransferStats.of_worker(0, both)))
     for family in FAMILIES:
         if family.kind == "counter":
             assert shown(f"{family.name}_total", **{label: label for label in family.labels}) == 5
+        elif family.kind == "gauge":
+            assert shown(family.name, rank="0", **{label: label for label in family.labels}) == 5
         else:
-            assert shown(family.name, rank="0") == 5
+            assert shown(f"{family.name}_sum") == 5
 
 
 def test_the_classes_that_vllm_gives_are_used(clean_registry):
@@ -346,7 +358,9 @@ def test_the_log_line():
 
 def kept(stored: int, **gauges: float) -> TransferStats:
     rows = {"stored,host": stored, "restored,host": 2.0, "kept,disk": 1.0, "kept,store": 3.0}
-    return TransferStats.of_worker(0, Changes({"offload_rows": rows}, gauges, []))
+    return TransferStats.of_worker(
+        0, Changes({"offload_rows": rows}, {name: {"": value} for name, value in gauges.items()}, {})
+    )
 
 
 def test_the_log_line_tells_what_is_kept():

@@ -120,16 +120,18 @@ class FakeWorker:
         cache=None,
         num_heads: int | None = HEADS,
         slot_bytes: int = SLOT_BYTES,
+        scratch_bytes: int = 0,
+        engine: FaultyEngine | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.config = config
         self.rank = rank
         self.cache = cache or PlainCache(num_blocks, rank, world_size)
         self.table: RegionTable = self.cache.table
-        self.engine = FaultyEngine(clock=network.clock)
+        self.engine = engine or FaultyEngine(clock=network.clock)
         count = 0 if config.path == "direct" else config.num_slots
         self.slot_bytes = slot_bytes if count else 0
-        self.arenas = [Arena("cpu", slot_bytes, count) for _ in range(2 if count else 0)]
+        self.arenas = [Arena("cpu", slot_bytes, count, scratch_bytes) for _ in range(2 if count else 0)]
         spans = [Span(s.address, s.length_bytes) for s in (*self.table.storages, *self.arenas)]
         self.engine.register(spans)
         # No two pools count alike, so that a number of one is never right by accident in another.
@@ -148,6 +150,8 @@ class FakeWorker:
             b"",
             TableCard.of(self.table),
             self.slot_bytes,
+            self.arenas[0].scratch_address if self.arenas and scratch_bytes else 0,
+            scratch_bytes if self.arenas else 0,
         )
         self.local = Local(
             introduction, self.engine, self.table, torch.device("cpu"), self.landing, self.send
@@ -192,7 +196,14 @@ class FakeWorker:
         return {key: why for results in self.results for key, why in results.failed.items()}
 
     def count(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"kvconnect_{name}_total", labels) or 0.0
+        """The sum over all labels that are not given."""
+        families = self.metrics.registry.collect()
+        samples = (sample for family in families for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == f"kvconnect_{name}_total" and labels.items() <= sample.labels.items()
+        )
 
     def gauge(self, name: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"kvconnect_{name}")

@@ -65,7 +65,7 @@ def test_chunks_land_as_they_are_computed(pair):
     assert chunks_landed(pair) == [0, 1, 2, 3, 4]
     assert prefill.landed(TARGET)
     assert (pair.decode.received, pair.decode.failed, pair.prefill.sent) == (["a"], {}, ["a"])
-    assert pair.prefill.count("streamed") == 1
+    assert pair.prefill.count("streamed_requests") == 1
     assert (
         0
         < pair.prefill.count("streamed_bytes")
@@ -391,7 +391,7 @@ def test_where_only_the_direct_path_is_open_a_fetch_waits_for_the_end(closed):
     prefill.hold()
     pair.settle()
     assert prefill.landed(TARGET)
-    assert pair.prefill.count("streamed") == 0
+    assert pair.prefill.count("streamed_requests") == 0
     idle(pair)
 
 

@@ -21,7 +21,8 @@ from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
-from kvconnect.metrics import Changes, OffloadMetrics
+from kvconnect.metric_values import Changes
+from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for

@@ -1,0 +1,121 @@
+"""Numbers that one thread writes and others read, without a lock: what a set of metrics is made of."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_MAX_OBSERVATIONS = 4096
+
+
+class Owner(Protocol):
+    """What numbers belong to; ``revision`` grows with every change of one, after it."""
+
+    revision: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """Numbers of one name that differ in their labels. Counters only grow; gauges are set.
+
+    A histogram has ``buckets``, and no labels.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+class Number:
+    """One number. Only the owner's thread calls ``inc`` and ``set``."""
+
+    __slots__ = ("_owner", "value")
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.value: float = 0
+
+    def inc(self, amount: float = 1) -> None:
+        self.value += amount
+        self._owner.revision += 1
+
+    def set(self, value: float) -> None:
+        if value != self.value:
+            self.value = value
+            self._owner.revision += 1
+
+
+class Numbers:
+    """The numbers of one family."""
+
+    def __init__(self, owner: Owner, family: Family) -> None:
+        self.family = family
+        self._owner = owner
+        self._numbers: dict[tuple[str, ...], Number] = {}
+
+    def labels(self, *values: str) -> Number:
+        """The number with these labels, made when it is first asked for."""
+        found = self._numbers.get(values)
+        if found is None:
+            if len(values) != len(self.family.labels):
+                raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
+            found = self._numbers[values] = Number(self._owner)
+        return found
+
+    def values(self) -> dict[tuple[str, ...], float]:
+        """All numbers as they are now. For any thread: a dict is copied in one go."""
+        return {labels: number.value for labels, number in self._numbers.copy().items()}
+
+
+class Observations:
+    """A histogram, and the observations that the reader of ``Metrics.changes`` has not seen yet."""
+
+    def __init__(self, owner: Owner, family: Family) -> None:
+        self.family = family
+        self.counts = [0] * (len(family.buckets) + 1)
+        self.total = 0.0
+        # Where no reader asks, the oldest go. They stay counted above.
+        self.unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
+        self._owner = owner
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect.bisect_left(self.family.buckets, value)] += 1
+        self.total += value
+        self.unseen.append(value)
+        self._owner.revision += 1
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed at a worker since it was last asked.
+
+    ``counters`` maps a family to what each label set, joined with commas, grew by; ``gauges`` are all
+    gauges as they are now, likewise; ``observed`` maps a histogram to what it observed.
+    """
+
+    counters: dict[str, dict[str, float]]
+    gauges: dict[str, dict[str, float]]
+    observed: dict[str, list[float]]
+
+
+def merge_changes(first: Changes | None, second: Changes | None) -> Changes | None:
+    """What changed at one of two parts of a worker that share no gauge and no histogram."""
+    if first is None or second is None:
+        return first or second
+    counters = {name: dict(numbers) for name, numbers in first.counters.items()}
+    for name, numbers in second.counters.items():
+        add_to(counters.setdefault(name, {}), numbers)
+    return Changes(counters, {**first.gauges, **second.gauges}, {**first.observed, **second.observed})
+
+
+def add_to(total: dict[K, float], more: Mapping[K, float]) -> None:
+    for labels, value in more.items():
+        total[labels] = total.get(labels, 0) + value
