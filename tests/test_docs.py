@@ -6,7 +6,9 @@ import ast
 import re
 from pathlib import Path
 
-from tests import configuration_page
+from kvconnect.metrics import FAMILIES
+from kvconnect.worker.tally import _CAUSES
+from tests import configuration_page, metrics_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -32,6 +34,24 @@ def test_the_page_of_settings_is_what_the_docstrings_are():
     assert path.read_text() == configuration_page.page(), (
         "python -m tests.configuration_page > docs/configuration.md"
     )
+
+
+def test_the_page_of_metrics_has_every_family_label_and_reason_of_the_code():
+    text = metrics_page.PAGE.read_text()
+    assert text == metrics_page.page(text), "python -m tests.metrics_page"
+    labels = {label for family in FAMILIES for label in family.labels}
+    named = set(re.findall(r"`(\w+)`", text.partition("## Labels")[2].partition("## ")[0]))
+    assert labels <= named
+    reasons = set(re.findall(r"`(\w+)`", text.partition("## Reasons")[2]))
+    counted = {
+        reason
+        for path in (ROOT / "kvconnect").rglob("*.py")
+        for reason in re.findall(
+            r'(?:failures\.labels|\.warn|failures\.append|host\.count)\(\s*"(\w+)"', path.read_text()
+        )
+    }
+    assert len(counted) > 20
+    assert not {*counted, *_CAUSES.values()} - reasons
 
 
 def test_the_messages_to_look_for_are_those_of_the_program():

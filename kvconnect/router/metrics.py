@@ -24,8 +24,8 @@ class RouterMetrics:
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.requests = counter("kvconnect_router_requests", "Answered requests.", ["endpoint", "status"])
         self.in_flight = Gauge("kvconnect_router_in_flight", "Requests being served now.", registry=registry)
-        self.leg_seconds = histogram(
-            "kvconnect_router_leg_seconds",
+        self.node_request_seconds = histogram(
+            "kvconnect_router_node_request_seconds",
             "Seconds from the start of a request to a node to the end of its answer.",
             ["role"],
         )
@@ -33,8 +33,8 @@ class RouterMetrics:
             "kvconnect_router_first_byte_seconds",
             "Seconds from a request's arrival to the first byte of its answer.",
         )
-        self.leg_failures = counter(
-            "kvconnect_router_leg_failures",
+        self.node_request_failures = counter(
+            "kvconnect_router_node_request_failures",
             "Requests to nodes that gave no whole answer, by what happened.",
             ["role", "reason"],
         )

@@ -47,7 +47,7 @@ class Summaries:
                 f"{sum(answers.values())} requests in {SUMMARY_S:g} s ({_listed(answers)})",
                 _listed(growth("_flows")),
                 _listed(alone),
-                _listed(growth("_leg_failures")),
+                _listed(growth("_node_request_failures")),
             )
         self._minute.update(asked=sum(growth("_flows").values()))
         self._minute.update({reason: n for reason, n in alone.items() if reason not in DIRECT})

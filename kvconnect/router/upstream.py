@@ -105,7 +105,7 @@ class Upstream:
         finally:
             response.close()
             pool.release(lease)
-            self._metrics.leg_seconds.labels(pool.role).observe(self._clock() - started)
+            self._metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
         self, pool: Pool, request: UpstreamRequest, lease: Lease | None, retries: int
@@ -147,7 +147,7 @@ class Upstream:
                 leased.pop_all()
                 return lease, response
         if not tried:
-            self._metrics.leg_failures.labels(pool.role, last.reason).inc()
+            self._metrics.node_request_failures.labels(pool.role, last.reason).inc()
         raise last
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Upstream:
 
     def failed(self, role: str, reason: str, message: str, status: int = 502) -> UpstreamError:
         """A counted error, for an answer that did not come or cannot be used."""
-        self._metrics.leg_failures.labels(role, reason).inc()
+        self._metrics.node_request_failures.labels(role, reason).inc()
         return UpstreamError(status, reason, message)
 
     def _note_answer(self, pool: Pool, lease: Lease) -> None:

@@ -42,8 +42,8 @@ def test_two_legs_and_the_params_between_them(path: str) -> None:
                 assert leg.headers["X-Request-Id"] == "id-1"
                 assert leg.headers["Authorization"] == "Bearer k"
                 assert "Keep-Alive" not in leg.headers
-            assert await client.metric('kvconnect_router_leg_seconds_count{role="prefill"}') == 1
-            assert await client.metric('kvconnect_router_leg_seconds_count{role="decode"}') == 1
+            assert await client.metric('kvconnect_router_node_request_seconds_count{role="prefill"}') == 1
+            assert await client.metric('kvconnect_router_node_request_seconds_count{role="decode"}') == 1
             assert client.router.in_flight == 0
 
     run(main())
@@ -156,7 +156,9 @@ def test_timeouts_of_each_leg_are_504_within_their_bound() -> None:
             await asyncio.wait_for(slow.gone.wait(), 2)
             role = "prefill" if options.get("prefill") else "decode"
             assert (
-                await client.metric(f'kvconnect_router_leg_failures_total{{reason="timeout",role="{role}"}}')
+                await client.metric(
+                    f'kvconnect_router_node_request_failures_total{{reason="timeout",role="{role}"}}'
+                )
                 == 1
             )
 

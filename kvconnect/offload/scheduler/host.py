@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Hashes = Callable[[RequestView, int], Sequence[bytes]]
 """The hashes of a request's full blocks of so many tokens, each of everything up to the block's end."""
 
-_FAILURES = {
+REASONS = {
     "offload_rows_short": "host memory had no row for a block: all are pinned, or being filled",
     "offload_overwritten": "a block was used for something else before it could be stored",
     "offload_wait_timeout": "a request did not wait any longer for what was on its way to host memory",
@@ -198,7 +198,7 @@ class Host:
         self._untaken.append(reason)
         self.totals[reason] += 1
         if self.totals[reason] == 1:
-            logger.warning("%s (from now on counted only, as %s)", _FAILURES[reason], reason)
+            logger.warning("%s (from now on counted only, as %s)", REASONS[reason], reason)
 
     def take_failures(self) -> tuple[str, ...]:
         taken, self._untaken = tuple(self._untaken), []
