@@ -76,6 +76,20 @@ pip install -qq "$TORCH"
 say "installing kvconnect with [$MOONCAKE,$EXTRAS]"
 pip install -qq -e ".[$MOONCAKE,$EXTRAS]" "$TORCH"
 
+# --- Prometheus, which the tests of deploy/observability ask -----------------------------------------
+# Its programs alone: to install the package would start a daemon.
+prometheus=.venv/prometheus
+if [[ ",$EXTRAS," == *,dev,* && ! -x $prometheus/usr/bin/promtool ]] && ! command -v promtool >/dev/null &&
+  command -v apt-get >/dev/null; then
+  say "getting Prometheus"
+  mkdir -p "$prometheus"
+  (
+    cd "$prometheus"
+    apt-get download -qq prometheus 2>/dev/null || { apt-get update -qq && apt-get download -qq prometheus; }
+    dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb
+  ) >/dev/null 2>&1 || say "Prometheus could not be got: tests that need it skip themselves" >&2
+fi
+
 # --- proof ----------------------------------------------------------------------------------------
 .venv/bin/python - <<'END'
 from kvconnect.engine.registry import available_engines

@@ -1,0 +1,223 @@
+"""What deploy/ watches a cluster with, and a real Prometheus that watches nodes under load and faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvconnect.demo.children import Child, Children
+from kvconnect.demo.http import BadAnswer, fetch_json
+from kvconnect.demo.pair import ask
+from kvconnect.metrics import FAMILIES, PREFIX
+from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.pool import Pool
+from tests.deploy.commands import DEPLOY
+from tests.ports import free_port
+from tests.test_docs import texts
+
+FILES = DEPLOY / "observability"
+RULES, RULES_TEST = FILES / "kvconnect.rules.yml", FILES / "kvconnect.rules.test.yml"
+PANELS = json.loads((FILES / "grafana-dashboard.json").read_text())["panels"]
+QUERIES = {f"{panel['title']} {one['refId']}": one["expr"] for panel in PANELS for one in panel["targets"]}
+(GROUP,) = yaml.safe_load(RULES.read_text())["groups"]
+ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
+EXPRESSIONS = {**QUERIES, **{name: rule["expr"] for name, rule in ALERTS.items()}}
+_SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def tool(name: str) -> str:
+    """A program of Prometheus, the system's or what `make setup` put beside the environment."""
+    ours = Path(__file__).parents[2] / ".venv" / "prometheus" / "usr" / "bin" / name
+    found = shutil.which(name) or (str(ours) if ours.exists() else "")
+    if not found:
+        pytest.skip(f"{name} is not installed here; make setup gets it with apt-get")
+    return found
+
+
+def promtool(*arguments: str | Path) -> None:
+    done = subprocess.run(
+        [tool("promtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def known_names() -> set[str]:
+    """The names of all samples that nodes and routers export."""
+    pools = [Pool(role, ["http://127.0.0.1:1"]) for role in ("prefill", "decode")]
+    router = text_string_to_metric_families(RouterMetrics(*pools).text().decode())
+    names = {f"{family.name}{suffix}" for family in router for suffix in _SUFFIXES.get(family.type, ("",))}
+    return names | {f"{PREFIX}_{family.name}{end}" for family in FAMILIES for end in _SUFFIXES[family.kind]}
+
+
+# --- by themselves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_an_expression_names_metrics_that_there_are(name) -> None:
+    named = set(re.findall(r"\bkvconnect_\w+", EXPRESSIONS[name]))
+    assert named
+    assert named <= known_names()
+
+
+def test_reasons_in_alerts_are_those_that_are_counted() -> None:
+    found = [one for name in ALERTS for one in re.findall(r'reason=~?"(.+?)"', EXPRESSIONS[name])]
+    named = {reason for reasons in found for reason in reasons.split("|")}
+    assert len(named) > 10
+    counted = texts()
+    assert not {reason for reason in named if not any(re.fullmatch(reason, text) for text in counted)}
+
+
+def test_every_alert_says_what_to_do_and_is_tried_with_planted_series() -> None:
+    tried = {
+        one["alertname"]
+        for test in yaml.safe_load(RULES_TEST.read_text())["tests"]
+        for one in test["alert_rule_test"]
+        if one.get("exp_alerts")
+    }
+    assert tried == ALERTS.keys()
+    assert all({"summary", "action"} == rule["annotations"].keys() for rule in ALERTS.values())
+
+
+def test_promtool_takes_configuration_and_rules_and_every_alert_fires_when_it_should() -> None:
+    promtool("check", "config", FILES / "prometheus.yml")
+    promtool("check", "rules", RULES)
+    promtool("test", "rules", RULES_TEST)
+
+
+def test_the_collector_has_what_its_pipelines_name() -> None:
+    config = yaml.safe_load((FILES / "otel-collector.yaml").read_text())
+    for pipeline in config["service"]["pipelines"].values():
+        for kind, names in pipeline.items():
+            assert set(names) <= config[kind].keys()
+
+
+def test_panels_do_not_overlap_and_have_names_of_their_own() -> None:
+    cells = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in PANELS]
+    assert len(set(cells)) == len({panel["id"] for panel in PANELS}) == len(PANELS)
+
+
+# --- with a real Prometheus -----------------------------------------------------------------------
+
+
+class Prometheus:
+    """A Prometheus that scrapes these targets each second, by the configuration in deploy/."""
+
+    def __init__(self, folder: Path, targets: dict[str, str]) -> None:
+        config = yaml.safe_load((FILES / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(RULES)]
+        config["scrape_configs"][0]["static_configs"] = [
+            {"targets": [url.removeprefix("http://")], "labels": {"server": name}}
+            for name, url in targets.items()
+        ]
+        file = folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(config))
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        listen, data = f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={folder / 'data'}"
+        command = [tool("prometheus"), f"--config.file={file}", listen, data]
+        self.child = Child("prometheus", command, folder / "prometheus.log", url=self.url)
+
+    def get(self, path: str, **query: Any) -> Any:
+        return fetch_json(f"{self.url}/api/v1/{path}?{urlencode(query)}")["data"]
+
+    def sees_all(self) -> bool:
+        """Every target has been scraped."""
+        try:
+            found = self.get("targets")["activeTargets"]
+        except BadAnswer:
+            return False
+        return bool(found) and all(one["health"] == "up" for one in found)
+
+    def has_data(self, expression: str, since: float) -> bool:
+        """Whether a panel with this query shows a number for some moment since then."""
+        now = time.time()
+        expression = expression.replace("$instance", ".*").replace("$__rate_interval", "8s")
+        found = self.get("query_range", query=expression, start=since, end=now, step=1)["result"]
+        return any(math.isfinite(float(value)) for series in found for _, value in series["values"])
+
+
+def node(name: str, role: str, port: int, *options: str, **extra: Any) -> list[str]:
+    transfer = {
+        "kv_connector": "KVConnect",
+        "kv_role": role,
+        "engine_id": name,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"engine": "nixl", "lease_s": 2, "peer_timeout_s": 2, **extra},
+    }
+    config = "--kv-transfer-config", json.dumps(transfer)
+    return ["serve", "--model", "gqa", "--port", str(port), *config, *options]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> Iterator[tuple[Prometheus, float]]:
+    """A Prometheus that has seen a pair under load, a lease that ends, other weights, and P being killed."""
+    folder = tmp_path_factory.mktemp("observability")
+    kept = {"cpu_bytes": 1 << 22, "disk_path": str(folder / "kept"), "disk_bytes": 1 << 22}
+    ports = {name: free_port() for name in ("prefill", "decode", "router", "other")}
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    with Children(folder) as children:
+        # First, since it takes seconds to begin.
+        prometheus = Prometheus(folder, {name: urls[name] for name in ("prefill", "decode", "router")})
+        children.add(prometheus.child)
+        prefill = children.start("prefill", *node("prefill", "kv_producer", ports["prefill"], offload=kept))
+        children.start("decode", *node("decode", "kv_consumer", ports["decode"]))
+        children.start("other", *node("other", "kv_producer", ports["other"], "--seed", "1")).wait_ready()
+        addresses = "--prefill", urls["prefill"], "--decode", urls["decode"]
+        router = children.start("router", "router", "--port", str(ports["router"]), *addresses)
+        router.wait_ready()
+        router.wait_answer("/ready?all")
+        prometheus.child.wait_until(prometheus.sees_all, 30)
+        began_at = time.time()
+        load(urls, began_at + 5)
+        prefill.kill()
+        load(urls, time.time() + 3)
+        yield prometheus, began_at
+
+
+def load(urls: dict[str, str], until: float) -> None:
+    """Requests through the router, and for the nodes by themselves what goes wrong there."""
+    for number, name in enumerate(("prefill", "other")):
+        try:
+            answer = ask(urls[name], "gqa", prompt(number), max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+        except BadAnswer:
+            continue
+        if name == "other":
+            ask(urls["decode"], "gqa", prompt(number), kv_transfer_params=answer["kv_transfer_params"])
+    number = 2
+    while time.time() < until:
+        ask(urls["router"], "gqa", prompt(number % 7))
+        number += 1
+
+
+def prompt(number: int) -> list[int]:
+    return [(number + index * 7) % 250 + 1 for index in range(200)]
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_every_panel_shows_data(watched) -> None:
+    prometheus, began_at = watched
+    empty = [name for name, query in QUERIES.items() if not prometheus.has_data(query, began_at)]
+    assert not empty, "\n".join(empty)
+
+
+def test_every_rule_is_evaluated_and_other_weights_are_an_alert(watched) -> None:
+    prometheus, _ = watched
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(ALERTS, "ok")
+    firing = {rule["name"] for rule in rules if rule["state"] == "firing"}
+    assert "KVConnectOtherWeights" in firing
