@@ -116,6 +116,9 @@ def told(**where: Any) -> Callable[[Body, Body], Body]:
     return lambda body, answer: {**body, "kv_transfer_params": params}
 
 
+BOOTSTRAPPED = told(
+    remote_bootstrap_addr="http://10.0.0.1:8998", remote_engine_id=HANDLES.introduce("10.0.0.1", 5600)
+)
 ROUTERS = [
     # llm-d/llm-d-router, pkg/sidecar/proxy/connector_nixlv2.go and pkg/common/request: both caps are
     # set, min_tokens goes, P's object is put into D's body as it was parsed.
@@ -131,9 +134,8 @@ ROUTERS = [
     ),
     # llm-d's coordinator: a copy of P's dictionary, with the two flags set again.
     Router("llm-d coordinator", lambda b: six_keys(b, drop=("min_tokens",)), llmd_coordinator_decode),
-    # vllm-project/router, src/routers/http/vllm_pd_router.rs: min_tokens stays; without parameters in the
-    # answer D gets none.
-    Router("vllm-router", six_keys, verbatim),
+    # vllm-router 0.1.17, as it was recorded: min_tokens is 1; without parameters in the answer D gets none.
+    Router("vllm-router", lambda b: {**six_keys(b), "min_tokens": 1}, verbatim),
     # vLLM production-stack, disaggregated_prefill_orchestrated.
     Router("production-stack", six_keys, production_stack_decode, ("remote_host",)),
     # Ray Serve LLM, DefaultPDProtocolMixin: stream_options is null, not absent.
@@ -153,15 +155,15 @@ ROUTERS = [
     ),
     # AIBrix gateway, the pd router without its own NIXL mode: the pod's address is written over.
     Router("AIBrix", six_keys, production_stack_decode),
-    # Both at once, by Mooncake's protocol: vllm-router 0.1.17 and llm-d's connector_mooncake.go, which asked
-    # P's bootstrap for its engine id when they started.
+    # Both at once, by Mooncake's protocol: P's bootstrap was asked before.
     Router(
-        "vllm-router, mooncake",
-        announced,
-        told(
-            remote_bootstrap_addr="http://10.0.0.1:8998",
-            remote_engine_id=HANDLES.introduce("10.0.0.1", 5600),
-        ),
+        "vllm-router, mooncake", lambda b: {**announced(b), "min_tokens": 1}, BOOTSTRAPPED, sequential=False
+    ),
+    # llm-d/llm-d-router, pkg/sidecar/proxy/connector_mooncake.go.
+    Router(
+        "llm-d sidecar, mooncake",
+        lambda b: announced(b, always_both=True, drop=("min_tokens",)),
+        BOOTSTRAPPED,
         sequential=False,
     ),
     Router(
