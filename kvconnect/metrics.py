@@ -75,7 +75,8 @@ def summarize(
         line[f"Failures ({reason})"] = round(growth)
     for family in FAMILIES:
         values = [gauges.get(family.name, {}).get("", 0) for gauges in ranks]
-        if family.kind == "gauge" and any(values):
+        # What never changes is not for a line that comes every 10 s.
+        if family.kind == "gauge" and any(values) and "_limit" not in family.name:
             line[family.name.replace("_", " ").capitalize()] = round(max(values))
     return line
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvconnect.demo.http import parse_metrics
 from kvconnect.metric_values import merge_changes
-from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics
+from kvconnect.metrics import FAMILIES, Metrics, MetricSet, OffloadMetrics, summarize
 
 PARTS = (Metrics, OffloadMetrics)
 GAUGES = [family for family in Metrics.declared() if family.kind == "gauge"]
@@ -215,3 +215,12 @@ def test_asking_costs_next_to_nothing_while_nothing_changes():
     for _ in range(10_000):
         metrics.changes()
     assert (time.perf_counter() - start) / 10_000 < 20e-6
+
+
+def test_a_log_line_has_what_is_taken_and_not_what_never_changes():
+    metrics = Metrics(CollectorRegistry())
+    metrics.slots_send.set(3)
+    metrics.slots_send_limit.set(8)
+    changes = metrics.changes()
+    assert changes is not None
+    assert summarize(changes.counters, [changes.gauges], changes.observed) == {"Slots send": 3}
