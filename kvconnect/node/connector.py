@@ -86,7 +86,7 @@ def configured_connector(
                     "label": options.model,
                 },
             )
-            offload.reads_footers = events is not None
+            offload.announces = events is not None
             offload.register_kv_caches(cache.tensors)
             scheduler.offload = OffloadScheduler(
                 config.extra.offload,

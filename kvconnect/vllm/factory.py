@@ -148,7 +148,7 @@ def make_worker_half(
                 rank=rank,
                 world_size=world_size,
             )
-            offload.reads_footers = wants_events(vllm_config) and rank == 0
+            offload.announces = wants_events(vllm_config) and rank == 0
             offload.register_kv_caches(
                 cache.tensors,
                 cache.heads,

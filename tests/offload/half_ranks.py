@@ -135,8 +135,7 @@ class Ranks:
                 continue
             for tier in self.tiers:
                 self.lower[rank][tier][store.copies.group, name] = held
-                if tier != "store":
-                    changes.append(TierChange(tier, store.copies.group, (name,)))
+                changes.append(TierChange(tier, store.copies.group, (name,)))
         for place in broken:
             assert self.rows[rank][place] == "busy"
             self.rows[rank][place] = GARBAGE
@@ -149,6 +148,10 @@ class Ranks:
             place = self.place(fetch.group, row)
             assert self.rows[rank][place] == "busy"
             held = self.lower[rank][fetch.tier].get((fetch.group, name))
+            if fetch.tier == "store":
+                # It keeps no index: what is seen there is announced, and what is missed taken back.
+                seen = ((), (name,)) if held is None else ((name,), ())
+                changes.append(TierChange(fetch.tier, fetch.group, *seen))
             if held is None or self._breaks():
                 missing.append(name)
                 self.rows[rank][place] = GARBAGE

@@ -9,7 +9,8 @@ import pytest
 
 from kvconnect.engine.store_talk import Verb
 from kvconnect.errors import EngineError
-from kvconnect.offload.store.tier import StoreTier
+from kvconnect.offload.store.announced import Announced
+from kvconnect.offload.store.tier import StoreTier, _Item
 from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 
 NAMESPACE = "ab" * 32
@@ -319,3 +320,62 @@ def test_a_bug_in_the_way_does_not_end_a_thread(store, make):
     assert driver.read(lengths_of(rows)) == {}
     assert driver.failures == {"store_internal": 1, "store_unreachable": 1}
     until(lambda: driver.read(lengths_of(rows)) == rows)
+
+
+def test_what_is_announced_is_what_the_store_was_seen_to_have(store, make):
+    """Written or read, and until it is missed, spoilt or cleared, or the store is lost."""
+    tier, driver = make()
+    tier.announce()
+    rows, others = some_rows(6, 1), some_rows(3, 2)
+    assert driver.write(rows) == ()
+    assert driver.index == set(rows)
+    store.values.update(
+        {
+            tier._keys([_Item(0, 0, content)])[0]: tier._format.header(content, memoryview(row)) + row
+            for content, row in others.items()
+        }
+    )
+    assert driver.seek(list(others)) == set(others)
+    assert driver.index == set(rows), "what is sought has no tokens yet"
+    assert driver.read(lengths_of(others)) == others
+    assert driver.index == {*rows, *others}
+    first, second, *_ = rows
+    del store.values[tier._keys([_Item(0, 0, first)])[0]]
+    driver.seek(list(rows))
+    assert driver.index == {*rows, *others} - {first}, "it was asked for and is gone"
+    key = tier._keys([_Item(0, 0, second)])[0]
+    store.values[key] = store.values[key][:-1] + b"?"
+    assert second not in driver.read(lengths_of(rows))
+    assert driver.index == {*rows, *others} - {first, second}, "it is spoilt"
+    store.processes[-1].dead = True
+    driver.seek(list(rows))
+    until(lambda: driver.poll() is not None and driver.index == set())
+    until(lambda: tier.state()["link"] == "up" or driver.seek(list(rows)) is None)
+    assert driver.write(some_rows(4, 5)) == ()
+    assert driver.index == set(some_rows(4, 5))
+    tier.clear()
+    driver.index.clear()
+    assert driver.write(rows) == ()
+    assert driver.index == set(rows)
+
+
+def test_a_store_of_which_nothing_is_to_be_announced_reports_nothing(make):
+    tier, driver = make()
+    assert driver.write(some_rows(6, 1)) == ()
+    assert driver.index == set()
+    assert not tier._completions._seen
+
+
+def test_what_is_announced_of_a_store_has_a_bound():
+    announced = Announced()
+    announced.most = 3
+    contents = [(0, bytes([at])) for at in range(5)]
+    announced.there(contents[:3])
+    announced.there(contents[:1])
+    assert announced.take().added == tuple(contents[:3])
+    announced.there(contents[3:])
+    update = announced.take()
+    assert update.added == tuple(contents[3:])
+    assert set(update.removed) == set(contents[1:3])
+    announced.gone(contents)
+    assert set(announced.take().removed) == {contents[0], *contents[3:]}

@@ -7,23 +7,22 @@ through memory that is shared with it, so nothing that the library does late can
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import own_address, split_address
 from kvconnect.arithmetic import div_ceil
 from kvconnect.config import OffloadConfig
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
 from kvconnect.errors import ConfigError
-from kvconnect.offload.completion_tracker import CompletionTracker, Kind
+from kvconnect.offload.completion_tracker import Kind
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES, Flaw, RecordFormat
+from kvconnect.offload.store.announced import MOST, Announced
 from kvconnect.offload.store.link import LinkState, StoreLink
 from kvconnect.offload.tier import MAX_HASH_BYTES, Content, TierRow, TierUpdate
 
@@ -92,7 +91,7 @@ class StoreTier:
         self._format = RecordFormat(namespace)
         self._max_queued_bytes, self._batch_bytes = max_queued_bytes, batch_bytes
         self._memory = memory = SharedMemory(2 * batch_bytes)
-        self._completions = CompletionTracker()
+        self._completions = Announced()
         self._changed = threading.Condition()
         self._waiting: dict[Kind, deque[_Item]] = {lane: deque() for lane in LANES}
         self._queued_bytes = 0
@@ -102,7 +101,7 @@ class StoreTier:
         self._link = StoreLink(
             lambda: start(memory),
             self._changed,
-            self._completions.fail,
+            self._completions.lost,
             call_timeout_s=call_timeout_s,
             retry_s=retry_s,
             says_goodbye=says_goodbye,
@@ -115,6 +114,10 @@ class StoreTier:
             thread.start()
 
     # ---- what its owner calls
+
+    def announce(self) -> None:
+        """Report what it is seen to have, and to have no more. Before anything is asked of it."""
+        self._completions.most = MOST
 
     def on_update(self, wake: Callable[[], None]) -> None:
         self._completions.on_update(wake)
@@ -158,6 +161,7 @@ class StoreTier:
         """Forget what this namespace has in the store, by whichever node it was written. Later jobs wait."""
         with self._changed:
             self._epoch += 1
+            self._completions.forget_changes()
             self._link.want()
             self._changed.notify_all()
 
@@ -203,6 +207,7 @@ class StoreTier:
             try:
                 if batch and not is_lost:
                     good = work(batch)
+                    self._announce(lane, batch, good)
                 elif not batch:
                     self._clear()
             except Exception:
@@ -299,6 +304,17 @@ class StoreTier:
             self._cleared = epoch
             self._changed.notify_all()
 
+    def _announce(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
+        # Before the job is reported: until then it is known what a content stands for, of one sought never.
+        done = set(map(id, good))
+        with self._changed:
+            if self._link.state is LinkState.UP:
+                current = [item for item in batch if item.epoch == self._epoch]
+                if lane != "found":
+                    self._completions.there(item.content for item in current if id(item) in done)
+                if lane != "written":
+                    self._completions.gone(item.content for item in current if id(item) not in done)
+
     def _settle(self, lane: Kind, batch: Sequence[_Item], good: Sequence[_Item]) -> None:
         """These are dealt with. No thread touches their rows any more."""
         done = set(map(id, good))
@@ -363,7 +379,7 @@ def open_store_tier(
             master=config.store,
             metadata=config.store_metadata,
             protocol=config.store_protocol,
-            host=_own_address(*master),
+            host=own_address(*master),
             segment_bytes=config.store_bytes,
         )
         return StoreProcess(settings, memory, len(LANES), start_timeout_s=_START_TIMEOUT_S)
@@ -377,12 +393,3 @@ def open_store_tier(
         # Memory that the store has from us is to be taken out of it; else others go on looking there.
         says_goodbye=config.store_bytes > 0,
     )
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which another one is reached; nothing is sent."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"

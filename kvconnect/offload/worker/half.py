@@ -65,8 +65,8 @@ class OffloadWorker:
         self._jobs = Jobs(rank)
         self._copier: Copier | None = None
         self._loop: TierLoop | None = None
-        self.reads_footers = False
-        """Whether what the disk kept before is reported with its tokens. Set before caches are registered."""
+        self.announces = False
+        """Whether what lower tiers have is announced. Set before caches are registered."""
 
     # These, and the hooks that take orders, raise ``LocalError`` before ``register_kv_caches``.
 
@@ -159,7 +159,7 @@ class OffloadWorker:
 
                 made.append(
                     open_disk_tier(
-                        config, namespace, self._rank, self._world_size, reads_footers=self.reads_footers
+                        config, namespace, self._rank, self._world_size, reads_footers=self.announces
                     )
                 )
                 undo.callback(made[-1].close)
@@ -167,7 +167,10 @@ class OffloadWorker:
                 from kvconnect.offload.store.tier import open_store_tier
 
                 most = max(rows.row_bytes for rows in plan.classes)
-                made.append(open_store_tier(config, namespace, most_row_bytes=most))
+                made.append(store := open_store_tier(config, namespace, most_row_bytes=most))
+                undo.callback(store.close)
+                if self.announces:
+                    store.announce()
             undo.pop_all()
         return made
 
