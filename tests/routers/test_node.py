@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvconnect.config import ExtraConfig
 from kvconnect.demo.children import Children
 from kvconnect.demo.http import fetch_json, growth, read_metrics
 from kvconnect.demo.pair import start_reference
@@ -38,16 +39,17 @@ def nodes(tmp_path_factory, bootstrap_port):
     """A single node, a prefill and a decode node."""
     find_router()
     with Children(tmp_path_factory.mktemp("nodes")) as children:
-
-        def start(role, *more, **extra):
-            config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"engine": "nixl", **extra}}
-            serve = ("serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(config))
-            return children.start(role, *serve, *more)
-
-        made = [start_reference(children, "gqa"), start("producer", bootstrap_port=bootstrap_port)]
+        made = [start_reference(children, "gqa")]
+        made.append(start(children, "producer", bootstrap_port=bootstrap_port))
         # Ids of blocks that cannot be the same on both sides.
-        made.append(start("consumer", "--reserved-blocks", "61"))
+        made.append(start(children, "consumer", "--reserved-blocks", "61"))
         yield [node.wait_ready() for node in made]
+
+
+def start(children, role, *options, http_port=0, **extra):
+    config = {"kv_role": f"kv_{role}", "kv_connector_extra_config": {"engine": "nixl", **extra}}
+    serve = ("serve", "--model", "gqa", "--port", str(http_port), "--kv-transfer-config", json.dumps(config))
+    return children.start(role, *serve, *options)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -134,3 +136,19 @@ def test_request_ids_are_as_long_as_with_names_of_pods(nodes, router):
     """Without it this file would test short ones."""
     answer = complete(router, body([5, *range(100)]))
     assert len(answer["id"].removeprefix("cmpl-")) == REQUEST_ID_LENGTH
+
+
+def test_what_a_router_was_answered_outlives_a_restart_of_the_prefill_node(nodes, tmp_path):
+    bootstrap_port, http_port, port = free_port(), free_port(), free_port()
+    with Children(tmp_path) as children:
+        prefill = start(children, "producer", http_port=http_port, port=port, bootstrap_port=bootstrap_port)
+        decode = start(children, "consumer")
+        pair = [prefill.wait_ready(), decode.wait_ready()]
+        with routed(tmp_path, *pd_arguments("mooncake", *pair, bootstrap_port)) as url:
+            assert_all_came_over([nodes[0], *pair], url, [[1, *range(150)]], ask_whole)
+            prefill.end(20)
+            prefill.start()
+            prefill.wait_ready()
+            # For so long a peer that was gone is left alone.
+            time.sleep(ExtraConfig().retry_max_s)
+            assert_all_came_over([nodes[0], *pair], url, [[2, *range(150)]], ask_whole)
