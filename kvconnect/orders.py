@@ -215,10 +215,12 @@ class OffloadReport(msgspec.Struct, frozen=True):
 
     ``stored`` are, by job, the hashes that failed, none as a rule; ``kept`` the jobs whose rows no lower tier
     reads any more. ``fetched`` are, by job, the hashes that are not there or not right; their rows hold
-    nothing of use. ``found`` are, by job, the hashes that a tier has.
+    nothing of use. ``found`` are, by job, the hashes that a tier has. ``cleared`` counts the orders to clear
+    that were carried out: ``changes`` are of what came after them.
     """
 
     rank: int
+    cleared: int = 0
     stored: Mapping[int, tuple[bytes, ...]] = {}
     kept: tuple[int, ...] = ()
     fetched: Mapping[int, tuple[bytes, ...]] = {}
@@ -226,7 +228,7 @@ class OffloadReport(msgspec.Struct, frozen=True):
     changes: tuple[TierChange, ...] = ()
 
     def __bool__(self) -> bool:
-        return any(astuple(self)[1:])
+        return any(astuple(self)[2:])
 
 
 class Orders(_Parts, frozen=True):

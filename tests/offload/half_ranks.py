@@ -21,13 +21,14 @@ class Ranks:
         self.todo = [[] for _ in range(num_ranks)]
         self.awaited: dict[str, int] = {}
         self.failed: dict[str, str] = {}
-        self.num_restored = 0
+        self.num_restored = self.cleared = 0
         self.silent: set[int] = set()
 
     def place(self, group, row):
         return (self.stack.half.plan.class_of[group], row)
 
     def before_step(self, orders) -> None:
+        self.cleared += orders.clear
         if orders.clear:
             for lower in self.lower:
                 for kept in lower.values():
@@ -90,7 +91,7 @@ class Ranks:
                         del kept[gone]
                         changes.append(TierChange(tier, gone[0], (), (gone[1],)))
             told["kept"] = tuple(told["kept"])
-            reports.append(OffloadReport(rank, **told, changes=tuple(changes)))
+            reports.append(OffloadReport(rank, self.cleared, **told, changes=tuple(changes)))
         self.rng.shuffle(reports)
         failed = {name: self.failed.pop(name) for name in received if name in self.failed}
         return Results(received=tuple(received), failed=failed, offload=tuple(r for r in reports if r))

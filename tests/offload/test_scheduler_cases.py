@@ -478,6 +478,20 @@ def test_after_a_reset_nothing_of_before_is_announced():
     assert gone == names[: 9 + CHANGES_AT_ONCE], "what was announced is taken back, and nothing more is"
 
 
+def test_what_was_reported_before_a_clear_and_comes_after_it_is_not_there():
+    """With asynchronous scheduling a report is under way while all is cleared."""
+    half = stack_of(tiers=("disk",)).half
+    changes = (TierChange("disk", 0, added=(b"a",)),)
+    half.reset()
+    half.update_results(Results(offload=(OffloadReport(0, changes=changes),)))
+    assert half.build_orders().clear
+    half.update_results(Results(offload=(OffloadReport(0, changes=changes),)))
+    assert half.host.lower.counts() == {}
+    assert not half.take_events()
+    half.update_results(Results(offload=(OffloadReport(0, 1, changes=changes),)))
+    assert half.host.lower.has("disk", 0, [b"a"]) == [True]
+
+
 def test_too_little_memory_for_one_hit_is_said():
     kinds = (Kind(4), Kind(4, window=64))
     with pytest.raises(ConfigError, match="cache group 1 .*, and the shortest hit needs 16 of them"):

@@ -317,6 +317,16 @@ def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
     assert rig.collect().offload == ()
 
 
+def test_a_report_says_how_often_all_was_cleared_before(make):
+    rig = make(Double())
+    for times in range(3):
+        rig.order(stores=(store(times + 1, [(1, times)], times + 1),))
+        rig.until(lambda times=times: times + 1 in rig.kept)
+        assert rig.cleared == times
+        rig.order(clear=True)
+        rig.until(lambda times=times: rig.worker._jobs._num_cleared == times + 1)
+
+
 def test_closing_ends_what_tiers_never_answered(make):
     disk = Double(mood="never")
     rig = make(disk)

@@ -107,6 +107,7 @@ class Rig:
             self.failed[request] = reason
         for report in results.offload:
             self.changes += report.changes
+            self.cleared = report.cleared
             assert self.kept.isdisjoint(report.kept), "a job came back twice as kept"
             self.kept.update(report.kept)
             for name in ("stored", "fetched", "found"):
@@ -235,4 +236,4 @@ class Double:
         return True
 
     def state(self):
-        return {"kept": len(self.kept)}
+        return {"kept": len(self.kept), "taken_bytes": 0, "limit_bytes": 0}

@@ -67,6 +67,7 @@ class OffloadScheduler:
         self._state_groups = {group.group: group for group in requirements.groups if group.is_state}
         self._requests: dict[str, OffloadRequest] = {}
         self._clear = False
+        self._num_clears = 0
         self._failed_in_a_row = 0
         self._resumes_at = 0.0
 
@@ -184,6 +185,7 @@ class OffloadScheduler:
             self._lookup.overdue(job)
         restores, fetches, seeks = self._lookup.take()
         clear, self._clear = self._clear, False
+        self._num_clears += clear
         orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear)
         return msgspec.structs.replace(orders, held_rows=self.host.index.held_rows()) if orders else orders
 
@@ -210,7 +212,9 @@ class OffloadScheduler:
         ended = self.host.jobs.report(report)
         for job in ended:
             ends[job.kind](job)
-        self.host.lower.update(report.rank, report.changes)
+        # What was under way here when all was cleared is there no more.
+        if report.cleared == self._num_clears and not self._clear:
+            self.host.lower.update(report.rank, report.changes)
         self.host.forget(ended)
 
     def _restore_failed(self, request_id: str) -> None:

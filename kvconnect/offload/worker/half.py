@@ -183,7 +183,7 @@ class OffloadWorker:
         (copier, loop), now = self._registered(), time.monotonic()
         loop.held_rows = orders.held_rows
         if orders.clear:
-            loop.order((loop.work.clear, None))
+            loop.order((loop.work.clear, None), (lambda _: self._jobs.cleared(), None))
         if not orders.stores:
             return
         jobs = []

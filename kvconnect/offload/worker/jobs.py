@@ -79,6 +79,7 @@ class Jobs:
         self._numbers = itertools.count(1)
         self._open: dict[int, Job] = {}
         self._changes: deque[TierChange] = deque()
+        self._num_cleared = 0
         self._wake: Callable[[], None] = lambda: None
         self._start_anew()
 
@@ -161,6 +162,11 @@ class Jobs:
         with self._lock:
             self._changes.clear()
 
+    def cleared(self) -> None:
+        """An order to clear was carried out: what changes from now on is of what came after it."""
+        with self._lock:
+            self._num_cleared += 1
+
     def take(self) -> Results:
         """What was not reported yet; of what tiers have got and lost no more than suits one step."""
         with self._lock:
@@ -171,11 +177,12 @@ class Jobs:
                 changes.append(self._changes.popleft())
                 change = changes[-1]
                 left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
-            is_more = bool(self._changes)
+            is_more, num_cleared = bool(self._changes), self._num_cleared
         if is_more:
             self._notify()
         report = OffloadReport(
             self._rank,
+            num_cleared,
             stored=named[Report.STORED],
             kept=tuple(named[Report.KEPT]),
             fetched=named[Report.FETCHED],
