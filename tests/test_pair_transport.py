@@ -14,7 +14,7 @@ PROMPT = list(range(1, 201))
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 DECODES = {"decode": {}, "strict": {"require_lane": "rdma"}, "fast": {"min_gb_per_s": 1e6}}
 """Decode nodes by name, with the settings that are theirs alone."""
-LANES = {"nixl": ("shared_memory", "tcp"), "mooncake": ("tcp",)}
+LANES = {"nixl": ("shared_memory", "tcp"), "nixl over tcp": ("tcp",), "mooncake": ("tcp",)}
 """UCX takes TCP within a host where it may not read other processes' memory."""
 
 
@@ -29,15 +29,17 @@ def options(engine, name, role, extra):
     return ["serve", "--model", "gqa", "--port", "0", "--kv-transfer-config", json.dumps(transfer)]
 
 
-@pytest.fixture(scope="module", params=["nixl", "mooncake"])
+@pytest.fixture(scope="module", params=["nixl", "nixl over tcp", "mooncake"])
 def pair(request, tmp_path_factory):
     """The engine, its nodes' addresses, and their processes."""
-    engine = request.param
-    with Children(tmp_path_factory.mktemp(engine)) as children:
+    engine = request.param.partition(" ")[0]
+    with pytest.MonkeyPatch.context() as patched, Children(tmp_path_factory.mktemp(engine)) as children:
+        if request.param != engine:
+            patched.setenv("UCX_TLS", "tcp")
         made = {"prefill": children.start("prefill", *options(engine, "prefill", "kv_producer", {}))}
         for name, extra in DECODES.items():
             made[name] = children.start(name, *options(engine, name, "kv_consumer", extra))
-        yield engine, {name: child.wait_ready() for name, child in made.items()}, made
+        yield request.param, {name: child.wait_ready() for name, child in made.items()}, made
 
 
 def answered(urls, decode):

@@ -33,6 +33,7 @@ from kvconnect.peer.messages import (
     Written,
     encode,
 )
+from kvconnect.peer.transport import Transport
 from tests.simulator.frames import read_frame, tag_of
 
 Said = list[tuple[float, bytes]]
@@ -157,6 +158,7 @@ class Liar:
                 Renewed(over=((rng.choice(self._handles), "a lie"),)),
                 Renewed(epochs=tuple((handle, self._near(epoch)) for handle in self._handles)),
                 StillAlive(),
+                Transport("tcp", "a lie", bytes_per_s=1.0),
                 Bad("a lie"),
             )
         )
