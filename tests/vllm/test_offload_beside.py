@@ -143,16 +143,20 @@ def test_what_is_kept_is_told_to_routers_and_a_reset_forgets_it(tmp_path):
         got = Asked(server, prompts)
         assert sum(got.cached) > 0
         told = list(told_events(heard))
-        on_device = {
-            name for kind, medium, names in told if (kind, medium) == ("BlockStored", "GPU") for name in names
-        }
-        on_host = {
-            name for kind, medium, names in told if (kind, medium) == ("BlockStored", "CPU") for name in names
-        }
+        on_device, on_host = (
+            {
+                name: tokens
+                for event in told
+                if event.get("medium") == medium
+                for name, tokens in blocks(event)
+            }
+            for medium in ("GPU", "CPU")
+        )
         assert len(on_host) >= sum(length // 128 for length in LENGTHS)
-        assert on_host <= on_device, "a router knows what these blocks hold"
+        assert on_host.items() <= on_device.items(), "both say the same of a block"
         server.fetch("/reset_prefix_cache?reset_external=true", {})
-        assert "AllBlocksCleared" in {kind for kind, _, _ in told_events(heard, server)}
+        gone = removed(told_events(heard, server))
+        assert gone >= on_host.keys() - removed(told)
         overwrite(server, "gqa")
         assert Asked(server, prompts).cached == [0] * len(prompts)
 
@@ -166,5 +170,22 @@ def told_events(heard: zmq.Socket, server: Server | None = None):
             *_, payload = heard.recv_multipart()
         except zmq.Again:
             return
-        for event in msgspec.msgpack.decode(payload)[1]:
-            yield event["type"], event.get("medium"), event.get("block_hashes", ())
+        yield from msgspec.msgpack.decode(payload)[1]
+
+
+def blocks(event):
+    """By hash what a block holds, and after what."""
+    if event["type"] == "BlockStored":
+        size, before = event["block_size"], event["parent_block_hash"]
+        for at, name in enumerate(event["block_hashes"]):
+            yield name, (before, tuple(event["token_ids"][at * size : (at + 1) * size]))
+            before = name
+
+
+def removed(told):
+    return {
+        name
+        for event in told
+        if event["type"] == "BlockRemoved" and event["medium"] == "CPU"
+        for name in event["block_hashes"]
+    }

@@ -23,8 +23,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tok
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvconnect.config import OffloadConfig
-from kvconnect.offload.events import EventMaker, TierEvents
+from kvconnect.node.kv_events import EventBatch, tier_events
+from kvconnect.offload.events import DEVICE, Described, EventMaker, Run, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.tier import HOST
 from kvconnect.orders import OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, Step
 from kvconnect.vllm.events import describe, event_maker
@@ -208,6 +210,22 @@ def test_vllm_s_publisher_and_decoder_carry_them():
             publisher.shutdown()
     assert topic == b"kv-events"
     assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == decoded(events)
+
+
+def test_a_node_s_events_are_decoded_by_vllm_too():
+    events = tier_events(scheduler_config(kept_config(CACHE)))
+    run = Run(1, (b"h" * 16, b"i" * 16), b"g" * 16, 4, Described([*range(8)]))
+    events.stored_run(DEVICE, run, (0, 1))
+    events.removed(HOST, [(0, b"h" * 16)])
+    payload = msgspec.msgpack.encode(EventBatch(1.0, events.take()))
+    stored, removed = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    names = [int.from_bytes(letter * 8, "big") for letter in (b"g", b"h", b"i")]
+    assert isinstance(stored, BlockStored)
+    assert (stored.parent_block_hash, stored.block_hashes) == (names[0], names[1:])
+    assert (stored.token_ids, stored.block_size, stored.medium) == ([*range(8)], 4, "GPU")
+    assert (stored.kv_cache_spec_kind, stored.kv_cache_spec_sliding_window) == ("sliding_window", 12)
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([names[1]], "CPU", 0)
 
 
 def test_random_prompts_are_described_from_the_tier_that_they_come_back_from():
