@@ -21,6 +21,7 @@ from kvconnect.worker.outbox import Columns, PageOutbox
 
 SMALL_COPIES = 256
 _FEW_COPIES = 16
+_FIRST_BYTES = 4096
 _CPU_BYTES = 4 << 20
 _UNCACHED_BYTES = 64 << 20
 _MOST_COPIES = 64
@@ -36,7 +37,7 @@ class ProbeOutbox(PageOutbox):
         source: our scratch memory.
         target: the peer's.
         scratch_bytes: of the smaller of the two.
-        page_bytes: a page of the caches that will be moved.
+        page_bytes: a page of the caches that will be moved; 0 where none will be by itself.
         max_copies: of one batch.
     """
 
@@ -47,11 +48,11 @@ class ProbeOutbox(PageOutbox):
         self, source: int, target: int, scratch_bytes: int, page_bytes: int, max_copies: int
     ) -> None:
         self.samples: list[Sample] = []
-        pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
         # The first batch makes the connection, and measures nothing.
-        shapes = [(1, page_bytes)]
+        shapes = [(1, page_bytes or min(_FIRST_BYTES, scratch_bytes))]
         # Each kind three times: one that was disturbed does not measure the link.
-        if page_bytes < scratch_bytes:
+        if page_bytes:
+            pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
             shapes += [(min(few, pages), page_bytes) for few in (1, _FEW_COPIES, SMALL_COPIES) * 3]
         shapes += [(1, scratch_bytes)] * 3
         shapes = [(copies, length) for copies, length in shapes if copies]

@@ -113,7 +113,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
         except LayoutError as error:
             way.refusals["packed"] = str(error)
     scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
-    page_bytes = scratch_bytes
+    page_bytes = 0
     if way.direct is not None and way.packer is not None:
         page_bytes = typical_page_bytes(way.direct)
     if scratch_bytes and scratch_bytes >= page_bytes:

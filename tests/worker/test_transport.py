@@ -13,6 +13,7 @@ from kvconnect.engine.base import Completion
 from kvconnect.engine.fabric import Fabric
 from kvconnect.peer.messages import Fetch
 from kvconnect.peer.transport import Transport
+from kvconnect.worker.calibration import ProbeOutbox
 from kvconnect.worker.transport import LinkMeter, refusal
 from tests.engine.faulty_engine import FaultyEngine
 from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, Pair
@@ -249,3 +250,14 @@ def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
     reported = metered([chunk for one in windows for chunk in one])
     assert reported.judged == pytest.approx([4e9] * judged)
     assert len(reported.shown) == 3 + slow - judged
+
+
+@pytest.mark.parametrize(("page_bytes", "first"), [(0, 4096), (512, 512)])
+def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory(page_bytes, first):
+    probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB, page_bytes, 1024), []
+    while (columns := probe.peek()) is not None:
+        sizes.append(int(columns[2].sum()))
+        probe.submitted(len(sizes))
+    assert sizes[0] == first
+    assert sizes[-3:] == [MIB] * 3
+    assert len(sizes) == (13 if page_bytes else 4)
