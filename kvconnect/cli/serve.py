@@ -23,14 +23,7 @@ def serve(
             "object, spelled as vLLM does. Left out, the node serves alone and keeps nothing.",
         ),
     ] = None,
-    kv_events_config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Publish which blocks the device and the tiers below get and lose: a JSON object, spelled "
-            "as vLLM does.",
-        ),
-    ] = None,
+    kv_events_config: Annotated[str | None, typer.Option(metavar="JSON", help="As vLLM's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Seed of the model's weights; a pair needs the same one.")] = 0,
     num_blocks: Annotated[

@@ -112,13 +112,13 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def _footer(run: Run, at: int, tokens: bytes) -> bytes:
-    told, length = run.described, 4 * run.block_tokens
+    described, length = run.described, 4 * run.block_tokens
     return _ENCODER.encode(
         _Footer(
             tokens[at * length : (at + 1) * length],
             run.hashes[at - 1] if at else run.parent,
-            told.extra_keys[at] if told.extra_keys else None,
-            told.lora_name,
+            described.extra_keys[at] if described.extra_keys else None,
+            described.lora_name,
         )
     )
 
@@ -195,13 +195,13 @@ class TierEvents:
             except (msgspec.MsgspecError, ValueError):
                 self.stored(tier, [(group, name)])
                 continue
-            told = Described(
+            described = Described(
                 tokens, [footer.extra_keys] if footer.extra_keys else None, None, footer.lora_name
             )
-            self.stored_run(tier, Run(group, (name,), footer.parent, len(tokens), told), (0,))
+            self.stored_run(tier, Run(group, (name,), footer.parent, len(tokens), described), (0,))
 
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Nothing more will be heard of contents that were described."""
+        """The contents that were described come nowhere any more."""
         for name in hashes:
             self._places.pop((group, name), None)
 
@@ -292,19 +292,19 @@ class EventMaker(Maker):
         self._removed = _Template(removed, ("block_hashes",), [{} for _ in groups])
 
     def stored(self, tier: str, run: Run, first: int, end: int) -> Any:
-        name, told, size = self._name, run.described, run.block_tokens
+        name, described, size = self._name, run.described, run.block_tokens
         parent = run.hashes[first - 1] if first else run.parent
         return self._stored.made(
             tier,
             run.group,
             [name(each) for each in run.hashes[first:end]],
             None if parent is None else name(parent),
-            told.token_ids[first * size : end * size],
+            described.token_ids[first * size : end * size],
             size,
-            told.lora_id,
-            told.lora_name,
-            told.extra_keys and told.extra_keys[first:end],
-            told.session_id,
+            described.lora_id,
+            described.lora_name,
+            described.extra_keys and described.extra_keys[first:end],
+            described.session_id,
         )
 
     def removed(self, tier: str, group: int, hashes: list[bytes]) -> Any:

@@ -26,13 +26,13 @@ class Catalog:
     """Contents and what their files take, least recently used first. Changes are reported to a tracker.
 
     ``taken_bytes`` is what all files take at most; ``epoch`` is another number after every ``clear``. If it
-    ``waits``, what was there before is reported when it is ``told``.
+    ``waits``, what was there before is reported when its footers are read.
     """
 
     def __init__(self, tracker: CompletionTracker, *, waits: bool = False) -> None:
         self.taken_bytes = self.epoch = 0
         self._waits = waits
-        self._untold: list[Content] = []
+        self._unreported: list[Content] = []
         self._tracker = tracker
         self._lock = threading.Lock()
         self._rows: OrderedDict[Content, Kept] = OrderedDict()
@@ -79,17 +79,17 @@ class Catalog:
             self._doomed.update((file.name, file.disk_bytes) for file in files if file.content not in rows)
             self._rows.update(rows)
             if self._waits:
-                self._untold += rows
+                self._unreported += rows
             else:
                 self._tracker.add(list(rows))
 
-    def untold(self) -> list[Content]:
+    def unreported(self) -> list[Content]:
         """What was there before and was not reported: once, and most recently used first."""
         with self._lock:
-            untold, self._untold = self._untold, []
-        return untold[::-1]
+            unreported, self._unreported = self._unreported, []
+        return unreported[::-1]
 
-    def told(self, footers: Mapping[Content, bytes]) -> None:
+    def report(self, footers: Mapping[Content, bytes]) -> None:
         """Report contents that were there before, with what they stand for, unless they are gone."""
         with self._lock:
             self._tracker.add([content for content in footers if content in self._rows], footers)

@@ -181,7 +181,7 @@ class DiskTier:
                 self._tracker.fail("disk_torn", torn)
             self._rows.make_room(0)
         finally:
-            self._readers.submit(self._tell)
+            self._readers.submit(self._report_found)
             self.recovered.set()
 
     def _write(self, job: int, rows: Sequence[TierRow], epoch: int) -> None:
@@ -211,7 +211,7 @@ class DiskTier:
     def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
             if self._rows.reopen():
-                self._readers.submit(self._tell)
+                self._readers.submit(self._report_found)
             self._rows.write(row, epoch)
         except Exception as error:
             reason = self._note(error)
@@ -227,14 +227,14 @@ class DiskTier:
 
     # ---- on a reader's thread
 
-    def _tell(self) -> None:
+    def _report_found(self) -> None:
         """Report what was kept before, with what it stands for, unless that was not wanted."""
-        untold = self._catalog.untold()
-        for first in range(0, len(untold), _FOOTERS_AT_ONCE):
+        unreported = self._catalog.unreported()
+        for first in range(0, len(unreported), _FOOTERS_AT_ONCE):
             if self._rows.is_closing:
                 return
-            self._catalog.told(
-                {content: self._footer(content) for content in untold[first : first + _FOOTERS_AT_ONCE]}
+            self._catalog.report(
+                {content: self._footer(content) for content in unreported[first : first + _FOOTERS_AT_ONCE]}
             )
 
     def _footer(self, content: Content) -> bytes:
