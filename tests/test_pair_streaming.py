@@ -58,7 +58,7 @@ def test_prompts_of_all_lengths_are_exact_and_long_ones_are_sent_early(nodes):
         got += [tokens(answer) for answer in pool.map(lambda p: ask(urls["router"], model, p), prompts[1:])]
     assert got == expected
     after = read_metrics(urls["prefill"])
-    assert 1 <= growth(before, after, "kvconnect_streamed_total") <= 4
+    assert 1 <= growth(before, after, "kvconnect_streamed_requests_total") <= 4
     assert growth(before, after, "kvconnect_streamed_bytes_total") > 0
     failed = growth({}, read_metrics(urls["decode"]), "kvconnect_transfers_total", outcome="failed")
     assert failed == 0
