@@ -21,6 +21,7 @@ from kvconnect.scheduler.handles import MOST_TOKENS, Claims, Handles
 from kvconnect.scheduler.params import (
     BATCH_KEY,
     HANDLE_KEY,
+    MOST_LATER_PROMPTS,
     TRANSFER_KEY,
     read_transfer_id,
     transfer_name,
@@ -52,14 +53,42 @@ class _Prefill:
     computed_sent: int = 0
 
 
+class _Places:
+    """At most so many requests that are held, or have a handle under which they will be.
+
+    ``owners`` are these by handle; ``held`` has by request its handle, empty without a transfer id;
+    ``batches``, by batch whose first prompt has not ended, the digests of the later ones that will be held.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.owners: dict[str, str] = {}
+        self.held: dict[str, str] = {}
+        self.batches: dict[str, dict[str, None]] = {}
+        self._most, self._num_unnamed = most, 0
+
+    @property
+    def are_taken(self) -> bool:
+        return len(self.owners) + self._num_unnamed >= self._most
+
+    def hold(self, request_id: str, handle: str) -> None:
+        self.held[request_id] = handle
+        self._num_unnamed += not handle
+
+    def free(self, request_id: str) -> None:
+        handle = self.held.pop(request_id)
+        self._num_unnamed -= not handle
+        self.owners.pop(handle, None)
+
+
 class PrefillRequests:
     """What P holds and hands out. A node that only decodes holds nothing.
 
     A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
     Where a stack makes several requests of one, all have the same prompt, and the router is given the
     parameters of the last that ends: the first that ends is held, and the others are answered with its own.
-    Of a batch of prompts the router is given those of the first: they name the batch, and the others are held
-    under that name as under a transfer id.
+    Of a batch of prompts the router is given those of the first: they name the batch, and the others that
+    have come by then are held under that name as under a transfer id. A lease that was promised has its place
+    kept.
     """
 
     def __init__(
@@ -74,14 +103,12 @@ class PrefillRequests:
         self._config, self._groups, self._draft = config, groups, draft
         self._stack, self._handles, self._new_handle = stack, handles, new_handle
         self._directory = tuple(draft.directory)
-        self._epoch = new_handle()
+        self._epoch, self._batch_secret = new_handle(), new_handle()
         if config.is_producer:
             # Raised now if it must be: later it would end the scheduler. With the longest that it may sign.
             self._sign(transfer_name(""), MOST_TOKENS, bytes(PROMPT_BYTES))
         self._requests: dict[str, _Prefill] = {}
-        self._owners: dict[str, str] = {}
-        self._held: dict[str, str] = {}
-        """Leases: by request the handle of its transfer id."""
+        self._places = _Places(config.extra.max_leases)
         self._answers: dict[str, dict[str, Any]] = {}
         self._draining = False
         # States are not streamed: they travel last.
@@ -113,30 +140,38 @@ class PrefillRequests:
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
-        params, is_routers = self._named(request)
+        params, batch = self._named(request)
         if params.get(TRANSFER_KEY) is None:
+            if batch:
+                self._places.batches.setdefault(batch, {})
             return
+        later = self._places.batches.get(batch, {})
+        if batch and (batch not in self._places.batches or len(later) >= MOST_LATER_PROMPTS):
+            # The first one does not name it any more.
+            return
+        digest = self._stack.prompt_digest(request, num_tokens) or b""
         try:
-            handle = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
+            handle = read_transfer_id(params, digest)
         except PeerError as error:
             self._draft.warn("transfer_id", "%s; its KV is not held", error)
             return
-        parent_of, owner = self._stack.parent_of, self._owners.get(handle, request_id)
+        parent_of, owner = self._stack.parent_of, self._places.owners.get(handle, request_id)
         if owner != request_id:
             # A batch may have one prompt twice: a decode node fetches it once.
-            if is_routers and parent_of(owner) != parent_of(request_id):
+            if not batch and parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
                     "request %s has a transfer id that another request is using; its KV is not held",
                     request_id,
                 )
-        elif len(self._owners) >= self._config.extra.max_leases:
+        elif self._places.are_taken:
             self._draft.withdraw(handle, self._refuse_full())
         else:
-            self._owners[handle] = request_id
+            self._places.owners[handle] = request_id
             prefill.handle = handle
+            later[digest.hex()] = None
             self._draft.expected.append(handle)
-            if is_routers and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+            if not batch and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
                 prefill.is_streamed = True
                 self.due[request_id] = 0
 
@@ -215,6 +250,8 @@ class PrefillRequests:
             # What the workers do not know of it yet is void.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
+        batch, number = self._stack.batch_of(request_id)
+        later = {} if number else self._places.batches.pop(batch, {})
         params, reason = None, "the prefill was aborted, or failed"
         if prefill.is_stale:
             reason = "the prefill began before the caches were reset"
@@ -224,26 +261,29 @@ class PrefillRequests:
             else:
                 params, reason = self._hold(request, block_ids, prefill)
                 if params is not None:
-                    self._held[request_id] = prefill.handle
+                    if later:
+                        params[BATCH_KEY] = [self._batch_id(batch), *later]
+                    self._places.hold(request_id, prefill.handle)
                     self._answers[parent] = dict(params)
                     return True, params
         if prefill.handle:
-            del self._owners[prefill.handle]
+            del self._places.owners[prefill.handle]
             self._draft.withdraw(prefill.handle, reason)
         return False, params
 
     def sent(self, request_id: str) -> None:
         """A lease is over."""
-        if request_id in self._held:
+        if request_id in self._places.held:
             self._draft.note(Moment.FREED, "", request_id)
-            self._owners.pop(self._held.pop(request_id), None)
+            self._places.free(request_id)
             self._answers.pop(self._stack.parent_of(request_id), None)
 
     def state(self) -> dict[str, int]:
         """Counts of what is remembered. All zero when idle."""
         return {
-            "held": len(self._held),
-            "promised": len(self._owners),
+            "held": len(self._places.held),
+            "promised": len(self._places.owners),
+            "batches": len(self._places.batches),
             "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
         }
@@ -266,7 +306,7 @@ class PrefillRequests:
             return None, "the prompt left none"
         if self._draining:
             return None, "the prefill node is stopping"
-        if len(self._held) >= extra.max_leases:
+        if not handle and self._places.are_taken:
             return None, self._refuse_full()
         transfer_id = self._named(request)[0].get(TRANSFER_KEY)
         if transfer_id is not None and not handle:
@@ -293,23 +333,23 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
-        batch, _ = self._stack.batch_of(request.request_id)
         if handle:
             params[TRANSFER_KEY] = transfer_id
-        elif batch:
-            params[BATCH_KEY] = self._batch_id(batch)
         return params, ""
 
-    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
-        """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
+    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], str]:
+        """A request's parameters, of a later prompt with the batch's id as transfer id; and its batch.
+
+        A router's transfer id counts for more than a batch.
+        """
         params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
-        if params.get(TRANSFER_KEY) is not None or not number:
-            return params, True
-        return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
+        if params.get(TRANSFER_KEY) is not None:
+            return params, ""
+        return {**params, TRANSFER_KEY: self._batch_id(batch)} if number else params, batch
 
     def _batch_id(self, batch: str) -> str:
         """A client may have chosen the stack's name of a batch, and must not choose ours."""
-        return hashlib.sha256(f"{self._epoch} {batch}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self._batch_secret} {batch}".encode()).hexdigest()[:32]
 
     def _sign(self, name: str, num_tokens: int, prompt: bytes) -> str:
         """What vouches to D for a request that is held."""
