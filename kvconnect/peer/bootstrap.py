@@ -16,7 +16,8 @@ from kvconnect.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_S = 1.0
+_CLIENT_S = 0.25
+"""Clients that connect and ask nothing hold up the router by so much each."""
 _MOST_BYTES = 8192
 _BACKLOG = 16
 
