@@ -127,7 +127,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
         require_lane: what may carry bytes: ``nvlink``, ``cuda_ipc``, ``rdma``, ``tcp`` and ``shared_memory``,
             comma separated; empty for anything. A peer that is reached by another one, or by one that
-            cannot be told, is refused by its first calibration, and what it holds is not loaded. Needs slots.
+            cannot be told, is refused, and what it holds is not loaded. Its link is measured again after a
+            while, ``peer_timeout_s`` at most. Needs slots.
         min_gb_per_s: a peer that its calibration shows to be slower than this, in 10^9 bytes a second, is
             refused likewise. Both count on the node that has them, whichever way the bytes go.
         allow_peers: the only peers that this node fetches from: host, host:port, network, and network:ports

@@ -211,26 +211,23 @@ class DecodeSide:
         self.renewals.met(link.peer.key, now)
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
-        """A peer has reported what carries its bytes. It may be refused, until its process is another one."""
-        peer, ours, theirs, is_first = link.peer, link.session.ours, link.session.peer, link.found is None
-        if theirs is None:
+        """A peer has reported what carries its bytes. It may be refused for that, for a while."""
+        peer, theirs, is_first = link.peer, link.session.peer, link.found is None
+        if theirs is None or (link.refusal and peer.lanes.refusal(now)):
+            # Once it is refused nothing is asked for meanwhile that it could have measured the link for.
             return
         link.found = found
         report = self._transports.met if is_first else self._transports.measured
         report(f"prefill node {theirs.engine_id} rank {link.rank} at {peer.address}", found)
         by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
         reason = by_peer or refusal(self._config, found)
-        if not reason:
-            return
-        loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
-        for load in loads:
-            load.fail(reason)
-        if found.bytes_per_s or not (ours.scratch_bytes and theirs.scratch_bytes):
-            peer.refused[link.rank] = theirs.incarnation, reason
-        else:
-            # Its calibration failed, and the next greeting has one more. First it is told to stop.
+        if reason:
+            loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
+            for load in loads:
+                load.fail(reason)
+            # It is told to stop before it is greeted anew.
             self._look_after(loads, now)
-            self._lose(link, PeerLoss.UNUSABLE, reason, now)
+        self.peers.judge(link, reason, now)
 
     def _lose(self, link: RankLink, loss: PeerLoss, reason: str, now: float) -> None:
         """A connection is over: what hangs on it fails, or is asked for again, as ``LOSS_RULES`` has it."""
@@ -313,9 +310,6 @@ class DecodeSide:
     def _ask(self, load: LoadRecord, now: float) -> None:
         peer = self.peers.peers.get(load.peer)
         if peer is None or not peer.is_ready:
-            return
-        if peer.refusal:
-            load.fail(peer.refusal)
             return
         if not load.fetches:
             load.fetches = {rank: RankFetch(load, rank) for rank in peer.partners}

@@ -132,6 +132,7 @@ def _slots(direction: str, pool: SlotPool) -> SlotsView:
 
 def _source(peer: Peer, path: str, now: float) -> PeerView:
     at, kind, reason = peer.last_loss or (now, None, "")
+    breaker = peer.breaker if peer.breaker.failures else peer.lanes
     return PeerView(
         direction="received",
         engine_id=peer.key[0][:MOST_TEXT],
@@ -139,10 +140,10 @@ def _source(peer: Peer, path: str, now: float) -> PeerView:
         address=peer.address[:MOST_TEXT],
         met="" if not peer.is_ready else "warm_peers" if peer.is_warm else "a request named it",
         path=path,
-        failures=peer.breaker.failures,
+        failures=breaker.failures,
         rate="; ".join({str(link.found): None for link in peer.links.values() if link.found})[:MOST_TEXT],
-        refusal=(peer.refusal or peer.breaker.refusal(now))[:MOST_TEXT],
-        retry_s=max(0.0, peer.breaker.retry_at - now) if peer.breaker.failures else 0.0,
+        refusal=peer.refusal(now)[:MOST_TEXT],
+        retry_s=max(0.0, breaker.retry_at - now) if breaker.failures else 0.0,
         loss="" if kind is None else f"{kind.name.lower()}: {reason}"[:MOST_TEXT],
         loss_age_s=now - at,
     )

@@ -50,7 +50,7 @@ class RankLink:
 
     ``was_met`` once it has introduced itself. The peer's clock is ahead of ours by
     ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries its
-    bytes to us, once it has reported that.
+    bytes to us, once it has reported that; ``refusal`` is why our settings or its own do not accept it.
     """
 
     name: str
@@ -61,6 +61,7 @@ class RankLink:
     clock_ahead_s: float = 0.0
     was_met: bool = False
     found: Transport | None = None
+    refusal: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -77,11 +78,13 @@ class Peer:
     ``lease_s`` is how long it holds what is not renewed, ``renewed_at`` when that was last done. ``was_met``
     as long as it is to be met again after that; ``is_warm`` where an operator wants it met in any case.
     ``last_loss`` is when and how a connection to it was lost last, and why.
-    ``refused`` has the ranks that are reached otherwise than settings want: incarnation and reason.
+    ``lanes`` is open while a rank of it is reached otherwise than settings want, and ``breaker`` while it is
+    not reached: to greet it resets that one alone.
     """
 
     key: PeerKey
     breaker: Breaker = field(default_factory=Breaker)
+    lanes: Breaker = field(default_factory=Breaker)
     links: dict[int, RankLink] = field(default_factory=dict)
     directory: tuple[RankAddress, ...] = ()
     partners: tuple[int, ...] = ()
@@ -95,17 +98,10 @@ class Peer:
     was_met: bool = False
     is_warm: bool = False
     last_loss: tuple[float, PeerLoss, str] | None = None
-    refused: dict[int, tuple[str, str]] = field(default_factory=dict)
 
-    @property
-    def refusal(self) -> str:
-        """Why this incarnation of it is not used by our settings or its own; empty if it is."""
-        for rank, (incarnation, reason) in self.refused.items():
-            link = self.links.get(rank)
-            met = link.session.peer if link is not None else None
-            if met is not None and met.incarnation == incarnation:
-                return reason
-        return ""
+    def refusal(self, now: float) -> str:
+        """Why there is no use in asking it anything now, or nothing."""
+        return self.breaker.refusal(now) or (self.lanes.reason if self.lanes.refusal(now) else "")
 
     @property
     def address(self) -> str:
@@ -194,7 +190,7 @@ class Peers:
     def refusal(self, key: PeerKey, now: float) -> str:
         """Why there is no use in asking a peer anything now, or nothing."""
         peer = self.peers.get(key)
-        return peer.breaker.refusal(now) if peer is not None else ""
+        return peer.refusal(now) if peer is not None else ""
 
     def lane(self, link: str) -> str:
         """What carries bytes to us over the connection of this name."""
@@ -309,6 +305,19 @@ class Peers:
         for link in self.links.values():
             link.session.greet_anew(self._local.introduce())
             self.flush(link)
+
+    def judge(self, link: RankLink, refusal: str, now: float) -> None:
+        """What carries a rank's bytes is accepted or, with a reason, refused.
+
+        Then the peer is left alone for a while, and measures the link again: what disturbed it may be over.
+        """
+        link.refusal = refusal
+        if refusal:
+            link.peer.lanes.failed(refusal, self._config.retry_max_s, self._randomness, now)
+            link.session.greet_anew(link.session.ours)
+            self.flush(link)
+        elif not any(other.refusal for other in link.peer.links.values()):
+            link.peer.lanes.met()
 
     def failed(self, peer: Peer, reason: str, now: float) -> None:
         """A peer could not be reached, or is unusable: it is left alone for a while."""

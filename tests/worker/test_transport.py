@@ -16,7 +16,7 @@ from kvconnect.peer.transport import Transport
 from kvconnect.worker.calibration import ProbeOutbox
 from kvconnect.worker.transport import LinkMeter, refusal
 from tests.engine.faulty_engine import FaultyEngine
-from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, Pair
+from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, Pair, without_renewal
 
 MIB = 1 << 20
 SCRATCH_BYTES = 8 * SLOT_BYTES
@@ -127,7 +127,9 @@ REFUSALS = {
 @pytest.mark.parametrize("path", ["packed", "auto"])
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("setting", REFUSALS)
-def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_not_asked_again(setting, side, path):
+def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_asked_at_the_breakers_pace(
+    setting, side, path
+):
     setting, words = REFUSALS[setting]
     pair = LinkedPair(path=path, prefill=setting) if side == "P" else LinkedPair(path=path, decode=setting)
     pair.request("a")
@@ -138,22 +140,34 @@ def test_a_peer_that_is_reached_otherwise_is_refused_by_name_and_not_asked_again
     assert pair.prefill.count("transfers", outcome="refused") == (side == "P"), "it does not rely on D"
     assert pair.prefill.count("transfer_bytes") == 0
     assert pair.prefill.sent == ["a"], "what it held is free"
-    fetches = len(pair.network.heard(Fetch))
-    for name in "bcd":
-        pair.request(name, 40)
-        assert words in pair.decode.failed[name]
-    assert len(pair.network.heard(Fetch)) == fetches == 1
-    assert len(pair.network.heard(Transport)) == 1
-    assert pair.decode.count("failures", reason="transport_refused") == 4
-    assert pair.decode.count("transfer_bytes") == 0
-    # Its link was lost for a moment: the process is the same.
-    pair.network.kill(pair.prefill.channel.port)
-    pair.settle()
-    pair.network._channels[pair.prefill.channel.port] = pair.prefill.channel
-    pair.run(30)
-    pair.request("e")
-    assert words in pair.decode.failed["e"]
     assert len(pair.network.heard(Fetch)) == 1
+    for number in range(200):
+        pair.request(f"b{number}", 0.3)
+    pair.run(10)
+    # Doubling from a quarter of a second up to ten. Those that come during a calibration wait for it.
+    assert 8 <= len(pair.network.heard(Transport)) <= 16
+    assert len(pair.network.heard(Fetch)) <= 40
+    assert all(words in pair.decode.failed[f"b{number}"] for number in range(200))
+    assert pair.decode.count("failures", reason="transport_refused") == 201
+    assert pair.decode.count("failures") == 201 + pair.decode.count("failures", reason="slow_link")
+    assert pair.decode.count("transfer_bytes") == 0
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("path", ["packed", "auto"])
+def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(path, side):
+    setting = {"min_gb_per_s": 1e-4}
+    pair = LinkedPair(path=path, prefill=setting) if side == "P" else LinkedPair(path=path, decode=setting)
+    pair = without_renewal(pair)
+    pair.prefill.engine.seconds = 0.3
+    pair.request("a", 5)
+    assert "min_gb_per_s" in pair.decode.failed["a"]
+    pair.prefill.engine.seconds = 0.05
+    pair.request("b", 5)
+    assert "b" in pair.decode.received
+    assert "b" not in pair.decode.failed
+    assert pair.landed()
     pair.assert_idle()
 
 
@@ -175,7 +189,7 @@ def test_another_process_at_the_address_of_a_refused_one_is_met_anew():
 
 
 def test_a_calibration_that_failed_refuses_for_a_while_only():
-    pair = LinkedPair(decode={"min_gb_per_s": 1e-6})
+    pair = without_renewal(LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}))
     pair.prefill.engine.fail_next(True)
     pair.request("a")
     assert "at a rate that was not measured" in pair.decode.failed["a"]
@@ -191,8 +205,6 @@ def test_a_peer_whose_link_cannot_be_measured_is_refused():
     pair = LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}, prefill={"path": "direct"})
     pair.request("a")
     assert "tcp, at a rate that was not measured" in pair.decode.failed["a"]
-    pair.request("b", 40)
-    assert len(pair.network.heard(Fetch)) == 1
 
 
 @pytest.mark.parametrize("lane", ["unknown", "tcp"])
