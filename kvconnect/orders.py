@@ -216,7 +216,8 @@ class OffloadReport(msgspec.Struct, frozen=True):
     ``stored`` are, by job, the hashes that failed, none as a rule; ``kept`` the jobs whose rows no lower tier
     reads any more. ``fetched`` are, by job, the hashes that are not there or not right; their rows hold
     nothing of use. ``found`` are, by job, the hashes that a tier has. ``cleared`` counts the orders to clear
-    that were carried out: ``changes`` are of what came after them.
+    that were carried out: ``changes`` are of what came after them. While a rank ``is_recovering`` its tiers
+    have more to report of what they had before their start.
     """
 
     rank: int
@@ -226,6 +227,7 @@ class OffloadReport(msgspec.Struct, frozen=True):
     fetched: Mapping[int, tuple[bytes, ...]] = {}
     found: Mapping[int, tuple[bytes, ...]] = {}
     changes: tuple[TierChange, ...] = ()
+    is_recovering: bool = False
 
     def __bool__(self) -> bool:
         return any(astuple(self)[2:])

@@ -21,12 +21,13 @@ class CompletionTracker:
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
         self._open: dict[tuple[Kind, int], tuple[int, list[Content]]] = {}
+        self.is_recovering = False
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._done: dict[Kind, dict[int, tuple[Content, ...]]] = {"written": {}, "read": {}, "found": {}}
         self._changes: dict[Content, bool] = {}
-        self._footers: Mapping[Content, bytes] = {}
+        self._footers: dict[Content, bytes] = {}
         self._failures: Counter[str] = Counter()
 
     def on_update(self, wake: Callable[[], None]) -> None:
@@ -64,8 +65,7 @@ class CompletionTracker:
         if contents:
             with self._lock:
                 self._changes.update(dict.fromkeys(contents, is_there))
-                if footers:
-                    self._footers = {**self._footers, **footers}
+                self._footers.update(footers)
             self._wake()
 
     def remove(self, contents: Sequence[Content]) -> None:
@@ -73,7 +73,12 @@ class CompletionTracker:
 
     def forget_changes(self) -> None:
         with self._lock:
-            self._changes = {}
+            self._changes, self._footers = {}, {}
+
+    def recovered(self) -> None:
+        """What the tier had before its start is added."""
+        self.is_recovering = False
+        self._wake()
 
     def fail(self, reason: str, times: int = 1) -> None:
         if times:
@@ -87,6 +92,7 @@ class CompletionTracker:
     def take(self) -> TierUpdate:
         """Everything that is new, once."""
         with self._lock:
+            is_recovering = self.is_recovering
             done, failures, changes, footers = self._done, self._failures, self._changes, self._footers
             self._start_anew()
         return TierUpdate(
@@ -97,4 +103,5 @@ class CompletionTracker:
             removed=tuple(content for content, is_there in changes.items() if not is_there),
             footers=footers,
             failures=dict(failures),
+            is_recovering=is_recovering,
         )

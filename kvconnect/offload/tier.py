@@ -57,7 +57,7 @@ class TierUpdate:
     more. ``read`` are those that are not there, or not right: the rows' memory is not written any more.
     ``found`` are those that the tier has. ``added`` and ``removed`` are what an indexed tier has got, and has
     no more, none in both; ``footers`` those of what it had before its start, where it was to look for them.
-    ``failures`` are reasons, with how often.
+    ``failures`` are reasons, with how often. While it ``is_recovering`` more is added of what it had.
     """
 
     written: Mapping[int, tuple[Content, ...]] = field(default_factory=dict)
@@ -67,6 +67,7 @@ class TierUpdate:
     removed: tuple[Content, ...] = ()
     footers: Mapping[Content, bytes] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
+    is_recovering: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.written or self.read or self.found or self.added or self.removed or self.failures)

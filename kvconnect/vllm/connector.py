@@ -199,7 +199,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             report = ReportMetadata(())
         for address in report.addresses:
             self._add_worker(address)
-        self._recovery.reported(report.reports)
+        if not self._awaits_workers:
+            self._recovery.reported(report.reports)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),

@@ -16,7 +16,7 @@ from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
-"""How long no report may come after the start. What takes longer comes with the first requests."""
+"""How long no change may come after the start. What takes longer comes with the first requests."""
 
 
 class Steps:
@@ -132,10 +132,12 @@ class Recovery:
         self._is_bringing = False
 
     def reported(self, reports: Iterable[OffloadReport]) -> None:
-        """What a step brought. Reports are of bounded length, so that more may follow."""
-        if any(report.changes for report in reports):
-            self._is_bringing = True
-            self._expects = False
+        """What a step brought. Tiers may find what they had more slowly than an idle vLLM steps."""
+        reports = tuple(reports)
+        self._is_bringing |= any(report.changes for report in reports)
+        self._expects = any(report.is_recovering for report in reports)
+        if self._is_bringing or not self._expects:
+            self._until = None
 
     @property
     def is_under_way(self) -> bool:

@@ -79,13 +79,13 @@ def test_what_is_gone_before_it_was_told_is_not_reported():
     files = [RowFile(row_name((0, bytes([at]))), (0, bytes([at])), 9, float(at)) for at in range(3)]
     catalog.adopt(files, catalog.epoch)
     assert not tracker.take()
-    unreported = catalog.unreported()
+    unreported = catalog.unreported(2) + catalog.unreported(2)
     assert unreported == [(0, bytes([at])) for at in (2, 1, 0)], "most recently used first"
     catalog.doom_oldest(1)
     tracker.take()
     catalog.report(dict.fromkeys(unreported, b"f"))
     assert set(tracker.take().added) == set(unreported[:2])
-    assert catalog.unreported() == []
+    assert catalog.unreported(2) == []
 
 
 def test_a_restart_finds_what_was_written(tmp_path):

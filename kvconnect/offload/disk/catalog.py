@@ -83,11 +83,12 @@ class Catalog:
             else:
                 self._tracker.add(list(rows))
 
-    def unreported(self) -> list[Content]:
-        """What was there before and was not reported: once, and most recently used first."""
+    def unreported(self, most: int) -> list[Content]:
+        """The next of what was there before and was not reported: once, and most recently used first."""
         with self._lock:
-            unreported, self._unreported = self._unreported, []
-        return unreported[::-1]
+            taken = self._unreported[-most:]
+            del self._unreported[-most:]
+        return taken[::-1]
 
     def report(self, footers: Mapping[Content, bytes]) -> None:
         """Report contents that were there before, with what they stand for, unless they are gone."""
@@ -132,6 +133,7 @@ class Catalog:
             self.epoch += 1
             self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
             self._rows = OrderedDict()
+            self._unreported = []
             self._tracker.forget_changes()
 
     def lose(self) -> None:

@@ -85,6 +85,7 @@ class DiskTier:
         self.recovered = threading.Event()
         self._max_queued_bytes = max_queued_bytes
         self._tracker = CompletionTracker()
+        self._tracker.is_recovering = True
         self._catalog = Catalog(self._tracker, waits=reads_footers)
         # A disk that refused to be written is left alone, twice as long each time.
         self._retry_s = retry_s
@@ -155,7 +156,7 @@ class DiskTier:
             "limit_bytes": self._rows.limit_bytes,
             "queued_bytes": self._queued_bytes,
             "jobs": self._tracker.open_jobs(),
-            "recovering": not self.recovered.is_set(),
+            "recovering": self._tracker.is_recovering,
             "paused_by": self._paused_by,
         }
 
@@ -211,6 +212,7 @@ class DiskTier:
     def _try_to_write(self, row: TierRow, epoch: int) -> None:
         try:
             if self._rows.reopen():
+                self._tracker.is_recovering = True
                 self._readers.submit(self._report_found)
             self._rows.write(row, epoch)
         except Exception as error:
@@ -229,13 +231,9 @@ class DiskTier:
 
     def _report_found(self) -> None:
         """Report what was kept before, with what it stands for, unless that was not wanted."""
-        unreported = self._catalog.unreported()
-        for first in range(0, len(unreported), _FOOTERS_AT_ONCE):
-            if self._rows.is_closing:
-                return
-            self._catalog.report(
-                {content: self._footer(content) for content in unreported[first : first + _FOOTERS_AT_ONCE]}
-            )
+        while not self._rows.is_closing and (found := self._catalog.unreported(_FOOTERS_AT_ONCE)):
+            self._catalog.report({content: self._footer(content) for content in found})
+        self._tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:
         # One that cannot be read is no worse than one that is not there.

@@ -80,6 +80,8 @@ class Jobs:
         self._open: dict[int, Job] = {}
         self._changes: deque[TierChange] = deque()
         self._num_cleared = 0
+        self.is_recovering = False
+        """Whether a tier has more to report of what it had before its start."""
         self._wake: Callable[[], None] = lambda: None
         self._start_anew()
 
@@ -177,7 +179,7 @@ class Jobs:
                 changes.append(self._changes.popleft())
                 change = changes[-1]
                 left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
-            is_more, num_cleared = bool(self._changes), self._num_cleared
+            is_more, num_cleared, is_recovering = bool(self._changes), self._num_cleared, self.is_recovering
         if is_more:
             self._notify()
         report = OffloadReport(
@@ -188,6 +190,7 @@ class Jobs:
             fetched=named[Report.FETCHED],
             found=named[Report.FOUND],
             changes=tuple(changes),
+            is_recovering=is_recovering,
         )
         return Results(received=tuple(received), failed=failed, offload=(report,) if report else ())
 

@@ -119,10 +119,15 @@ class RowWork:
         for key in done:
             self._copied(key, now)
         progress = bool(done)
+        is_recovering = False
         for tier in self.tiers:
-            if update := self._poll(tier):
+            update = self._poll(tier)
+            is_recovering |= update.is_recovering
+            if update:
                 progress = True
                 self._take(tier, update, now)
+        # Once its last changes are there.
+        self._jobs.is_recovering = is_recovering
         if now >= self.next_deadline_s:
             progress = True
             for key in [key for key, call in self.calls.items() if now >= call.deadline_s]:
@@ -257,7 +262,8 @@ class RowWork:
         self._metrics.moved(move, name, sum(count for _, count in counts), length_bytes, took_s)
 
     def _poll(self, tier: LowerTier) -> TierUpdate:
-        return self._safely(tier, "poll", tier.poll) or TierUpdate()
+        update = self._safely(tier, "poll", tier.poll)
+        return TierUpdate() if update is None else update
 
     def _safely(self, tier: LowerTier, verb: str, call: Callable[[], T]) -> T | None:
         """What a call of a tier returns. If it raises, that is its bug, logged once and counted."""

@@ -104,6 +104,8 @@ class TierLoop:
     def _listen(self) -> None:
         for tier in self.work.tiers:
             tier.on_update(self._wake.set)
+        # Until the thread has asked them.
+        self._jobs.is_recovering = bool(self.work.tiers)
 
     # The thread itself
 
