@@ -180,6 +180,11 @@ class DecodeSide:
             case Received(
                 message=Accepted() | Declined() | Landed() | CreditRequest() | Written() as message
             ):
+                is_served = isinstance(message, Accepted | Landed) or (
+                    isinstance(message, Written) and message.ok
+                )
+                if is_served and link.found is None:
+                    self._judge(link, refusal(self._config, None), now)
                 self.rank_fetches.receive(message, link.name, now)
             case Received(message=Transport() as found):
                 self._reached(link, found, now)
@@ -212,15 +217,21 @@ class DecodeSide:
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
         """A peer has reported what carries its bytes. It may be refused for that, for a while."""
-        peer, theirs, is_first = link.peer, link.session.peer, link.found is None
-        if theirs is None or (link.refusal and peer.lanes.refusal(now)):
-            # Once it is refused nothing is asked for meanwhile that it could have measured the link for.
+        theirs, is_first = link.session.peer, link.found is None
+        if theirs is None:
             return
         link.found = found
         report = self._transports.met if is_first else self._transports.measured
-        report(f"prefill node {theirs.engine_id} rank {link.rank} at {peer.address}", found)
+        report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.peer.address}", found)
         by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
-        reason = by_peer or refusal(self._config, found)
+        self._judge(link, by_peer or refusal(self._config, found), now)
+
+    def _judge(self, link: RankLink, reason: str, now: float) -> None:
+        """What carries a peer's bytes is accepted or, with a reason, refused."""
+        peer = link.peer
+        if link.refusal and peer.lanes.refusal(now):
+            # It was refused, and was asked for nothing since: this is of what it was asked for before.
+            return
         if reason:
             loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
             for load in loads:

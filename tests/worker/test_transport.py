@@ -188,6 +188,28 @@ def test_another_process_at_the_address_of_a_refused_one_is_met_anew():
     assert "require_lane" in pair.decode.failed["c"]
 
 
+@pytest.mark.parametrize("setting", REFUSALS)
+@pytest.mark.parametrize("path", ["packed", "auto"])
+def test_a_peer_of_a_release_that_does_not_report_its_lane_is_refused_only_by_settings(path, setting):
+    pair = LinkedPair(path=path, decode=REFUSALS[setting][0])
+    pair.network.taps.append(lambda message: () if isinstance(message, Transport) else (message,))
+    pair.request("a", 5)
+    assert "its lane is not reported by its release" in pair.decode.failed["a"]
+    assert REFUSALS[setting][1] in pair.decode.failed["a"]
+    pair.run(20)
+    pair.request("b", 5)
+    assert "not reported" in pair.decode.failed["b"]
+    assert pair.decode.count("failures", reason="transport_refused") == 2
+    assert pair.decode.count("transfer_bytes") == 0
+    pair.assert_idle()
+    plain = LinkedPair(path=path)
+    plain.network.taps.append(pair.network.taps[0])
+    plain.request("a", 5)
+    assert plain.landed()
+    assert "a" not in plain.decode.failed
+    assert plain.decode.count("transfer_bytes", lane="unknown") > 0
+
+
 def test_a_calibration_that_failed_refuses_for_a_while_only():
     pair = without_renewal(LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}))
     pair.prefill.engine.fail_next(True)
