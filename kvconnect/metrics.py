@@ -137,8 +137,8 @@ class MetricSet:
             before = self._seen.get(name, {})
             grown = {labels: value - before.get(labels, 0) for labels, value in values.items()}
             self._seen[name] = values
-            if told := {",".join(labels): growth for labels, growth in grown.items() if growth}:
-                counters[name] = told
+            if changed := {",".join(labels): growth for labels, growth in grown.items() if growth}:
+                counters[name] = changed
         unseen = {name: one.unseen for name, one in self.histograms.items() if one.unseen}
         observed = {name: [new.popleft() for _ in range(len(new))] for name, new in unseen.items()}
         return Changes(counters, gauges, observed)

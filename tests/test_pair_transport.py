@@ -68,7 +68,7 @@ def test_the_lane_that_carried_the_bytes_is_counted_and_logged_with_its_rate(pai
     assert growth({}, sent, "kvconnect_chunk_seconds_count") > 0
     assert growth({}, sent, "kvconnect_lease_seconds_count") == 3
     for side in ("prefill", "decode"):
-        lines = [one for one in made[side].said().splitlines() if "the link with" in one and "GB/s" in one]
+        lines = [one for one in made[side].output().splitlines() if "the link with" in one and "GB/s" in one]
         (line,) = [one for one in lines if "node decode" in one or "node prefill" in one][:1]
         assert lane in line
         assert ("deduced" if lane == "shared_memory" else "(lo; observed)") in line
@@ -85,4 +85,4 @@ def test_a_decode_node_refuses_the_prefill_node_once_by_name_and_computes_the_pr
     after = read_metrics(urls[decode])
     assert growth({}, after, "kvconnect_transfer_bytes_total", direction="received") == 0
     assert growth({}, after, "kvconnect_failures_total", reason="transport_refused") == 3
-    assert words in made[decode].said()
+    assert words in made[decode].output()

@@ -93,8 +93,8 @@ class Child:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """The URL that a ``kvconnect`` process serves, once it is ready; raises as ``wait_until`` does."""
-        self.wait_until(lambda: bool(_READY.findall(self.said())), timeout_s)
-        self.url = _READY.findall(self.said())[0]
+        self.wait_until(lambda: bool(_READY.findall(self.output())), timeout_s)
+        self.url = _READY.findall(self.output())[0]
         return self.url
 
     def wait_answer(self, path: str, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -115,7 +115,7 @@ class Child:
         """None while it runs."""
         return self.process.poll()
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Its output since its last start."""
         if self.log is None:
             return ""
@@ -125,7 +125,7 @@ class Child:
 
     def tail(self, lines: int = 30) -> str:
         """The end of its log, for an error report."""
-        return "\n".join([f"--- end of the log of {self.name} ---", *self.said().splitlines()[-lines:]])
+        return "\n".join([f"--- end of the log of {self.name} ---", *self.output().splitlines()[-lines:]])
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the whole group; nothing if it is gone."""

@@ -64,7 +64,7 @@ class BlockPool:
         # Least recently freed first. Blocks without content are put in front: they cost nothing to reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self._first, num_blocks))
         self.events: TierEvents | None = None
-        """Where it is noted which contents there are, if anyone wants to know."""
+        """Notes which contents there are; None where KV events are off."""
         self._block_of: dict[ContentKey, int] = {}
         self._key_of: dict[int, ContentKey] = {}
 

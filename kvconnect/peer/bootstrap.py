@@ -38,7 +38,7 @@ class Bootstrap:
         threading.Thread(target=self._serve, name="kvconnect-bootstrap", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more. Idempotent, from any thread."""
+        """Answer no client any more. Idempotent, from any thread."""
         with contextlib.suppress(OSError):
             # Wakes the thread, which ``close`` alone does not.
             self._listening.shutdown(socket.SHUT_RDWR)

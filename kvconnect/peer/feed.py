@@ -1,6 +1,7 @@
-"""A feed of numbered messages that anyone may hear who reaches its port, as vLLM publishes its KV events.
+"""Numbered messages for all subscribers that reach a port, as vLLM publishes its KV events.
 
-A message has a topic, a number of 8 bytes, and a payload. Who missed some asks by the number of the first.
+A message has a topic, a number of 8 bytes, and a payload. A subscriber that missed some asks by the number of
+the first.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _POLL_MS = 200
 
 
 class Feed:
-    """Publishes on ``endpoint``. A thread answers on ``replay_endpoint``; nothing here waits for anyone.
+    """Publishes on ``endpoint``. A thread answers on ``replay_endpoint``; neither waits for a subscriber.
 
-    So many messages of the last are kept for those who missed them, and as many wait for a slow subscriber,
+    So many of the last messages are kept for subscribers that missed them, and as many wait for a slow one,
     which misses the next ones. One thread publishes. Raises ``ConfigError``: an endpoint cannot be used.
     """
 

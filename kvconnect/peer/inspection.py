@@ -47,7 +47,7 @@ class LoadView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotsView(msgspec.Struct, frozen=True, kw_only=True):
-    """The slots of a direction, by who may touch them: nobody, our kernels, an engine or a peer."""
+    """The slots of a direction: free, or used by our kernels, an engine or a peer."""
 
     direction: str
     slot_bytes: int

@@ -262,7 +262,7 @@ class StillAlive(msgspec.Struct, frozen=True, array_like=True, tag="still_alive"
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
-    """To P, from anyone whom the channel admits, before a greeting too: what is known of a topic?
+    """To P, from any client that the channel admits, before a greeting too: what is known of a topic?
 
     Nothing changes by it. It is answered by ``Answer`` with the same number; ``argument`` is the topic's own.
     """

@@ -125,8 +125,8 @@ class ZapAuthenticator:
         for _ in range(_MOST_EVENTS):
             if not self._monitor.poll(0):
                 return
-            said = recv_monitor_message(self._monitor)
-            event, value = int(said["event"]), int(said["value"])
+            message = recv_monitor_message(self._monitor)
+            event, value = int(message["event"]), int(message["value"])
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
             elif event == zmq.EVENT_DISCONNECTED:

@@ -285,10 +285,10 @@ class ZmqChannel:
         """A connection that its monitor calls lost, once it is known whether the peer is gone."""
         now = time.monotonic()
         while link.monitor.poll(0):
-            said = recv_monitor_message(link.monitor)
+            message = recv_monitor_message(link.monitor)
             link.probe = link.probe or PortProbe(link.host, link.port, now)
-            if said["event"] in _HANDSHAKE_EVENTS and not link.reason:
-                link.reason = self._cause(int(said["event"]), int(said["value"]))
+            if message["event"] in _HANDSHAKE_EVENTS and not link.reason:
+                link.reason = self._cause(int(message["event"]), int(message["value"]))
         if link.probe is None:
             return None
         refused = link.probe.step(now)

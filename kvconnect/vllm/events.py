@@ -23,7 +23,7 @@ _PUBLISHED = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 
 def wants_events(vllm_config: VllmConfig) -> bool:
-    """Whether anyone is to be told what tiers keep."""
+    """Whether KV events are enabled."""
     wanted = getattr(vllm_config, "kv_events_config", None)
     return bool(wanted and wanted.enable_kv_cache_events)
 

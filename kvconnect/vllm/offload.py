@@ -48,9 +48,9 @@ def kept_groups(kv_cache_config: Any) -> tuple[int, ...]:
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: Any) -> int:
     """Tokens that each of a request's block hashes stands for."""
-    told = getattr(kv_cache_config, "hash_block_size", None)
-    if told:
-        return int(told)
+    configured = getattr(kv_cache_config, "hash_block_size", None)
+    if configured:
+        return int(configured)
     # vLLM before 0.32 works it out where it is needed.
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 

@@ -57,9 +57,9 @@ class LoadedWeights:
     def __init__(self, checkpoint: str | None, models: Sequence[nn.Module], gather: Gather) -> None:
         self._models, self._gather = models, gather
         self._first = tensors_digest(models)
-        told = gather((checkpoint, self._first))
-        is_told = checkpoint is not None and all(name == checkpoint for name, _ in told)
-        self.name = str(checkpoint) if is_told else self._of_tensors([digest for _, digest in told])
+        of_ranks = gather((checkpoint, self._first))
+        is_known = checkpoint is not None and all(name == checkpoint for name, _ in of_ranks)
+        self.name = str(checkpoint) if is_known else self._of_tensors([digest for _, digest in of_ranks])
         self._first_name = self.name
         if self.name.startswith(_UNIDENTIFIED):
             logger.warning(
@@ -73,9 +73,9 @@ class LoadedWeights:
     def check(self) -> bool:
         """Look at the tensors in memory again. Whether the weights have another name than before."""
         now, before = tensors_digest(self._models), self.name
-        told = self._gather((now is not None and now == self._first, now))
-        is_first = all(is_first for is_first, _ in told)
-        self.name = self._first_name if is_first else self._of_tensors([digest for _, digest in told])
+        of_ranks = self._gather((now is not None and now == self._first, now))
+        is_first = all(is_first for is_first, _ in of_ranks)
+        self.name = self._first_name if is_first else self._of_tensors([digest for _, digest in of_ranks])
         if self.name != before:
             logger.warning("weights were replaced in place: they were %s and are %s", before, self.name)
         return self.name != before
@@ -153,9 +153,9 @@ def _all_ranks(value: Any) -> list[Any]:
     group = get_tp_group()
     if group.world_size == 1:
         return [value]
-    told: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(told, value, group=group.cpu_group)
-    return told
+    gathered: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(gathered, value, group=group.cpu_group)
+    return gathered
 
 
 class _Tensor(NamedTuple):

@@ -1,6 +1,6 @@
 """What a worker holds, fetches and knows of its peers, for people who look.
 
-Read on the transfer thread: a page has a bound, whatever there is of leases and loads.
+Read on the transfer thread: a page has a bound, however many leases and loads there are.
 """
 
 from __future__ import annotations

@@ -203,10 +203,10 @@ class PendingFetches:
         self._watchers.pop(handle, None)
         if handle in self._over or (handle not in self.let_go and len(self.let_go) >= self._capacity):
             return
-        said = self.let_go.setdefault(handle, EarlyRelease(consumer[0], consumers, now))
-        if said.owner == consumer[0]:
-            said.consumers = consumers
-            said.ranks.add(consumer)
+        release = self.let_go.setdefault(handle, EarlyRelease(consumer[0], consumers, now))
+        if release.owner == consumer[0]:
+            release.consumers = consumers
+            release.ranks.add(consumer)
 
     def find(self, key: TransferKey) -> PendingFetch | None:
         """The fetch that waits under a number."""
@@ -249,6 +249,6 @@ class PendingFetches:
         return min(early.deadline, until)
 
     def _refusals(self) -> list[tuple[str, float]]:
-        """Who will not fetch what is not known yet, and until when that is remembered."""
-        refused = [(handle, said) for handle, said in self.let_go.items() if handle not in self.expected]
-        return [(handle, said.received_at + self._early_fetch_s) for handle, said in refused]
+        """Handles that are not known yet and will not be fetched, and until when that is remembered."""
+        early = ((handle, one) for handle, one in self.let_go.items() if handle not in self.expected)
+        return [(handle, one.received_at + self._early_fetch_s) for handle, one in early]
