@@ -64,6 +64,7 @@ class Facts:
     key: str = ""
     key_problem: str = ""
     port: PortState = field(default_factory=PortState)
+    bootstrap_port: PortState = field(default_factory=PortState)
     keyring: Keyring | None = None
     own: TimedDescription | None = None
     own_problem: str = ""
@@ -102,6 +103,7 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
         key=key,
         key_problem=key_problem,
         port=port,
+        bootstrap_port=probes.port(extra.host, extra.bootstrap_port),
         keyring=keyring,
         own=own,
         own_problem=own_problem,

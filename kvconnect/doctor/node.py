@@ -32,6 +32,13 @@ def check_node(facts: Facts) -> Iterator[Finding]:
     else:
         yield well("key", facts.key)
     yield from _port(facts)
+    if extra.bootstrap_port and config.is_producer and facts.own is None:
+        shown, state = f"{extra.host}:{extra.bootstrap_port}", facts.bootstrap_port
+        if state.taken or state.problem:
+            found = f"{shown} {state.problem or 'is taken'}"
+            yield failure("bootstrap port", found, "set another one, and tell the router (--prefill)")
+        else:
+            yield well("bootstrap port", f"{shown} is free")
 
 
 def _port(facts: Facts) -> Iterator[Finding]:

@@ -161,6 +161,8 @@ def test_a_port_that_another_program_has_is_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = failures(found(configured(port=port, peer_timeout_s=0.5)))
+        router = failures(found(configured("kv_producer", bootstrap_port=port)))
+    assert router["bootstrap port"].startswith(f"127.0.0.1:{port} is taken")
     assert list(said) == ["port"]
     assert f"127.0.0.1:{port} is taken" in said["port"]
     assert "another port" in said["port"]
