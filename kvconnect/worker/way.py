@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Traffic, lane_of
@@ -116,11 +116,13 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
     page_bytes = 0
     if way.direct is not None and way.packer is not None:
         page_bytes = typical_page_bytes(way.direct)
+    lane = lane_of(local.engine.capabilities.lane)
     if scratch_bytes and scratch_bytes >= page_bytes:
         source, target = ours.scratch_address, peer.scratch_address
         max_copies = local.engine.capabilities.max_copies
         way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)
     else:
         way.cost = LinkCost()
-    way.found = transport_over(lane_of(local.engine.capabilities.lane), 0.0, local)
+        lane = replace(lane, known_by=f"no page fits into scratch memory of {scratch_bytes} bytes")
+    way.found = transport_over(lane, 0.0, local)
     return way

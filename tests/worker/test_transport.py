@@ -16,7 +16,7 @@ from kvconnect.peer.transport import Transport
 from kvconnect.worker.calibration import ProbeOutbox
 from kvconnect.worker.transport import LinkMeter, refusal
 from tests.engine.faulty_engine import FaultyEngine
-from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, Pair, without_renewal
+from tests.worker.pair import PAGE_BYTES, SLOT_BYTES, Clock, FakeWorker, Pair, without_renewal
 
 MIB = 1 << 20
 SCRATCH_BYTES = 8 * SLOT_BYTES
@@ -226,7 +226,21 @@ def test_a_calibration_that_failed_refuses_for_a_while_only():
 def test_a_peer_whose_link_cannot_be_measured_is_refused():
     pair = LinkedPair(path="auto", decode={"min_gb_per_s": 1e-6}, prefill={"path": "direct"})
     pair.request("a")
-    assert "tcp, at a rate that was not measured" in pair.decode.failed["a"]
+    assert "no page fits into scratch memory of 0 bytes" in pair.decode.failed["a"]
+    assert "at a rate that was not measured" in pair.decode.failed["a"]
+
+
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_pages_that_exceed_scratch_memory_are_named_as_the_reason(setting):
+    pair = LinkedPair("UCX", path="auto", decode=REFUSALS[setting][0])
+    for worker in (pair.prefill, pair.decode):
+        ours = worker.local.introduction
+        worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=PAGE_BYTES // 2)
+    for name in ("a", "b"):
+        pair.request(name, 20)
+        assert f"no page fits into scratch memory of {PAGE_BYTES // 2} bytes" in pair.decode.failed[name]
+    assert len(pair.network.heard(Transport)) == 2
+    assert pair.decode.count("failures", reason="peer_lost") == 0
 
 
 @pytest.mark.parametrize("lane", ["unknown", "tcp"])
