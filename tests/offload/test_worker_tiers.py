@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.tier import lower_tier_names
-from kvconnect.orders import Fetch, Restore, Seek, Store, TierChange
+from kvconnect.orders import CHANGES_AT_ONCE, Fetch, Restore, Seek, Store, TierChange
 from kvconnect.testing.memory_tier import MemoryTier
 from tests.offload.rows_by_hand import rows_of
 from tests.offload.worker_kit import NUM_BLOCKS, NUM_GROUPS, Double, Rig, copies
@@ -315,6 +315,23 @@ def test_a_tier_with_much_to_tell_is_heard_part_by_part(make):
         assert time.monotonic() < end
         time.sleep(0.001)
     assert rig.collect().offload == ()
+
+
+def test_a_job_is_kept_once_what_changed_before_was_reported(make):
+    """Until then the scheduler half must know what its contents stand for."""
+    disk = Double()
+    disk._news["added"] = [(0, b"%d" % at) for at in range(CHANGES_AT_ONCE + 1)]
+    rig = make(disk)
+    rig.order(stores=(store(1, [(1, 1)], 1),))
+    end = time.monotonic() + 10
+    while rig.worker._jobs.counts()["keep"]:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    first, second = (rig.worker.results().offload[0] for _ in range(2))
+    assert 1 in first.stored
+    assert first.kept == ()
+    assert second.kept == (1,)
+    assert hashes(1)[0] in second.changes[-1].added
 
 
 def test_a_report_says_how_often_all_was_cleared_before(make):

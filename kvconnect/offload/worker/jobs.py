@@ -179,6 +179,9 @@ class Jobs:
                 changes.append(self._changes.popleft())
                 change = changes[-1]
                 left -= len(change.added) + len(change.removed) + sum(map(len, change.footers)) // _HASH_BYTES
+            if self._changes:
+                # A job that was kept is over: what its tiers got with it must be known before.
+                self._named[Report.KEPT] = named.pop(Report.KEPT)
             is_more, num_cleared, is_recovering = bool(self._changes), self._num_cleared, self.is_recovering
         if is_more:
             self._notify()
@@ -186,7 +189,7 @@ class Jobs:
             self._rank,
             num_cleared,
             stored=named[Report.STORED],
-            kept=tuple(named[Report.KEPT]),
+            kept=tuple(named.get(Report.KEPT, ())),
             fetched=named[Report.FETCHED],
             found=named[Report.FOUND],
             changes=tuple(changes),

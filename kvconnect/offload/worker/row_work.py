@@ -176,11 +176,12 @@ class RowWork:
     def _take(self, tier: LowerTier, update: TierUpdate, now: float, *, with_changes: bool = True) -> None:
         for reason, times in update.failures.items():
             self._metrics.failures.labels(reason).inc(times)
+        # Before the answers, which may end jobs: until then it is known what their contents stand for.
+        if with_changes and (update.added or update.removed):
+            self._jobs.change(_changes(tier.name, update))
         for verb, answers in (("write", update.written), ("read", update.read), ("seek", update.found)):
             for number, contents in answers.items():
                 self._answered((tier.name, verb, number), contents, now)
-        if with_changes and (update.added or update.removed):
-            self._jobs.change(_changes(tier.name, update))
 
     def _answered(self, key: _Key, contents: Iterable[Content], now: float) -> None:
         name, verb, number = key
