@@ -7,6 +7,7 @@ import pytest
 from kvconnect.errors import ConfigError
 from kvconnect.offload.events import Removed
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.half_kit import Kind, Stack
@@ -490,6 +491,20 @@ def test_what_was_reported_before_a_clear_and_comes_after_it_is_not_there():
     assert not half.take_events()
     half.update_results(Results(offload=(OffloadReport(0, 1, changes=changes),)))
     assert half.host.lower.has("disk", 0, [b"a"]) == [True]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_what_one_rank_has_read_and_another_missed_is_taken_back_and_announced_anew(last):
+    half = stack_of(num_ranks=2, tiers=("store",)).half
+    there = (TierChange("store", 0, (b"a",)),)
+    job = half.host.jobs.open(JobKind.FETCH, 0, half.host.index.reserve(0, [b"a"])[0], tier="store")
+    read = OffloadReport(0, fetched={job.number: ()}, changes=there)
+    missed = OffloadReport(1, fetched={job.number: (b"a",)}, changes=(TierChange("store", 0, (), (b"a",)),))
+    half.update_results(Results(offload=(missed, read) if last == 0 else (read, missed)))
+    assert not half.take_events()
+    half.update_results(Results(offload=(OffloadReport(0, changes=there), OffloadReport(1, changes=there))))
+    (event,) = half.take_events()
+    assert (event.tier, event.run.hashes) == ("store", [b"a"])
 
 
 def test_too_little_memory_for_one_hit_is_said():

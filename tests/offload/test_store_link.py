@@ -371,8 +371,9 @@ def test_what_is_announced_of_a_store_has_a_bound():
     announced.most = 3
     contents = [(0, bytes([at])) for at in range(5)]
     announced.there(contents[:3])
-    announced.there(contents[:1])
     assert announced.take().added == tuple(contents[:3])
+    announced.there(contents[:1])
+    assert announced.take().added == tuple(contents[:1]), "another rank may have missed it since"
     announced.there(contents[3:])
     update = announced.take()
     assert update.added == tuple(contents[3:])

@@ -209,12 +209,13 @@ class OffloadScheduler:
             JobKind.FETCH: self._lookup.fetched,
             JobKind.SEEK: self._lookup.found,
         }
+        # What was under way here when all was cleared is there no more. What one rank has read is dropped
+        # after that if another one missed it.
+        if report.cleared == self._num_clears and not self._clear:
+            self.host.lower.update(report.rank, report.changes)
         ended = self.host.jobs.report(report)
         for job in ended:
             ends[job.kind](job)
-        # What was under way here when all was cleared is there no more.
-        if report.cleared == self._num_clears and not self._clear:
-            self.host.lower.update(report.rank, report.changes)
         self.host.forget(ended)
 
     def _restore_failed(self, request_id: str) -> None:

@@ -23,17 +23,15 @@ class Announced(CompletionTracker):
         self._seen: OrderedDict[Content, None] = OrderedDict()
 
     def there(self, contents: Iterable[Content]) -> None:
-        """The store has these."""
+        """The store has these, known ones too: where another rank missed one, it is known no more."""
         if not self.most:
             return
         with self._seen_lock:
-            new = []
-            for content in contents:
-                if content not in self._seen:
-                    new.append(content)
+            there = list(contents)
+            for content in there:
                 self._seen[content] = None
                 self._seen.move_to_end(content)
-            self.add(new)
+            self.add(there)
             over = max(0, len(self._seen) - self.most)
             self.remove([self._seen.popitem(last=False)[0] for _ in range(over)])
 
