@@ -21,6 +21,7 @@ from kvconnect.cache.specs import (
 from kvconnect.errors import ConfigError
 from kvconnect.node.request import Request
 from kvconnect.offload.events import Described, EventMaker, TierEvents
+from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
 from kvconnect.reading import read_struct
 from kvconnect.scheduler.stack import RequestView
@@ -41,8 +42,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True):
     publisher: Literal["null", "zmq"] = "zmq"
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
+    buffer_steps: Count = 10_000
+    hwm: Count = 100_000
     topic: str = ""
 
 

@@ -192,6 +192,9 @@ def test_a_node_publishes_what_it_holds_and_repeats_it_for_those_who_missed_it()
         ('{"enable_cache_events": true}', "did you mean 'enable_kv_cache_events'"),
         ('{"enable_kv_cache_events": true, "publisher": "http"}', "publisher is 'http'"),
         ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:none"}', "nothing can be published on"),
+        ('{"enable_kv_cache_events": true, "buffer_steps": -1}', "buffer_steps.* is -1.* >= 0"),
+        ('{"enable_kv_cache_events": true, "hwm": -5}', "hwm.* is -5.* >= 0"),
+        ('{"enable_kv_cache_events": true, "hwm": 1099511627776}', "hwm.* is 1099511627776.* <= 2147483647"),
     ],
 )
 def test_a_wrong_configuration_names_what_is_accepted(text, problem):
