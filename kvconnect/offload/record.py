@@ -62,7 +62,8 @@ class RecordFormat:
 
     def row_bytes(self, header: bytes) -> int:
         """How long the row behind an intact header of ours is; 0 for any other."""
-        return int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
+        length_bytes = int(_KEY.unpack_from(header)[4]) if _namespace(header) == self._digest else 0
+        return length_bytes if length_bytes <= MAX_RECORD_BYTES else 0
 
     def flaw(self, header: bytes | bytearray | memoryview, content: Content, row: memoryview) -> Flaw | None:
         """Why a header and a row are not the record of this content; None if they are."""

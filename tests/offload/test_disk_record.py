@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvconnect.errors import LocalError
 from kvconnect.offload.record import (
@@ -93,6 +94,15 @@ def test_a_footer_is_that_of_its_record_or_none(footer, data):
     flipped = kept[:at] + bytes([kept[at] ^ 1]) + kept[at + 1 :]
     assert opened(header, flipped) == b""
     assert opened(header, kept[:at]) == b""
+
+
+def test_a_length_that_no_row_has_is_none():
+    """As in a header that somebody has made: an offset in a file has 63 bits."""
+    header = bytearray(RecordFormat(OURS).header((0, b"a"), memoryview(b"row")))
+    header[12:20] = (1 << 63).to_bytes(8, "little")
+    header[-8:] = xxh3_64_intdigest(header[:-8]).to_bytes(8, "little")
+    assert namespace_of(bytes(header)) == OURS
+    assert RecordFormat(OURS).row_bytes(bytes(header)) == 0
 
 
 def test_a_footer_has_a_bound():

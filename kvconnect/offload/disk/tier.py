@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -236,10 +235,14 @@ class DiskTier:
         self._tracker.recovered()
 
     def _footer(self, content: Content) -> bytes:
-        # One that cannot be read is no worse than one that is not there.
-        with contextlib.suppress(OSError):
+        try:
             return self._rows.read_footer(content)
-        return b""
+        except OSError:
+            # One that cannot be read is no worse than one that is not there.
+            return b""
+        except Exception as error:
+            self._note(error)
+            return b""
 
     def _read(self, job: int, rows: Sequence[TierRow]) -> None:
         is_closed, contents = self._rows.is_closing, [row.content for row in rows]
