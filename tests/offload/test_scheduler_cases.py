@@ -439,6 +439,30 @@ def test_events_tell_what_came_and_went():
     assert stack.half.take_events() == [Removed("host", 0, names)]
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is_heard):
+    stack = stack_of(tiers=("disk",))
+    if not is_heard:
+        stack.half.host.events = None
+        stack.hear = lambda: None
+    stack.add("last", range(64))
+    keep, stack.ranks._keep = stack.ranks._keep, lambda *job: job[-1].append(job[1])
+    for _ in range(20):
+        stack.step(everything=True)
+    assert not stack.requests
+    assert stack.half.pending == is_heard, "vLLM steps while it is pending"
+    stack.ranks._keep = keep
+    while stack.half.pending:
+        stack.step(everything=True)
+    assert bool(stack.half.host.lower.counts()) == is_heard
+    stack.ranks.silent = {0}
+    stack.add("never kept", range(1000, 1064))
+    for _ in range(70):
+        stack.clock.now += 1
+        stack.step()
+    assert not stack.half.pending, "an overdue job is not waited for"
+
+
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():
     """After a restart, when the disk has been looked through before anyone asks for events."""
     half = stack_of().half

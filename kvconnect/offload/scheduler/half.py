@@ -254,9 +254,10 @@ class OffloadScheduler:
 
     @property
     def pending(self) -> bool:
-        """Whether workers are to report something yet that a request may wait for, or events are left."""
+        """Whether a request or an event waits for what workers are to report, or events are left."""
         waits = self._lookup.restoring or self.host.jobs.num_awaited or len(self._stores) or self._clear
-        return bool(waits or self.host.events)
+        is_heard = self.host.events is not None and (self.host.events or self.host.jobs.are_due)
+        return bool(waits or is_heard)
 
     def state(self) -> dict[str, int]:
         return {

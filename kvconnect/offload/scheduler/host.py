@@ -136,6 +136,11 @@ class Jobs:
                     ended[number] = job
         return tuple(ended.values())
 
+    @property
+    def are_due(self) -> bool:
+        """Whether any that is not overdue is to be reported yet, as kept if by nothing else."""
+        return any(not job.overdue for job in self._jobs.values())
+
     def is_open(self, job: Job) -> bool:
         return job.number in self._jobs
 
