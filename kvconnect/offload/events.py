@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -61,36 +61,6 @@ class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
     described: Described = _NOT_KNOWN
 
 
-class Stored(NamedTuple):
-    """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
-
-    tier: str
-    run: Run
-    first: int
-    end: int
-
-
-class Removed(NamedTuple):
-    """A tier has these contents no more."""
-
-    tier: str
-    group: int
-    hashes: list[bytes]
-
-
-class Maker:
-    """Makes events: these as they are."""
-
-    def stored(self, tier: str, run: Run, first: int, end: int) -> Any:
-        """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
-        return Stored(tier, run, first, end)
-
-    def removed(self, tier: str, group: int, hashes: list[bytes]) -> Any:
-        """A tier has these contents no more."""
-        return Removed(tier, group, hashes)
-
-
-_PLAIN = Maker()
 _OF_STORED = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
     *("lora_id", "lora_name", "extra_keys", "session_id"),
@@ -133,7 +103,7 @@ class TierEvents:
     Takes time for what changes alone.
     """
 
-    def __init__(self, describe: Describe, maker: Maker = _PLAIN) -> None:
+    def __init__(self, describe: Describe, maker: EventMaker) -> None:
         self._describe, self._maker = describe, maker
         # Of what is about to be kept, or being written.
         self._places: dict[Content, _Place] = {}
@@ -274,7 +244,7 @@ def _stretches(places: list[int]) -> Iterable[tuple[int, int]]:
     return [(places[begin], places[end - 1] + 1) for begin, end in pairwise([0, *ends, len(places)])]
 
 
-class EventMaker(Maker):
+class EventMaker:
     """Makes events of vLLM's classes, or of classes like them, with those fields that they have.
 
     ``groups`` has what is the same for all blocks of a cache group; ``name`` is how a hash is published.
@@ -292,6 +262,7 @@ class EventMaker(Maker):
         self._removed = _Template(removed, ("block_hashes",), [{} for _ in groups])
 
     def stored(self, tier: str, run: Run, first: int, end: int) -> Any:
+        """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
         name, described, size = self._name, run.described, run.block_tokens
         parent = run.hashes[first - 1] if first else run.parent
         return self._stored.made(
@@ -308,6 +279,7 @@ class EventMaker(Maker):
         )
 
     def removed(self, tier: str, group: int, hashes: list[bytes]) -> Any:
+        """A tier has these contents no more."""
         return self._removed.made(tier, group, [self._name(each) for each in hashes])
 
 

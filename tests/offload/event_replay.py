@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from kvconnect.offload.events import DEVICE, Described, Removed, Stored
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvconnect.offload.events import DEVICE, Described, Run
 from kvconnect.offload.index.class_rows import READY
 from kvconnect.offload.tier import HOST
+
+
+class Stored(NamedTuple):
+    """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
+
+    tier: str
+    run: Run
+    first: int
+    end: int
+
+
+class Removed(NamedTuple):
+    """A tier has these contents no more."""
+
+    tier: str
+    group: int
+    hashes: Sequence[bytes]
+
+
+class Plain:
+    """Stands for an ``EventMaker``: the events of these tests are what it is given."""
+
+    stored, removed = Stored, Removed
 
 
 class Replay:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvconnect.errors import LocalError
-from kvconnect.offload.events import Removed, TierEvents
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
-from tests.offload.event_replay import described
+from tests.offload.event_replay import Plain, Removed, described
 from tests.offload.index_kit import check_index
 
 # Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
@@ -73,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.index = TierIndex(PLAN)
-        self.index.events = TierEvents(described)
+        self.index.events = TierEvents(described, Plain())
         self.model = Model()
         self.told = {group: set() for group in GROUPS}
         for sequence in range(3):
@@ -399,7 +399,7 @@ def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
 
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():
     index = small(4)
-    index.events = events = TierEvents(described)
+    index.events = events = TierEvents(described, Plain())
     for sequence in range(50):
         stored(index, 0, names(sequence, 0, 4))
     (told,) = events.take()

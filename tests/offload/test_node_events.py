@@ -19,7 +19,7 @@ from kvconnect.node.kv_events import KVEventsConfig, _describe, configured_publi
 from kvconnect.offload.events import DEVICE, TierEvents
 from kvconnect.offload.tier import DISK, HOST
 from tests.node.node_harness import make_client, make_prompt
-from tests.offload.event_replay import Replay
+from tests.offload.event_replay import Plain, Replay
 from tests.offload.node_kit import POOLS, disk_settings, make_keeper
 from tests.ports import free_port
 
@@ -36,7 +36,7 @@ class Heard:
     """Stands for a publisher, and hears it."""
 
     def __init__(self, *_):
-        self.events, self.router = TierEvents(_describe), Replay(hashed, b"")
+        self.events, self.router = TierEvents(_describe, Plain()), Replay(hashed, b"")
         self.counts: Counter[str] = Counter()
 
     def publish(self):

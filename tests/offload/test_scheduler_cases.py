@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.events import Removed
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
+from tests.offload.event_replay import Removed
 from tests.offload.half_kit import Kind, Stack
 
 FULL = (Kind(4),)
