@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -23,7 +23,7 @@ _OFFLOAD = "kv_connector_extra_config.offload"
 _LEAST_DISK_BYTES = 1 << 20
 _LEAST_QUARANTINE_S = 15.0
 
-LANES = ("nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory")
+LaneKind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
 """What can carry bytes to a peer; a lane that cannot be told is ``unknown``."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -319,8 +319,9 @@ def _check_combination(config: TransferConfig) -> None:
     _check_security(extra, where)
     if extra.path == "packed" and not extra.num_slots:
         raise ConfigError(f"{where}.num_slots is 0, with path 'packed' it must be at least 1")
-    if unknown := sorted(extra.lanes - set(LANES)):
-        raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(LANES)}")
+    lanes = [lane for lane in get_args(LaneKind) if lane != "unknown"]
+    if unknown := sorted(extra.lanes - set(lanes)):
+        raise ConfigError(f"{where}.require_lane has {', '.join(unknown)}; accepted: {', '.join(lanes)}")
     if (extra.require_lane or extra.min_gb_per_s) and not extra.has_slots:
         raise ConfigError(
             f"{where} has {'require_lane' if extra.require_lane else 'min_gb_per_s'} and no slots, without "

@@ -8,21 +8,23 @@ neither of the two carried is deduced, and named as that.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import socket
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar
 
+from kvconnect.config import LaneKind
 from kvconnect.engine.fabric import Fabric, read_text
 from kvconnect.engine.interfaces import interface_of
 
 K = TypeVar("K")
 
-Kind = Literal["nvlink", "cuda_ipc", "rdma", "tcp", "shared_memory", "unknown"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+logger = logging.getLogger(__name__)
+
 LEAST_SHARE = 0.5
 """Of the rate that the hardware should give: what is less is worth a warning."""
 _NVLINK_BYTES_PER_S = 25e9
@@ -31,9 +33,12 @@ _FASTEST_PCIE_BYTES_PER_S = 64e9
 """Sixteen lanes of the fifth generation: what GPUs of one host exchange faster goes over NVLink."""
 _ALL_OF = 0.9
 """What grew by this part of what was moved has carried it: the last bytes may not be acknowledged."""
+_ABOUT = 1.5
+"""What grew by no more than this part of it carried little else: headers, and the side channel."""
+_MOST_DESCRIPTORS = 1000
 _ACKED_AT = 120
 """Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
-_WORDS: tuple[tuple[Kind, str], ...] = (
+_WORDS: tuple[tuple[LaneKind, str], ...] = (
     ("nvlink", "nvlink"),
     ("cuda_ipc", "cuda_ipc"),
     ("tcp", r"\btcp"),
@@ -46,7 +51,7 @@ _WORDS: tuple[tuple[Kind, str], ...] = (
 class Lane:
     """What carries bytes; ``device`` where that is known. ``known_by`` is empty for the engine's own word."""
 
-    kind: Kind = "unknown"
+    kind: LaneKind = "unknown"
     device: str = ""
     known_by: str = ""
 
@@ -81,36 +86,60 @@ class Seen:
 
 def lane_of(words: str) -> Lane:
     """The lane that an engine or UCX names, as of "tcp/eth0", "rdma mlx5_0" or "cuda_ipc/cuda"."""
+    if words.startswith("UCX"):
+        # What it was configured with, perhaps to exclude that: not what it takes for a peer.
+        return Lane()
     found = (kind for kind, pattern in _WORDS if re.search(pattern, words.lower()))
-    kind: Kind = next(found, "unknown")
+    kind: LaneKind = next(found, "unknown")
     _, _, device = words.partition("/") if "/" in words else words.partition(" ")
     return Lane(kind, device if kind in ("tcp", "rdma") else "")
 
 
-def seen_lane(said: Lane, seen: Seen) -> Lane:
-    """The lane of a calibration. What was seen on TCP counts for more than what the engine says."""
-    carried = _growth(seen.before.tcp, seen.after.tcp)
-    to_peer = {local: count for (local, remote), count in carried.items() if remote == _plain(seen.host)}
+def seen_lane(reported: Lane, seen: Seen, fabric: Fabric) -> Lane:
+    """The lane of a calibration. What was seen on TCP counts for more than what the engine reports.
+
+    Counters also hold what was sent to others meanwhile. So one that grew by about as much as was moved is
+    believed; one that grew by more is so only where nothing else explains the bytes.
+    """
+    if not seen.total_bytes or not any(seen.before.tcp.values()) or not any(seen.after.tcp.values()):
+        # Without counters nothing can be excluded. The side channel alone has a connection that grows.
+        return reported
     needed = _ALL_OF * seen.total_bytes
-    if seen.total_bytes and sum(to_peer.values()) >= needed:
+    carried, ports = _growth(seen.before.tcp, seen.after.tcp), _growth(seen.before.rdma, seen.after.rdma)
+    to_peer = {local: count for (local, remote), count in carried.items() if remote == _plain(seen.host)}
+    if sum(to_peer.values()) >= needed:
         return Lane("tcp", interface_of(max(to_peer, key=lambda local: to_peer[local])), "observed")
-    if seen.total_bytes and sum(carried.values()) >= needed and said.kind in ("tcp", "unknown"):
-        return Lane("tcp", said.device, "deduced: other connections carried as much meanwhile")
-    if said.kind != "unknown":
-        return said
-    ports = _growth(seen.before.rdma, seen.after.rdma)
-    if seen.total_bytes and sum(ports.values()) >= needed:
-        used = sorted(port for port, count in ports.items() if count >= needed / len(ports))
-        return Lane("rdma", ",".join(used), "deduced: by the ports' counters")
-    if not seen.is_near or not any(seen.after.tcp.values()):
-        # A host that is far shares no memory; without counters nothing can be excluded.
-        return said
-    if seen.on_gpu:
-        is_fast = seen.bytes_per_s > _FASTEST_PCIE_BYTES_PER_S
-        return Lane(
-            "nvlink" if is_fast else "cuda_ipc", "", "deduced from its rate, and as no port carried it"
-        )
-    return Lane("shared_memory", "", "deduced: no network carried it")
+    if reported.kind != "unknown":
+        return reported
+    memory = _memory_lane(seen)
+    if memory.kind == "nvlink":
+        return memory
+    used = ",".join(sorted(port for port, count in ports.items() if count >= needed / len(ports)))
+    rdma = Lane("rdma", used, "deduced: by the ports' counters")
+    most, _ = expected_rate(fabric, rdma)
+    tcp = Lane("tcp", known_by="deduced: other connections carried as much meanwhile")
+    grown = [(tcp, sum(carried.values()))]
+    if not most or seen.bytes_per_s <= most:
+        grown.insert(0, (rdma, sum(ports.values())))
+    fitting = [(lane, count) for lane, count in grown if count >= needed]
+    for lane, count in fitting:
+        if count <= _ABOUT * seen.total_bytes:
+            return lane
+    lanes = [lane for lane, _ in fitting] + [memory] * (memory.kind != "unknown")
+    if len(lanes) > 1:
+        kinds = " or ".join(lane.kind for lane in lanes)
+        return Lane(known_by=f"{kinds}: others sent so much meanwhile that each is possible")
+    return lanes[0] if lanes else reported
+
+
+def _memory_lane(seen: Seen) -> Lane:
+    """What carries bytes within a host that no network carries; unknown for a host that is far."""
+    if not seen.is_near:
+        return Lane()
+    if not seen.on_gpu:
+        return Lane("shared_memory", known_by="deduced: no network carried it")
+    kind: LaneKind = "nvlink" if seen.bytes_per_s > _FASTEST_PCIE_BYTES_PER_S else "cuda_ipc"
+    return Lane(kind, known_by="deduced: by its rate, and no network carried it")
 
 
 def expected_rate(fabric: Fabric, lane: Lane, copy_bytes_per_s: float = 0.0) -> tuple[float, str]:
@@ -134,29 +163,49 @@ def expected_rate(fabric: Fabric, lane: Lane, copy_bytes_per_s: float = 0.0) -> 
 
 
 def look_at_traffic(root: Path = Path("/")) -> Traffic:
-    """Read the counters, in less than a millisecond where there are a hundred sockets."""
+    """Read the counters; none where they cannot be read. Takes up to 25 us for each descriptor."""
+    try:
+        rdma = {}
+        for port in (root / "sys/class/infiniband").glob("*/ports/[0-9]*"):
+            # In words of four bytes; EFA has bytes, elsewhere.
+            words, own = read_text(port / "counters/port_xmit_data"), read_text(port / "hw_counters/tx_bytes")
+            sent = 4 * int(words) if words.isdecimal() else int(own or 0)
+            rdma[f"{port.parents[1].name}:{port.name}"] = sent
+        return Traffic(_tcp_traffic(), rdma)
+    except Exception as error:
+        logger.debug("the system's counters cannot be read: %r", error)
+        return Traffic()
+
+
+def _tcp_traffic() -> dict[tuple[str, str], int]:
+    """What this process's connections sent; nothing where they may be too many to look at."""
     tcp: dict[tuple[str, str], int] = {}
-    for name in os.listdir("/proc/self/fd"):
+    names = os.listdir("/proc/self/fd")
+    for name in names if len(names) <= _MOST_DESCRIPTORS else ():
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 # A descriptor of our own: its owner, a library, may close the other one at any time.
-                with socket.socket(fileno=os.dup(int(name))) as found:
-                    _add_tcp(tcp, found)
+                own = os.dup(int(name))
+                try:
+                    _add_tcp(tcp, own)
+                finally:
+                    os.close(own)
         except (OSError, struct.error):
             continue
-    rdma = {}
-    for port in (root / "sys/class/infiniband").glob("*/ports/[0-9]*"):
-        # In words of four bytes; EFA has bytes, elsewhere.
-        words, own = read_text(port / "counters/port_xmit_data"), read_text(port / "hw_counters/tx_bytes")
-        rdma[f"{port.parents[1].name}:{port.name}"] = 4 * int(words) if words.isdecimal() else int(own or 0)
-    return Traffic(tcp, rdma)
+    return tcp
 
 
-def _add_tcp(tcp: dict[tuple[str, str], int], found: socket.socket) -> None:
-    if found.type != socket.SOCK_STREAM or found.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    between = _plain(found.getsockname()[0]), _plain(found.getpeername()[0])
+def _add_tcp(tcp: dict[tuple[str, str], int], descriptor: int) -> None:
+    # Called non-blocking, whether it is or not, Python leaves its mode alone, which its owner's has too.
+    found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=descriptor)
+    try:
+        if found.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        # Of what is no TCP connection this is an OSError.
+        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        between = _plain(found.getsockname()[0]), _plain(found.getpeername()[0])
+    finally:
+        found.detach()
     tcp[between] = tcp.get(between, 0) + int(struct.unpack_from("Q", info, _ACKED_AT)[0])
 
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvconnect.engine.lanes import Kind, Lane
+from kvconnect.config import LaneKind
+from kvconnect.engine.lanes import Lane
 
 MOST_BYTES_PER_S = 1e15
 MOST_TEXT = 256
@@ -22,7 +23,7 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
     ``refusal`` is why P will send nothing, by its own settings.
     """
 
-    lane: Kind
+    lane: LaneKind
     device: Text = ""
     known_by: Text = ""
     bytes_per_s: BytesPerSecond = 0.0

@@ -42,7 +42,8 @@ def found_by(probe: ProbeOutbox, local: Local, before: Traffic, host: str, own_h
         before=before,
         after=local.look_at_traffic(),
     )
-    return transport_over(seen_lane(lane_of(local.engine.capabilities.lane), seen), seen.bytes_per_s, local)
+    reported = lane_of(local.engine.capabilities.lane)
+    return transport_over(seen_lane(reported, seen, local.fabric), seen.bytes_per_s, local)
 
 
 def transport_over(lane: Lane, bytes_per_s: float, local: Local) -> Transport:

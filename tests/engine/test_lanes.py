@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -13,12 +14,18 @@ from kvconnect.engine.lanes import Lane, Seen, Traffic, expected_rate, lane_of, 
 
 NEAR, FAR = "127.0.0.1", "192.0.2.9"
 SIDE_CHANNEL = {("10.0.0.1", "10.0.0.2"): 500}
+FABRIC = Fabric(rdma=(RdmaPort("mlx5_1", 1, "ACTIVE", "400 Gb/sec (4X NDR)", "", 0),))
 QUIET = Traffic(SIDE_CHANNEL, {"mlx5_0:1": 7, "mlx5_1:1": 0})
 SEEN = Seen(1000, 1e9, NEAR, True, False, QUIET, QUIET)
 
 
 def after(tcp=(), rdma=()):
     return Traffic({**SIDE_CHANNEL, **dict(tcp)}, {**QUIET.rdma, **dict(rdma)})
+
+
+def busy(rdma, **changes):
+    """Chunks went to another peer over TCP meanwhile, and so much over RDMA ports."""
+    return {"after": after({("10.0.0.1", FAR): 4000}, rdma), "host": "192.0.2.1", **changes}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,8 @@ def after(tcp=(), rdma=()):
         ("memory of this process", Lane("shared_memory")),
         ("UCX NET_DEVICES=lo", Lane()),
         ("UCX mlx5_0:1", Lane()),
+        ("UCX TLS=rc,cuda_ipc,tcp", Lane()),
+        ("UCX TLS=^cuda_ipc", Lane()),
         ("", Lane()),
     ],
 )
@@ -42,7 +51,7 @@ def test_the_words_of_engines_name_a_lane_or_none(words, lane):
 
 
 @pytest.mark.parametrize(
-    ("said", "changes", "kind", "device", "known_by"),
+    ("reported", "changes", "kind", "device", "known_by"),
     [
         ("UCX", {"after": after({(NEAR, NEAR): 1000})}, "tcp", "lo", "observed"),
         ("nvlink", {"after": after({(NEAR, NEAR): 950})}, "tcp", "lo", "observed"),
@@ -57,13 +66,27 @@ def test_the_words_of_engines_name_a_lane_or_none(words, lane):
         ("UCX", {"is_near": False}, "unknown", "", ""),
         ("UCX", {"before": Traffic(), "after": Traffic()}, "unknown", "", ""),
         ("UCX", {"total_bytes": 0, "is_near": False}, "unknown", "", ""),
+        ("UCX", {"total_bytes": 0}, "unknown", "", ""),
+        ("UCX", {"before": Traffic(), "after": after({(NEAR, NEAR): 1000})}, "unknown", "", ""),
+        ("UCX", busy({"mlx5_1:1": 990}, is_near=False), "rdma", "mlx5_1:1", "deduced"),
+        ("UCX", busy({"mlx5_1:1": 9000}, is_near=False), "unknown", "", "rdma or tcp: others"),
+        ("UCX", busy({}, is_near=False), "tcp", "", "deduced"),
+        ("UCX", busy({}), "unknown", "", "tcp or shared_memory: others"),
+        ("UCX", {"after": after((), {"mlx5_1:1": 9000}), "is_near": False}, "rdma", "mlx5_1:1", "deduced"),
+        ("UCX", {"after": after((), {"mlx5_1:1": 9000}), "on_gpu": True}, "unknown", "", "rdma or cuda_ipc:"),
+        (
+            "UCX",
+            {"after": after((), {"mlx5_1:1": 990}), "on_gpu": True, "bytes_per_s": 55e9},
+            *("cuda_ipc", "", "deduced"),
+        ),
+        ("UCX", busy({"mlx5_1:1": 990}, on_gpu=True, bytes_per_s=200e9), "nvlink", "", "deduced"),
         ("tcp", {}, "tcp", "", ""),
     ],
 )
-def test_a_lane_is_what_was_seen_else_what_is_said_else_deduced_or_unknown(
-    said, changes, kind, device, known_by
+def test_a_lane_is_what_was_seen_else_what_is_reported_else_deduced_or_unknown(
+    reported, changes, kind, device, known_by
 ):
-    found = seen_lane(lane_of(said), replace(SEEN, **changes))
+    found = seen_lane(lane_of(reported), replace(SEEN, **changes), FABRIC)
     assert (found.kind, found.device) == (kind, device)
     assert found.known_by.startswith(known_by)
     assert bool(found.known_by) == bool(known_by)
@@ -80,8 +103,37 @@ def test_what_a_connection_of_this_process_sent_is_counted():
         sender.shutdown(socket.SHUT_WR)
         reading.join(10)
         seen = replace(SEEN, total_bytes=1_000_000, before=before, after=look_at_traffic())
-        assert seen_lane(Lane(), seen) == Lane("tcp", "lo", "observed")
+        assert seen_lane(Lane(), seen, FABRIC) == Lane("tcp", "lo", "observed")
     listener.close()
+
+
+def test_sockets_of_others_stay_as_they_are():
+    listener = socket.create_server((NEAR, 0))
+    with socket.create_connection(listener.getsockname()) as one, listener.accept()[0] as other:
+        other.setblocking(False)
+        number = len(os.listdir("/proc/self/fd"))
+        socket.setdefaulttimeout(5)
+        try:
+            assert any(look_at_traffic().tcp.values())
+        finally:
+            socket.setdefaulttimeout(None)
+        assert [os.get_blocking(each.fileno()) for each in (one, other, listener)] == [True, False, True]
+        assert len(os.listdir("/proc/self/fd")) == number
+    listener.close()
+
+
+def test_counters_that_cannot_be_read_are_none_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "sys/class/infiniband/efa_0/ports/1/hw_counters/tx_bytes"
+    path.parent.mkdir(parents=True)
+    path.write_text("many\n")
+    with socket.create_server((NEAR, 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+        one.sendall(b"x")
+        assert look_at_traffic(tmp_path) == Traffic()
+        assert look_at_traffic().tcp
+        monkeypatch.setattr("kvconnect.engine.lanes._MOST_DESCRIPTORS", 3)
+        assert not look_at_traffic().tcp
+        monkeypatch.setattr("os.listdir", lambda path: 1 / 0)
+        assert look_at_traffic() == Traffic()
 
 
 def test_what_a_port_sent_is_counted_in_words_or_in_bytes(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import get_args
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
-from kvconnect.engine.lanes import KINDS
+from kvconnect.config import LaneKind
 from kvconnect.errors import PeerError
 from kvconnect.orders import GroupBlocks, RankAddress
 from kvconnect.peer import messages as m
@@ -125,7 +126,7 @@ messages = st.one_of(
     st.just(m.StillAlive()),
     st.builds(m.Measure, st.booleans(), st.floats(0.1, 2)),
     st.builds(m.Measured, sizes, seconds, texts),
-    st.builds(m.Transport, st.sampled_from(KINDS), texts, texts, rates, rates, texts),
+    st.builds(m.Transport, st.sampled_from(get_args(LaneKind)), texts, texts, rates, rates, texts),
     st.builds(m.Question, counts, texts, texts),
     st.builds(m.Answer, counts, st.binary(max_size=20), texts),
     st.builds(m.Bad, texts),
