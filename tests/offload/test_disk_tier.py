@@ -91,6 +91,17 @@ def test_an_error_of_ours_over_one_footer_hides_no_other_row(tmp_path, monkeypat
     second.close()
 
 
+def test_what_is_there_and_written_again_is_reported_again(tmp_path):
+    """With several ranks: one missed it, so that all are ordered to write it."""
+    rows = some_rows(5, 1)
+    driver = open_driver(tmp_path)
+    assert driver.write(rows) == ()
+    driver.index.clear()
+    assert driver.write(rows) == ()
+    assert driver.index == set(rows)
+    driver.tier.close()
+
+
 def test_what_is_gone_before_it_was_told_is_not_reported():
     tracker = CompletionTracker()
     catalog = Catalog(tracker, waits=True)

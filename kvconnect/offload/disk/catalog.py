@@ -95,6 +95,11 @@ class Catalog:
         with self._lock:
             self._tracker.add([content for content in footers if content in self._rows], footers)
 
+    def confirm(self, contents: Sequence[Content]) -> None:
+        """Report those that are there anew: where another rank missed one, it is dropped for all of them."""
+        with self._lock:
+            self._tracker.add([content for content in contents if content in self._rows])
+
     def forget(self, missing: Sequence[Content], wrong: Mapping[Content, Kept]) -> None:
         """Report contents that are not there, or whose rows are wrong, unless they were written again."""
         with self._lock:

@@ -190,6 +190,7 @@ class DiskTier:
         contents = [row.content for row in rows]
         # What is there is used: it does not make room for the rest.
         self._catalog.has(contents, is_use=True)
+        self._catalog.confirm(contents)
         # Of a sequence the end is written first, so that it makes room first, also after a restart.
         for row in reversed(rows):
             if self._rows.is_closing or epoch != self._catalog.epoch:
