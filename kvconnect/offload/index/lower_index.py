@@ -16,7 +16,7 @@ from kvconnect.orders import TierChange
 class LowerIndex:
     """Contents by tier and cache group, and on which ranks they are.
 
-    Those of rank 0 are noted as ``events``, if anyone wants to know: all ranks are given the same orders.
+    Those of rank 0 are noted as ``events``, if events are published: all ranks are given the same orders.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -59,7 +59,7 @@ class TierIndex:
         ]
         self._totals = {group: GroupCounts() for group in plan.groups}
         self.events: TierEvents | None = None
-        """Where it is noted what is ready, and what is so no more, if anyone wants to know."""
+        """Where it is noted what is ready, and what is so no more, if events are published."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""

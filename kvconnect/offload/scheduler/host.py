@@ -171,7 +171,7 @@ class Host:
     def describe(
         self, view: RequestView, group: HitGroup, parts: Iterable[range], wanted: Collection[bytes]
     ) -> None:
-        """Of contents that are about to come here, note what they stand for, where anyone wants to know."""
+        """Of contents that are about to come here, note what they stand for, if events are published."""
         if self.events is not None:
             hashes = self.hashes(view, group.block_tokens)
             for part in parts:

@@ -46,7 +46,7 @@ class Stores:
         self.due: dict[str, int] = {}
         """By request the token count at which there is more to take, for those that are in here."""
         self.footers: Callable[[int, Sequence[bytes]], tuple[bytes, ...]] | None = None
-        """What the disk keeps with rows, where anyone wants to know what it has after a restart."""
+        """What the disk keeps with rows, for events of it after a restart, if events are published."""
 
     def __len__(self) -> int:
         return sum(map(len, self._batches.values()))
