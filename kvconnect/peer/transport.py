@@ -12,7 +12,9 @@ from kvconnect.engine.lanes import Lane
 MOST_BYTES_PER_S = 1e15
 MOST_TEXT = 256
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES_PER_S)]
-Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+_PRINTABLE = r"^[ -~]*\Z"
+"""It is shown in logs."""
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT, pattern=_PRINTABLE)]
 
 
 class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
@@ -28,7 +30,7 @@ class Transport(msgspec.Struct, frozen=True, array_like=True, tag="transport"):
     known_by: Text = ""
     bytes_per_s: BytesPerSecond = 0.0
     expected_bytes_per_s: BytesPerSecond = 0.0
-    refusal: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    refusal: Annotated[str, msgspec.Meta(max_length=4096, pattern=_PRINTABLE)] = ""
 
     @property
     def share(self) -> float:

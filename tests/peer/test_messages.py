@@ -43,6 +43,7 @@ sizes = st.integers(0, 2**62 - 1)
 positive = st.integers(1, 2**62 - 1)
 transfer_ids = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=20)
+shown = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
 seconds = st.floats(allow_nan=False)
 rates = st.floats(0, 1e15)
 small = st.integers(1, 1 << 20)
@@ -126,7 +127,7 @@ messages = st.one_of(
     st.just(m.StillAlive()),
     st.builds(m.Measure, st.booleans(), st.floats(0.1, 2)),
     st.builds(m.Measured, sizes, seconds, texts),
-    st.builds(m.Transport, st.sampled_from(get_args(LaneKind)), texts, texts, rates, rates, texts),
+    st.builds(m.Transport, st.sampled_from(get_args(LaneKind)), shown, shown, rates, rates, shown),
     st.builds(m.Question, counts, texts, texts),
     st.builds(m.Answer, counts, st.binary(max_size=20), texts),
     st.builds(m.Bad, texts),
@@ -283,6 +284,13 @@ def test_a_handle_that_no_node_makes_is_not_read():
         frame = m.encode(m.Fetch(1, "h" * length, 16, (), 1, 1.0))
         with contextlib.nullcontext() if is_read else pytest.raises(PeerError):
             m.decode(m.Side.PREFILL, frame, LIMIT)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "lo\n", "\u202e"])
+@pytest.mark.parametrize("field", ["device", "known_by", "refusal"])
+def test_a_lane_that_would_change_how_a_log_is_shown_is_not_read(field, text):
+    with pytest.raises(PeerError):
+        m.decode(m.Side.DECODE, m.encode(m.Transport("tcp", **{field: text})), LIMIT)
 
 
 def test_what_is_too_long_is_not_read():
