@@ -135,26 +135,26 @@ class LeaseBook:
         if now < due_at:
             self._look_at = min(self._look_at, due_at)
             return
-        self._metrics.lease_seconds.observe(now - lease.held_at)
         if lease.satisfied:
-            self._end(lease, "every rank that wanted it was served")
+            self._end(lease, "every rank that wanted it was served", now)
         else:
             self._metrics.failures.labels("lease_expired").inc()
             reason = lease.revoked or f"its lease of {order.lease_s} s is over"
             if not lease.revoked and lease.renewers and lease.expires_at >= lease.last_until:
                 reason = f"it was held for {self._config.lease_max_s} s, which is lease_max_s"
             logger.warning("%s was not fetched, its blocks are freed: %s", lease, reason)
-            self._end(lease, reason)
+            self._end(lease, reason, now)
 
-    def revoke(self, reason: str) -> None:
+    def revoke(self, reason: str, now: float) -> None:
         """End all that no sending reads, whichever peer wants it. What is being read ends when that does."""
         self._look_at = 0.0
         for lease in list(self.leases.values()):
             lease.expires_at, lease.last_until, lease.revoked = 0.0, 0.0, reason
             if not lease.sending and not lease.busy_until:
-                self._end(lease, reason)
+                self._end(lease, reason, now)
 
-    def _end(self, lease: Lease, reason: str) -> None:
+    def _end(self, lease: Lease, reason: str, now: float) -> None:
         del self.leases[lease.handle]
+        self._metrics.lease_seconds.observe(now - lease.held_at)
         self._metrics.leases.set(len(self.leases))
         self._ended(lease, reason)

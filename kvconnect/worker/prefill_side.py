@@ -140,7 +140,7 @@ class PrefillSide:
             self._drain_until = now + self._config.drain_s
         self._drained = drained
 
-    def replace_weights(self, reason: str) -> None:
+    def replace_weights(self, reason: str, now: float) -> None:
         """What is held, and what is being computed, belongs to other weights than those that we have now.
 
         What is being sent goes on: it goes to a peer that had the same, and fails it if it has others now.
@@ -148,7 +148,7 @@ class PrefillSide:
         for handle in list(self.book.streaming):
             self.pending.end(handle, reason)
             self._cut_short(self.book.streaming.pop(handle), reason, again=False)
-        self.book.revoke(reason)
+        self.book.revoke(reason, now)
         self.inbound_peers.introduce_anew()
 
     # Frames and completions
@@ -201,7 +201,7 @@ class PrefillSide:
         if now >= self._drain_until:
             for key in (*self.sender.sendings, *(early.key for early in self.pending.fetches)):
                 self.fetches.cancel(key, self._draining)
-            self.book.revoke(self._draining)
+            self.book.revoke(self._draining, now)
         self.topics.advance(now)
         self.fetches.advance(now)
         self.book.advance(now)

@@ -113,7 +113,7 @@ class TransferThread:
 
         def replace(now: float) -> None:
             self.local.replace_weights(weights)
-            self.prefill.replace_weights(f"{OTHER_WEIGHTS} than those that it was computed with")
+            self.prefill.replace_weights(f"{OTHER_WEIGHTS} than those that it was computed with", now)
             for loading in self.decode.loads.values():
                 loading.fail("our weights were replaced while it was being loaded")
             self.decode.peers.greet_anew()

@@ -74,7 +74,7 @@ def test_an_expression_names_metrics_that_there_are(name) -> None:
 
 
 def test_reasons_in_alerts_are_those_that_are_counted() -> None:
-    found = [one for name in ALERTS for one in re.findall(r'reason=~?"(.+?)"', EXPRESSIONS[name])]
+    found = [one for name in ALERTS for one in re.findall(r'reason[=!]~?"(.+?)"', EXPRESSIONS[name])]
     named = {reason for reasons in found for reason in reasons.split("|")}
     assert len(named) > 10
     counted = texts()
