@@ -5,6 +5,7 @@ After each wrong request the nodes must still serve right ones, and nothing may 
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -333,7 +334,11 @@ def test_tables_of_a_node_are_for_people(nodes):
 
 def test_a_node_that_is_watched_is_shown_until_ctrl_c(nodes):
     command = [*COMMAND, "inspect", f"127.0.0.1:{PORTS['prefill']}", "--watch", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    # What a shell starts in the background ignores Ctrl-C, and so does what that starts.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds
+    ) as watching:
         for _ in range(2):
             assert json.loads(watching.stdout.readline())["worker"]["role"] == "kv_producer"
         watching.send_signal(signal.SIGINT)
