@@ -43,8 +43,11 @@ class Number:
         self.value: float = 0
 
     def inc(self, amount: float = 1) -> None:
-        self.value += amount
-        self._owner.revision += 1
+        # What was read of a clock in two threads may differ by less than nothing, and a counter that shrinks
+        # ends a server of vLLM.
+        if amount > 0:
+            self.value += amount
+            self._owner.revision += 1
 
     def set(self, value: float) -> None:
         if value != self.value:

@@ -160,6 +160,15 @@ def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
     assert both.observed == {"load_seconds": [0.5]}
 
 
+def test_a_counter_never_shrinks():
+    """A time taken before another thread's was counted as less than nothing, which ended vLLM's server."""
+    metrics = OffloadMetrics(CollectorRegistry())
+    metrics.wait_seconds.labels("turn").inc(-0.001)
+    assert metrics.changes() is None
+    metrics.wait_seconds.labels("turn").inc(0.5)
+    assert metrics.changes().counters["offload_wait_seconds"] == {"turn": 0.5}
+
+
 def test_a_gauge_that_is_set_to_what_it_is_has_not_changed():
     metrics = Metrics(CollectorRegistry())
     assert metrics.changes() is None
