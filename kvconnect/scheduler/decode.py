@@ -15,7 +15,12 @@ from kvconnect.orders import Await, LetGo, Load, Results
 from kvconnect.scheduler.draft import OrdersDraft, blocks_of
 from kvconnect.scheduler.handles import Handles, PeerTrust
 from kvconnect.scheduler.outcomes import FetchOutcomes
-from kvconnect.scheduler.params import RemotePrefill, read_remote_prefill, transfer_params
+from kvconnect.scheduler.params import (
+    MOST_LATER_PROMPTS,
+    RemotePrefill,
+    read_remote_prefill,
+    transfer_params,
+)
 from kvconnect.scheduler.stack import BlockIdsByGroup, LongestRequest, RequestView, StackTraits
 from kvconnect.timeline import Moment
 
@@ -140,7 +145,8 @@ class DecodeRequests:
             return share
         prompt = self._stack.prompt_digest(request, max(1, self._wanted_tokens(request)))
         _, number = self._stack.batch_of(request.request_id)
-        remote = read_remote_prefill(params, self._handles, prompt, is_later_prompt=number > 0)
+        is_later = 0 < number <= MOST_LATER_PROMPTS
+        remote = read_remote_prefill(params, self._handles, prompt, is_later_prompt=is_later)
         if remote is None:
             return None
         remote = self._checked(remote)

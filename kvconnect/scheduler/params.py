@@ -29,10 +29,7 @@ PEER_KEY = "kvconnect_peer"
 """Any handle of P, also an expired one, beside a transfer id: it vouches for the address that D is given."""
 
 BATCH_KEY = "kvconnect_batch"
-"""For the later prompts of a batch, as a router is answered for the first alone.
-
-A transfer id of P's own, and the digests of those prompts that P holds, or will.
-"""
+"""A transfer id of P's own, for the later prompts of a batch: a router is answered for the first alone."""
 
 MOST_LATER_PROMPTS = 256
 
@@ -41,12 +38,11 @@ _TRANSFER_PREFIX = "transfer:"
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_HANDLE, pattern=r"^[ -~]+\Z")]
 _TEXT = (_Text, f"printable ASCII, at most {LONGEST_HANDLE} characters")
-_Batch = Annotated[list[_Text], msgspec.Meta(min_length=1, max_length=MOST_LATER_PROMPTS + 1)]
 _FIELDS: Mapping[str, tuple[Any, str]] = {
     HANDLE_KEY: _TEXT,
     TRANSFER_KEY: _TEXT,
     PEER_KEY: _TEXT,
-    BATCH_KEY: (_Batch, f"a list of at most {MOST_LATER_PROMPTS + 1} texts"),
+    BATCH_KEY: _TEXT,
     "remote_engine_id": _TEXT,
     "remote_host": (Host, "a host name or address"),
     "remote_port": (Port, "1 to 65535"),
@@ -161,10 +157,7 @@ def _held(params: Mapping[str, Any], handles: Handles, prompt: bytes | None) -> 
 def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> RemotePrefill:
     """P's answer for the first prompt of a batch, read for another prompt: it vouches for the address."""
     _, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id",))
-    transfer_id, *prompts = _read(params, BATCH_KEY)
-    if prompt.hex() not in prompts:
-        return RemotePrefill(is_of_other_prompt=True)
-    handle = read_transfer_id({TRANSFER_KEY: transfer_id}, prompt)
+    handle = read_transfer_id({TRANSFER_KEY: _read(params, BATCH_KEY)}, prompt)
     return RemotePrefill(handle, claims.engine_id, claims.host, claims.port, vouched=handles.are_signed)
 
 

@@ -36,15 +36,17 @@ from kvconnect.timeline import Moment
 class _Prefill:
     """One request that has not ended. ``handle`` is that of the transfer id that it owns.
 
-    ``has_blocks`` since it was admitted; ``is_stale`` once caches were reset after that. The device was given
-    ``computed`` of its tokens by the end of ``step``. Of a prefill that ``is_streamed``: ``known`` counts by
-    group the positions that the workers know of, or will with ``fresh``, the blocks of the next order.
+    ``is_refused``: there was no room for it. ``has_blocks`` since it was admitted; ``is_stale`` once caches
+    were reset after that. The device was given ``computed`` of its tokens by the end of ``step``. Where it
+    ``is_streamed``, ``known`` counts by group the positions that the workers know of, or will with
+    ``fresh``, the blocks of the next order.
     """
 
     handle: str = ""
     num_tokens: int = 0
     has_blocks: bool = False
     is_stale: bool = False
+    is_refused: bool = False
     is_streamed: bool = False
     step: int = 0
     known: dict[int, int] = field(default_factory=dict)
@@ -56,14 +58,12 @@ class _Prefill:
 class _Places:
     """At most so many requests that are held, or have a handle under which they will be.
 
-    ``owners`` are these by handle; ``held`` has by request its handle, empty without a transfer id;
-    ``batches``, by batch whose first prompt has not ended, the digests of the later ones that will be held.
+    ``owners`` are these by handle; ``held`` has by request its handle, empty without a transfer id.
     """
 
     def __init__(self, most: int) -> None:
         self.owners: dict[str, str] = {}
         self.held: dict[str, str] = {}
-        self.batches: dict[str, dict[str, None]] = {}
         self._most, self._num_unnamed = most, 0
 
     @property
@@ -86,9 +86,9 @@ class PrefillRequests:
     A transfer id is good for one request at a time: a second one with it is computed, and holds nothing.
     Where a stack makes several requests of one, all have the same prompt, and the router is given the
     parameters of the last that ends: the first that ends is held, and the others are answered with its own.
-    Of a batch of prompts the router is given those of the first: they name the batch, and the others that
-    have come by then are held under that name as under a transfer id. A lease that was promised has its place
-    kept.
+    Of a batch of prompts the router is given those of the first: they name the batch, and the others are held
+    under that name as under a transfer id. Where there is no room for these, they do not name it. What was
+    promised has its place kept.
     """
 
     def __init__(
@@ -142,16 +142,9 @@ class PrefillRequests:
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
         params, batch = self._named(request)
         if params.get(TRANSFER_KEY) is None:
-            if batch:
-                self._places.batches.setdefault(batch, {})
             return
-        later = self._places.batches.get(batch, {})
-        if batch and (batch not in self._places.batches or len(later) >= MOST_LATER_PROMPTS):
-            # The first one does not name it any more.
-            return
-        digest = self._stack.prompt_digest(request, num_tokens) or b""
         try:
-            handle = read_transfer_id(params, digest)
+            handle = read_transfer_id(params, self._stack.prompt_digest(request, num_tokens) or b"")
         except PeerError as error:
             self._draft.warn("transfer_id", "%s; its KV is not held", error)
             return
@@ -165,11 +158,11 @@ class PrefillRequests:
                     request_id,
                 )
         elif self._places.are_taken:
+            prefill.is_refused = True
             self._draft.withdraw(handle, self._refuse_full())
         else:
             self._places.owners[handle] = request_id
             prefill.handle = handle
-            later[digest.hex()] = None
             self._draft.expected.append(handle)
             if not batch and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
                 prefill.is_streamed = True
@@ -250,8 +243,6 @@ class PrefillRequests:
             # What the workers do not know of it yet is void.
             self._draft.preempted.remove(prefill.handle)
         parent = self._stack.parent_of(request_id)
-        batch, number = self._stack.batch_of(request_id)
-        later = {} if number else self._places.batches.pop(batch, {})
         params, reason = None, "the prefill was aborted, or failed"
         if prefill.is_stale:
             reason = "the prefill began before the caches were reset"
@@ -261,8 +252,6 @@ class PrefillRequests:
             else:
                 params, reason = self._hold(request, block_ids, prefill)
                 if params is not None:
-                    if later:
-                        params[BATCH_KEY] = [self._batch_id(batch), *later]
                     self._places.hold(request_id, prefill.handle)
                     self._answers[parent] = dict(params)
                     return True, params
@@ -283,7 +272,6 @@ class PrefillRequests:
         return {
             "held": len(self._places.held),
             "promised": len(self._places.owners),
-            "batches": len(self._places.batches),
             "streaming": sum(prefill.is_streamed for prefill in self._requests.values()),
             "computing": sum(prefill.has_blocks for prefill in self._requests.values()),
         }
@@ -333,9 +321,17 @@ class PrefillRequests:
             "tp_size": len(self._directory),
             HANDLE_KEY: token,
         }
+        batch, number = self._stack.batch_of(request.request_id)
         if handle:
             params[TRANSFER_KEY] = transfer_id
+        elif batch and not number and self._takes_all_of(batch):
+            params[BATCH_KEY] = self._batch_id(batch)
         return params, ""
+
+    def _takes_all_of(self, batch: str) -> bool:
+        """Whether the later prompts of a batch are held: those that have come, and those that still may."""
+        refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
+        return not self._places.are_taken and all(self._stack.batch_of(one)[0] != batch for one in refused)
 
     def _named(self, request: RequestView) -> tuple[Mapping[str, Any], str]:
         """A request's parameters, of a later prompt with the batch's id as transfer id; and its batch.
@@ -345,7 +341,9 @@ class PrefillRequests:
         params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
         if params.get(TRANSFER_KEY) is not None:
             return params, ""
-        return {**params, TRANSFER_KEY: self._batch_id(batch)} if number else params, batch
+        if 0 < number <= MOST_LATER_PROMPTS:
+            return {**params, TRANSFER_KEY: self._batch_id(batch)}, batch
+        return params, batch
 
     def _batch_id(self, batch: str) -> str:
         """A client may have chosen the stack's name of a batch, and must not choose ours."""

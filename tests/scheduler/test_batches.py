@@ -103,7 +103,7 @@ def test_two_batches_under_one_name_of_a_client_are_not_mixed_up():
     """vLLM's names of requests are the client's where it gives one."""
     prefill, decode = half("kv_producer"), half("kv_consumer")
     params, first = prefilled(prefill, "a", (40, 30))
-    assert "a" not in params[BATCH_KEY], "what a client knows"
+    assert params[BATCH_KEY] != "a", "what a client knows"
     _, second = prefilled(prefill, "a", (41, 31), suffix="q")
     assert len(first + second) == 4
     handles = [hold.handle for hold in prefill.build_orders().holds]
@@ -120,42 +120,41 @@ def test_a_later_prompt_that_failed_is_withdrawn_at_once():
     assert withdrawn.handle.startswith("transfer:")
 
 
-def test_what_there_is_no_room_for_is_computed_and_what_was_promised_is_held():
+def test_where_a_later_prompt_has_no_room_the_first_is_fetched_alone():
     prefill, decode, lengths = half("kv_producer", max_leases=2), half("kv_consumer"), (40, 30, 20, 10)
     requests = [Request(f"a-{at}-p", length, ASK) for at, length in enumerate(lengths)]
-    for request in requests:
+    for request in requests[1:]:
         prefill.new_request(request)
     other = Request("other", 50, ASK)
     prefill.new_request(other)
     other.num_tokens += 1
-    assert prefill.request_finished(other, ([4],), delivered=True) == (False, None), "its place is promised"
-    held, answers = [], []
-    for request in requests:
+    assert prefill.request_finished(other, ([4],), delivered=True) == (False, None), "the places are promised"
+    requests[1].num_tokens += 1
+    prefill.request_finished(requests[1], ([4, 5, 6],), delivered=False)
+    requests[0].num_tokens += 1
+    prefill.new_request(requests[0])
+    held, params = prefill.request_finished(requests[0], ([4, 5, 6],), delivered=True)
+    assert held
+    assert BATCH_KEY not in params, "the fourth prompt is not held"
+    ours, ordered = loads(decode, params, "a", lengths)
+    assert [load.request_id for load in ordered] == ["a-0-d"]
+    for request in requests[2:]:
         request.num_tokens += 1
-        kept, params = prefill.request_finished(request, ([4, 5, 6],), delivered=True)
-        held += [request.request_id] * kept
-        answers.append(params)
-    assert held == ["a-1-p", "a-2-p"]
-    assert answers[0] is None, "the first had no place left, so that no prompt is fetched"
-    prefill.build_orders()
-    prefill.update_results(Results(sent=tuple(held)))
-    params, held = prefilled(prefill, "b", (40, 30))
-    requests, ordered = loads(decode, params, "b", (40, 30, 20))
-    assert len(ordered) == 2
-    assert not any(load.refusal for load in ordered)
-    end(prefill, held, decode, requests, ordered)
+        prefill.request_finished(request, ([4, 5, 6],), delivered=False)
+    end(prefill, ["a-0-p"], decode, ours, ordered)
 
 
-def test_a_prompt_that_came_after_the_first_had_ended_is_computed():
+def test_prompts_that_come_when_the_first_has_ended_are_held_and_loaded():
     prefill, decode = half("kv_producer"), half("kv_consumer")
     params, held = prefilled(prefill, "a", (40,))
     late = Request("a-1-p", 30, ASK)
     prefill.new_request(late)
     late.num_tokens += 1
-    assert prefill.request_finished(late, ([4, 5, 6],), delivered=True) == (False, None)
+    kept, _ = prefill.request_finished(late, ([4, 5, 6],), delivered=True)
+    assert kept
     requests, ordered = loads(decode, params, "a", (40, 30))
-    assert [load.request_id for load in ordered] == ["a-0-d"]
-    end(prefill, held, decode, requests, ordered)
+    assert [load.request_id for load in ordered] == ["a-0-d", "a-1-d"]
+    end(prefill, [*held, "a-1-p"], decode, requests, ordered)
 
 
 def test_a_routers_own_transfer_id_names_the_batch():
@@ -169,7 +168,7 @@ def test_a_routers_own_transfer_id_names_the_batch():
 
 
 @pytest.mark.parametrize(
-    "change", [{BATCH_KEY: 5}, {BATCH_KEY: "x"}, {BATCH_KEY: []}, {HANDLE_KEY: "s2.x"}, {HANDLE_KEY: None}]
+    "change", [{BATCH_KEY: 5}, {BATCH_KEY: ""}, {HANDLE_KEY: "s2.x"}, {HANDLE_KEY: None}]
 )
 def test_a_batch_that_a_client_made_up_is_refused(change):
     prefill, decode = half("kv_producer"), half("kv_consumer")
