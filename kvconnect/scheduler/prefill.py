@@ -140,7 +140,7 @@ class PrefillRequests:
         num_tokens, request_id = self.prefill_tokens(request), request.request_id
         self._requests[request_id] = prefill = _Prefill(num_tokens=num_tokens)
         self._draft.note(Moment.QUEUED, "", request_id, num_tokens)
-        params, batch = self._named(request)
+        params, is_routers = self._named(request)
         if params.get(TRANSFER_KEY) is None:
             return
         try:
@@ -151,7 +151,7 @@ class PrefillRequests:
         parent_of, owner = self._stack.parent_of, self._places.owners.get(handle, request_id)
         if owner != request_id:
             # A batch may have one prompt twice: a decode node fetches it once.
-            if not batch and parent_of(owner) != parent_of(request_id):
+            if is_routers and parent_of(owner) != parent_of(request_id):
                 self._draft.warn(
                     "transfer_id_in_use",
                     "request %s has a transfer id that another request is using; its KV is not held",
@@ -164,7 +164,7 @@ class PrefillRequests:
             self._places.owners[handle] = request_id
             prefill.handle = handle
             self._draft.expected.append(handle)
-            if not batch and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
+            if is_routers and self._streamed_groups and num_tokens >= self._config.extra.stream_min_tokens:
                 prefill.is_streamed = True
                 self.due[request_id] = 0
 
@@ -333,17 +333,12 @@ class PrefillRequests:
         refused = (request_id for request_id, prefill in self._requests.items() if prefill.is_refused)
         return not self._places.are_taken and all(self._stack.batch_of(one)[0] != batch for one in refused)
 
-    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], str]:
-        """A request's parameters, of a later prompt with the batch's id as transfer id; and its batch.
-
-        A router's transfer id counts for more than a batch.
-        """
+    def _named(self, request: RequestView) -> tuple[Mapping[str, Any], bool]:
+        """A request's parameters, of a later prompt with the batch's id as transfer id: then it is False."""
         params, (batch, number) = transfer_params(request), self._stack.batch_of(request.request_id)
-        if params.get(TRANSFER_KEY) is not None:
-            return params, ""
-        if 0 < number <= MOST_LATER_PROMPTS:
-            return {**params, TRANSFER_KEY: self._batch_id(batch)}, batch
-        return params, batch
+        if params.get(TRANSFER_KEY) is not None or not 0 < number <= MOST_LATER_PROMPTS:
+            return params, True
+        return {**params, TRANSFER_KEY: self._batch_id(batch)}, False
 
     def _batch_id(self, batch: str) -> str:
         """A client may have chosen the stack's name of a batch, and must not choose ours."""
