@@ -83,11 +83,65 @@ class Hold(msgspec.Struct, frozen=True):
     step: int
 
 
+class Naming(msgspec.Struct, frozen=True, array_like=True):
+    """How names of KV are made: ``hashing`` by what function and seed, one for every so many ``tokens``.
+
+    Names compare only where both are equal.
+    """
+
+    hashing: Annotated[str, msgspec.Meta(max_length=256)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
+
+
+MAX_NAMES = 1 << 16
+"""Most names of one prefix: a million tokens in blocks of 16."""
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """The first tokens of a prompt by name: ``names[i]`` covers all up to ``(i + 1) * naming.tokens``.
+
+    The first ``start_tokens``, at the end of a name, are not wanted.
+    """
+
+    naming: Naming
+    start_tokens: Count
+    names: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...],
+        msgspec.Meta(max_length=MAX_NAMES),
+    ]
+
+
+class Find(msgspec.Struct, frozen=True):
+    """Ask a peer how many tokens of a prefix, at most ``max_tokens``, it keeps in host memory."""
+
+    request_id: str
+    engine_id: str
+    host: str
+    port: int
+    prefix: Prefix
+    max_tokens: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What came of a ``Find``: the peer keeps ``num_tokens``, ``start_tokens`` included, or nothing: 0.
+
+    ``seconds`` is how long the link takes for them, 0 where that is not known yet. ``naming`` is the peer's,
+    where it names KV otherwise, and ``error`` why it could not be asked.
+    """
+
+    request_id: str
+    num_tokens: int = 0
+    seconds: float = 0.0
+    naming: Naming | None = None
+    error: str = ""
+
+
 class Load(msgspec.Struct, frozen=True):
     """Fetch these blocks from a peer, then report the request received or failed.
 
     ``num_tokens`` is what the peer must hold, no more and no less. An empty ``engine_id`` is any engine at
     the address. With a ``refusal`` nothing is fetched, and the request is reported failed with that text.
+    With a ``prefix`` it is fetched by these names; the handle is this load's own, and stands for no lease.
     """
 
     request_id: str
@@ -98,6 +152,7 @@ class Load(msgspec.Struct, frozen=True):
     num_tokens: int
     groups: tuple[GroupBlocks, ...]
     refusal: str = ""
+    prefix: Prefix | None = None
 
 
 class Await(msgspec.Struct, frozen=True):
@@ -263,6 +318,7 @@ class Orders(_Parts, frozen=True):
     progress: tuple[Progress, ...] = ()
     offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()
+    finds: tuple[Find, ...] = ()
 
     def __bool__(self) -> bool:
         return any(astuple(self)[3:])
@@ -273,7 +329,7 @@ class Results(_Parts, frozen=True):
 
     No peer or copy touches the blocks of ``received`` requests any more; in ``failed``, with the reason, are
     those without valid KV. ``offload`` has at most one report of each rank. ``settled`` are awaited handles
-    that the peer holds, or never will; rank 0 reports them for all ranks.
+    that the peer holds, or never will; rank 0 reports them, and what was ``found``, for all ranks.
     """
 
     sent: tuple[str, ...] = ()
@@ -281,3 +337,4 @@ class Results(_Parts, frozen=True):
     failed: Mapping[str, str] = {}
     offload: tuple[OffloadReport, ...] = ()
     settled: tuple[str, ...] = ()
+    found: tuple[Found, ...] = ()

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from kvconnect.errors import PeerError
-from kvconnect.orders import Count, GroupBlocks, RankAddress
+from kvconnect.orders import Count, GroupBlocks, Naming, Prefix, RankAddress
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.chunks import Chunk
@@ -67,7 +67,8 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     ``engine_card`` is opaque to all but the engine called ``engine``. ``slot_bytes`` is the largest
     chunk that this worker's slots take; 0 if it has none, and the packed path is closed. Digests are of
     one line in ``digest_sample``, the smaller of both sides'. The scratch memory may be written by any peer
-    at any time, to see how fast the link is; it is never read.
+    at any time, to see how fast the link is; it is never read. ``naming`` is that of the KV which it keeps in
+    host memory for peers that ask by name; None for none.
     """
 
     engine_id: str
@@ -81,6 +82,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
     scratch_address: Bytes = 0
     scratch_bytes: Bytes = 0
     digest_sample: Sample = 1
+    naming: Naming | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -135,6 +137,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     ``consumers`` is how many ranks of D fetch from this rank; P frees after the last of them.
     P starts no write later than ``timeout_s`` after it received this, nor from ``until_s`` of its clock on:
     D's own time is not over then, however long this was under way.
+
+    With a ``prefix`` it is no held request that is fetched, but what P keeps under these names; the handle
+    stands for nothing.
     """
 
     transfer_id: int
@@ -146,6 +151,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     chunks: Chunks = ()
     grants: Grants = ()
     until_s: float = math.inf
+    prefix: Prefix | None = None
 
 
 class CreditGrant(msgspec.Struct, frozen=True, array_like=True, tag="granted"):
@@ -253,6 +259,29 @@ class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     unknown: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
 
 
+class FindPrefix(msgspec.Struct, frozen=True, array_like=True, tag="find"):
+    """D to P: how many tokens of this prefix, at most ``max_tokens``, do you keep in host memory?
+
+    Nothing is held by it. Answered by ``PrefixFound`` with the same number.
+    """
+
+    number: Count
+    prefix: Prefix
+    max_tokens: Count
+
+
+class PrefixFound(msgspec.Struct, frozen=True, array_like=True, tag="found"):
+    """P to D: so many tokens, those not wanted included, or 0, perhaps with the reason.
+
+    ``total_bytes`` are those of this rank that a fetch of them would move.
+    """
+
+    number: Count
+    num_tokens: Count
+    total_bytes: Bytes
+    error: str = ""
+
+
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """D to P while it waits for an answer, and now and then when it does not: are you still there?"""
 
@@ -304,9 +333,11 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag="bad"):
     reason: str
 
 
-ToPrefill = Hello | Fetch | CreditGrant | Cancel | Release | Renew | Alive | Question | Measure | Bad
+ToPrefill = (Hello | Fetch | CreditGrant | Cancel | Release | Renew | FindPrefix) | (
+    Alive | Question | Measure | Bad
+)
 ToDecode = (Welcome | Refused | Accepted | CreditRequest | Declined | Landed | Written | Renewed) | (
-    StillAlive | Answer | Measured | Transport | Bad
+    PrefixFound | StillAlive | Answer | Measured | Transport | Bad
 )
 Message = ToPrefill | ToDecode
 

@@ -14,7 +14,7 @@ from kvconnect.cache.region_table import GroupGeometry, PageAxes, Region
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.config import LaneKind
 from kvconnect.errors import PeerError
-from kvconnect.orders import GroupBlocks, RankAddress
+from kvconnect.orders import MAX_NAMES, GroupBlocks, Naming, Prefix, RankAddress
 from kvconnect.peer import messages as m
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk, TokenSpan
@@ -27,6 +27,7 @@ TO_PREFILL = (
     m.Cancel,
     m.Release,
     m.Renew,
+    m.FindPrefix,
     m.Alive,
     m.Question,
     m.Measure,
@@ -34,7 +35,7 @@ TO_PREFILL = (
 )
 TO_DECODE = (
     *(m.Welcome, m.Refused, m.Accepted, m.CreditRequest, m.Declined, m.Landed, m.Written, m.Renewed),
-    *(m.StillAlive, m.Answer, m.Measured, m.Transport, m.Bad),
+    *(m.PrefixFound, m.StillAlive, m.Answer, m.Measured, m.Transport, m.Bad),
 )
 
 counts = st.integers(0, 2**31 - 1)
@@ -66,6 +67,10 @@ tables = st.builds(
     st.lists(regions, max_size=2).map(tuple),
     st.lists(st.builds(GroupGeometry, indices, small, small, texts), max_size=2).map(tuple),
 )
+namings = st.builds(Naming, texts, st.integers(1, 1 << 19))
+prefixes = st.builds(
+    Prefix, namings, counts, st.lists(st.binary(min_size=1, max_size=64), max_size=3).map(tuple)
+)
 introductions = st.builds(
     m.Introduction,
     engine_id=texts,
@@ -76,6 +81,7 @@ introductions = st.builds(
     engine_card=st.binary(max_size=20),
     table=tables,
     slot_bytes=sizes,
+    naming=st.none() | namings,
 )
 spans = st.builds(TokenSpan, indices, counts, counts)
 chunks = st.builds(Chunk, counts, counts, st.lists(spans, max_size=3).map(tuple))
@@ -109,7 +115,10 @@ messages = st.one_of(
         several(chunks),
         several(grants),
         seconds,
+        st.none() | prefixes,
     ),
+    st.builds(m.FindPrefix, counts, prefixes, counts),
+    st.builds(m.PrefixFound, counts, counts, sizes, texts),
     st.builds(m.CreditGrant, transfer_ids, several(grants)),
     st.builds(m.Declined, transfer_ids),
     st.builds(m.Accepted, transfer_ids, sizes),
@@ -162,6 +171,7 @@ def test_the_kinds_of_messages_are_those_that_are_tested():
 
 
 GRANT = m.Grant(4096, 8192, 7)
+PREFIX = Prefix(Naming("s", 16), 0, (b"\x01n",))
 CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
 
 
@@ -184,13 +194,19 @@ CHUNK = Chunk(0, 3, (TokenSpan(0, 16, 48), TokenSpan(1, 0, 1)))
         (m.Refused(2, "no"), "93a77265667573656402a26e6f"),
         (
             m.Fetch(1, "h", 10, (GroupBlocks(0, 0, (1, 2)),), 1, 30.0),
-            "9aa5666574636801a1680a9193000092010201cb403e0000000000009090cb7ff0000000000000",
+            "9ba5666574636801a1680a9193000092010201cb403e0000000000009090cb7ff0000000000000c0",
         ),
         (
             m.Fetch(1, "h", 48, (), 1, 30.0, (CHUNK,), (GRANT,), 100.0),
-            "9aa5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
-            "cb4059000000000000",
+            "9ba5666574636801a168309001cb403e0000000000009193000392930010309301000191 93cd1000cd200007"
+            "cb4059000000000000c0",
         ),
+        (
+            m.Fetch(1, "h", 16, (), 1, 30.0, prefix=PREFIX),
+            "9ba5666574636801a168109001cb403e0000000000009090cb7ff0000000000000939 2a1731000 91c402016e",
+        ),
+        (m.FindPrefix(3, PREFIX, 48), "94a466696e6403939 2a1731000 91c402016e30"),
+        (m.PrefixFound(3, 16, 64, "e"), "95a5666f756e64031040a165"),
         (m.CreditGrant(3, (GRANT,)), "93a76772616e746564039193cd1000cd200007"),
         (m.Declined(3), "92a86465636c696e656403"),
         (m.Accepted(3, 9), "93a861636365707465640309"),
@@ -254,6 +270,12 @@ def test_a_greeting_of_version_1_is_read_so_that_it_can_be_refused():
         m.CreditGrant(1, (m.Grant(-4096, 1, 1),)),
         m.CreditGrant(1, (GRANT,) * (m.MAX_CHUNKS + 1)),
         m.Release("h", 10**6),
+        m.FindPrefix(1, Prefix(Naming("s", 0), 0, ()), 1),
+        m.FindPrefix(1, Prefix(Naming("s" * 257, 16), 0, ()), 1),
+        m.FindPrefix(1, Prefix(Naming("s", 16), 0, (b"",)), 1),
+        m.FindPrefix(1, Prefix(Naming("s", 16), 0, (b"n" * 65,)), 1),
+        m.FindPrefix(1, Prefix(Naming("s", 16), -1, ()), 1),
+        m.FindPrefix(1, Prefix(Naming("s", 16), 0, (b"n",) * (MAX_NAMES + 1)), 1),
     ],
 )
 def test_numbers_that_a_prefill_node_must_not_hear_are_not_read(message):
