@@ -87,6 +87,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         quarantine_s: how long blocks stay unused after the last moment at which a peer may have begun to
             write to them: when it answered that it stopped, or when the time it was given is over.
         early_fetch_s: how long a fetch waits for a prefill that its worker has not been told of yet.
+        find_s: how long a request waits for what peers answer that are asked for its KV by name.
         max_message_bytes: largest side-channel message that is accepted.
         max_leases: most requests that wait to be fetched at one time.
         max_loads: most requests that are fetched at one time; more wait their turn.
@@ -101,6 +102,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: float = 5.0
     quarantine_s: float = 40.0
     early_fetch_s: float = 5.0
+    find_s: float = 0.5
     max_message_bytes: int = 16 << 20
     max_leases: int = 4096
     max_loads: int = 256

@@ -177,6 +177,12 @@ class Metrics(MetricSet):
     copies: Numbers = _counter("copies", "Copies given to the engine", "direction", "path")
     streamed: Number = _counter("streamed_requests", "Requests that were sent while they were prefilled")
     streamed_bytes: Number = _counter("streamed_bytes", "KV bytes sent before the end of their prefill")
+    pulls: Numbers = _counter(
+        "pulls",
+        "Requests whose KV peers were asked for by name, by what came of it",
+        "outcome",
+    )
+    pulled_tokens: Number = _counter("pulled_tokens", "Tokens whose KV was loaded from such a peer")
     failures: Numbers = _FAILURES
     load_seconds: Observations = _histogram(
         "load_seconds", "Seconds from the order to load a request to its arrival", _LOAD_BUCKETS

@@ -300,7 +300,8 @@ class Orders(_Parts, frozen=True):
 
     ``step`` counts the orders of one scheduler half: these come with step ``step``, and what they name was
     given to the device before it. ``zeroes_loads``: the step may still zero what its loads and restores fill.
-    ``notes`` are for the timeline of rank 0, and nothing to carry out.
+    ``notes`` are for the timeline of rank 0, and nothing to carry out. ``pulls`` are, to be counted, what came
+    of requests for which peers were asked by name, and the tokens that were loaded.
     """
 
     step: int = 0
@@ -319,6 +320,7 @@ class Orders(_Parts, frozen=True):
     offload: OffloadOrders = OffloadOrders()
     awaited: tuple[Await, ...] = ()
     finds: tuple[Find, ...] = ()
+    pulls: tuple[tuple[str, int], ...] = ()
 
     def __bool__(self) -> bool:
         return any(astuple(self)[3:])

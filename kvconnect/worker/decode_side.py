@@ -13,14 +13,23 @@ from collections.abc import Callable, Iterator
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import EngineError
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Await, LetGo, Load
+from kvconnect.orders import Await, Find, LetGo, Load
 from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss
-from kvconnect.peer.messages import Accepted, CreditRequest, Declined, Landed, Renewed, Written
+from kvconnect.peer.messages import (
+    Accepted,
+    CreditRequest,
+    Declined,
+    Landed,
+    PrefixFound,
+    Renewed,
+    Written,
+)
 from kvconnect.peer.session import Ended, Event, Misused, Ready, Received
 from kvconnect.peer.transport import Transport
 from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
+from kvconnect.worker.finds import Finds
 from kvconnect.worker.loads import LoadRecord, PeerKey, RankFetch, RankFetchState
 from kvconnect.worker.local import Local
 from kvconnect.worker.peers import Peers, RankLink
@@ -49,6 +58,7 @@ class DecodeSide:
         self.peers = Peers(config, channel, local, metrics, randomness)
         self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics)
+        self.finds = Finds(config, self.peers, metrics, reports.found)
         self.bay = self.rank_fetches.bay
         self._transports = Transports(config, metrics)
         self._config = config
@@ -83,6 +93,10 @@ class DecodeSide:
         """A request that may fetch has to wait for blocks: what its peer holds for it is renewed."""
         self.renewals.keep(order, self._peer_of(order), now)
 
+    def find(self, order: Find, now: float) -> None:
+        """Ask a peer how much of a prefix it keeps."""
+        self.finds.ask(order, self._peer_of(order), now)
+
     def abort(self, request_id: str) -> None:
         """The request is void. It is still reported, once its blocks are quiescent."""
         if request_id in self.loads:
@@ -93,10 +107,13 @@ class DecodeSide:
         self.renewals.end(order.handle)
         self.peers.let_go(self._peer_of(order), order.handle, now)
 
-    def _peer_of(self, order: Load | Await | LetGo) -> PeerKey:
+    def _peer_of(self, order: Load | Await | LetGo | Find) -> PeerKey:
         key = (order.engine_id, order.host, order.port)
-        self.peers.adopt(key, self.renewals.peers_in_use)
+        self.peers.adopt(key, self._peers_in_use)
         return key
+
+    def _peers_in_use(self) -> set[PeerKey]:
+        return self.renewals.peers_in_use() | self.finds.peers_in_use()
 
     # Frames
 
@@ -134,9 +151,10 @@ class DecodeSide:
         # What came to nothing there would wait to be reported until something else wakes us.
         self._look_after([load for load in self.loads.values() if load.error], now)
         self.renewals.advance(now)
+        self.finds.advance(now)
         self.peers.owe(self.rank_fetches.owed() | self.renewals.owed(), now)
         self.peers.advance(now)
-        self.peers.forget_idle(self.renewals.peers_in_use)
+        self.peers.forget_idle(self._peers_in_use)
         self._count()
 
     def _look_after(self, loads: list[LoadRecord], now: float) -> None:
@@ -158,8 +176,8 @@ class DecodeSide:
     def next_deadline(self) -> float:
         """The time by which ``advance`` has something to do even if nothing arrives; endless for never."""
         times = [load.deadline for load in self.loads.values() if not load.error]
-        times += [part.next_deadline() for part in (self.peers, self.renewals, self.rank_fetches)]
-        return min(times)
+        parts = self.peers, self.renewals, self.rank_fetches, self.finds
+        return min(times + [part.next_deadline() for part in parts])
 
     @property
     def waiting_for_writes(self) -> bool:
@@ -190,6 +208,8 @@ class DecodeSide:
                 self._reached(link, found, now)
             case Received(message=Renewed() as renewed):
                 self.renewals.renewed(link, renewed, now)
+            case Received(message=PrefixFound() as found_prefix):
+                self.finds.answered(link, found_prefix)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", link.peer.key, reason)
@@ -246,6 +266,7 @@ class DecodeSide:
         self._metrics.failures.labels("peer_lost").inc()
         logger.warning("peer %s rank %d: %s", peer.key, rank, reason)
         self.peers.drop(link)
+        self.finds.lost(link.name, reason)
         peer.last_loss = now, loss, reason
         if rule.is_out_of_reach or link.session.peer is None:
             self.peers.failed(peer, reason, now)
@@ -324,7 +345,8 @@ class DecodeSide:
             return
         if not load.fetches:
             load.fetches = {rank: RankFetch(load, rank) for rank in peer.partners}
-            self.peers.release_unused(peer, load.handle, now)
+            if load.handle:
+                self.peers.release_unused(peer, load.handle, now)
         for fetch in load.fetches.values():
             link = self.peers.connect_rank(peer, fetch.rank, now)
             is_to_ask = fetch.state is RankFetchState.MEETING and not fetch.is_unpacking
@@ -343,7 +365,7 @@ class DecodeSide:
             # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
             self._reports.received(request_id, load.error)
             self._metrics.timeline.note(
-                Moment.REPORTED, not load.error, handle=load.handle, request_id=request_id
+                Moment.REPORTED, not load.error, handle=load.order.handle, request_id=request_id
             )
         if load.error:
             level = logging.DEBUG if load.aborted else logging.WARNING

@@ -95,7 +95,7 @@ def _load(load: LoadRecord, now: float) -> LoadView:
     fetches = load.fetches.values()
     landings = [fetch.landing for fetch in fetches if fetch.landing is not None]
     return LoadView(
-        digest=digest(load.handle),
+        digest=digest(load.order.handle),
         request_id=load.order.request_id[:MOST_TEXT],
         engine_id=engine_id[:MOST_TEXT],
         address=f"{host}:{port}"[:MOST_TEXT],

@@ -130,7 +130,7 @@ class LandingBay:
         staged = packer.stage(load.order.groups, chunks, load.order.num_tokens)
         holder, count = link.peer.address, len(chunks)
         landing = Landing(
-            transfer_id, load.handle, holder, link.name, packer, staged, load.is_unused, count, count
+            transfer_id, load.order.handle, holder, link.name, packer, staged, load.is_unused, count, count
         )
         self._landings[transfer_id] = landing
         # Half of what is free, so that the next fetch need not wait for the first to end.

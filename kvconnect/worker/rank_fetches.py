@@ -98,22 +98,27 @@ class RankFetches:
             transfer_id=transfer_id,
             handle=order.handle,
             num_tokens=order.num_tokens,
-            groups=order.groups if self._is_direct_open else (),
+            groups=order.groups if self._is_direct_open and order.prefix is None else (),
             consumers=link.peer.consumers[link.rank],
             timeout_s=max(0.001, load.deadline - now),
             chunks=chunks,
             grants=grants,
             until_s=load.deadline + link.clock_ahead_s,
+            prefix=order.prefix,
         )
         self._note(fetch, Moment.FETCH_SENT, link.rank)
         self._peers.send(link.name, message)
 
     def _note(self, fetch: RankFetch, moment: str, number: int) -> None:
-        self._metrics.timeline.note(moment, number, handle=fetch.load.handle, transfer_id=fetch.transfer_id)
+        self._metrics.timeline.note(
+            moment, number, handle=fetch.load.order.handle, transfer_id=fetch.transfer_id
+        )
 
     def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
         """The chunks of a fetch, and slots; none for the direct path, a LayoutError if no path is open."""
-        order, is_direct_open = fetch.load.order, self._is_direct_open
+        order = fetch.load.order
+        # What a peer keeps by name lies in no cache of its own: it is packed.
+        is_direct_open = self._is_direct_open and order.prefix is None
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
         packed = link.packed = link.packed or self._packed_path(link)
         if isinstance(packed, str):

@@ -103,6 +103,8 @@ class Renewals:
 
     def load(self, load: LoadRecord) -> None:
         """A load begins, with what is known of its handle."""
+        if not load.handle:
+            return
         awaited = self.end(load.handle)
         if awaited is not None and awaited.peer == load.peer:
             load.epochs, load.renew_at = awaited.epochs, awaited.renew_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvconnect.orders import Results
+from kvconnect.orders import Found, Results
 
 
 class Reports:
@@ -15,6 +15,7 @@ class Reports:
         self.wake: Callable[[], None] = lambda: None
         self._rank = rank
         self._ended: deque[tuple[str, str, str]] = deque()
+        self._found: deque[Found] = deque()
 
     def sent(self, request_id: str) -> None:
         """No peer reads the blocks of a held request any more."""
@@ -29,9 +30,14 @@ class Reports:
         if self._rank == 0:
             self._add("settled", handle)
 
+    def found(self, found: Found) -> None:
+        """What came of asking a peer for KV by name."""
+        self._found.append(found)
+        self.wake()
+
     def take(self) -> Results:
         """What was reported since the last call."""
-        if not self._ended:
+        if not self._ended and not self._found:
             return Results()
         # No lock: the other thread appends meanwhile.
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
@@ -40,6 +46,7 @@ class Reports:
             received=tuple(name for what, name, _ in ended if what == "received"),
             failed={name: error for _, name, error in ended if error},
             settled=tuple(name for what, name, _ in ended if what == "settled"),
+            found=tuple(self._found.popleft() for _ in range(len(self._found))),
         )
 
     def _add(self, what: str, name: str, error: str = "") -> None:

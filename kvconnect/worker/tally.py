@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from kvconnect.metrics import Metrics
 from kvconnect.peer.messages import OTHER_PROMPT, OTHER_WEIGHTS
@@ -32,6 +33,13 @@ def count_sent(metrics: Metrics, sending: Sending) -> None:
         logger.warning("%s could not be sent: %s", sending.lease, sending.error)
 
 
+def count_pulls(metrics: Metrics, pulls: Iterable[tuple[str, int]]) -> None:
+    """What the scheduler half has decided of KV that peers keep, and what became of it."""
+    for outcome, num_tokens in pulls:
+        metrics.pulls.labels(outcome).inc()
+        metrics.pulled_tokens.inc(num_tokens)
+
+
 def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
     """A request that D fetched is over."""
     outcome = "aborted" if loading.aborted else "failed" if loading.error else "ok"
@@ -39,7 +47,8 @@ def count_loaded(metrics: Metrics, loading: LoadRecord, now: float) -> None:
     if loading.error:
         if not loading.aborted:
             causes = (label for text, label in _CAUSES.items() if text in loading.error)
-            metrics.failures.labels(next(causes, "load")).inc()
+            otherwise = "load" if loading.order.prefix is None else "pull"
+            metrics.failures.labels(next(causes, otherwise)).inc()
         return
     for (path, lane), (total_bytes, copies) in loading.moved.items():
         metrics.transfer_bytes.labels("received", path, lane).inc(total_bytes)

@@ -30,6 +30,7 @@ from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.local import Local
 from kvconnect.worker.prefill_side import PrefillSide
 from kvconnect.worker.reports import Reports
+from kvconnect.worker.tally import count_pulls
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +198,10 @@ class TransferThread:
         self._each("abort", orders.aborted, decode.abort)
         if self.local.introduction.rank == 0:
             # Every rank gets the orders, but what happened to the scheduler half happened once.
+            self._each("find", orders.finds, lambda order: decode.find(order, now))
             for reason in orders.failures:
                 self._metrics.failures.labels(reason).inc()
+            count_pulls(self._metrics, orders.pulls)
 
     def _each(self, what: str, orders: Iterable[Order], carry_out: Callable[[Order], None]) -> None:
         for order in orders:

@@ -1,0 +1,116 @@
+"""What D asks peers before it fetches by name: how much of a prefix they keep.
+
+Rank 0 asks for all ranks: a peer's ranks keep the same. Owned by the transfer thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvconnect.config import ExtraConfig
+from kvconnect.metrics import Metrics
+from kvconnect.orders import Find, Found, Prefix
+from kvconnect.peer.messages import FindPrefix, PrefixFound
+from kvconnect.worker.loads import PeerKey
+from kvconnect.worker.peers import Peers, RankLink
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Asked:
+    """``link`` is the connection over which it was asked, empty until the peer is met."""
+
+    order: Find
+    peer: PeerKey
+    deadline: float
+    link: str = ""
+
+
+class Finds:
+    """Questions that are not answered yet. Each is reported to ``found`` exactly once."""
+
+    def __init__(
+        self, config: ExtraConfig, peers: Peers, metrics: Metrics, found: Callable[[Found], None]
+    ) -> None:
+        self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def peers_in_use(self) -> set[PeerKey]:
+        """Peers that owe an answer, or are to be asked."""
+        return {asked.peer for asked in self._asked.values()}
+
+    def next_deadline(self) -> float:
+        """The time by which ``advance`` has something to do; endless for never."""
+        return min((asked.deadline for asked in self._asked.values()), default=math.inf)
+
+    def ask(self, order: Find, key: PeerKey, now: float) -> None:
+        """Ask a peer, once it is met."""
+        self._asked[next(self._numbers)] = _Asked(order, key, now + self._config.find_s)
+        self._peers.reach(key, now)
+
+    def advance(self, now: float) -> None:
+        """Ask peers that were met meanwhile, and wait no longer for those that are late."""
+        for number, asked in list(self._asked.items()):
+            if now >= asked.deadline:
+                self._end(number, error=f"it did not answer within {self._config.find_s} s")
+            elif not asked.link:
+                self._try(number, asked, now)
+
+    def answered(self, link: RankLink, message: PrefixFound) -> None:
+        """A peer answers. What nobody waits for any more is no fault of its."""
+        asked = self._asked.get(message.number)
+        if asked is None or asked.link != link.name:
+            return
+        problem = _problem(message, asked.order.prefix, asked.order.max_tokens)
+        if problem:
+            self._metrics.failures.labels("peer_message").inc()
+            logger.warning("peer %s: %s", asked.peer, problem)
+        error = problem or message.error
+        if error or message.num_tokens <= asked.order.prefix.start_tokens:
+            self._end(message.number, error=error)
+            return
+        rate = link.found.bytes_per_s if link.found is not None else 0.0
+        # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
+        total_bytes = message.total_bytes * len(link.peer.partners)
+        self._end(message.number, message.num_tokens, total_bytes / rate if rate else 0.0)
+
+    def lost(self, link: str, reason: str) -> None:
+        """A connection is over: what was asked over it is not answered."""
+        for number in [number for number, asked in self._asked.items() if asked.link == link]:
+            self._end(number, error=reason)
+
+    def _try(self, number: int, asked: _Asked, now: float) -> None:
+        peer, order = self._peers.reach(asked.peer, now), asked.order
+        if reason := peer.refusal(now):
+            self._end(number, error=reason)
+        elif peer.is_ready and (theirs := peer.links[0].session.peer) is not None:
+            if theirs.naming != order.prefix.naming:
+                # That it keeps nothing for others is an answer too.
+                report = Found(order.request_id, naming=theirs.naming)
+                del self._asked[number]
+                self._found(report)
+                return
+            asked.link = peer.links[0].name
+            self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
+
+    def _end(self, number: int, num_tokens: int = 0, seconds: float = 0.0, error: str = "") -> None:
+        request_id = self._asked.pop(number).order.request_id
+        self._found(Found(request_id, num_tokens, seconds, error=error))
+
+
+def _problem(found: PrefixFound, prefix: Prefix, max_tokens: int) -> str:
+    """Why an answer cannot be right, or nothing."""
+    tokens = prefix.naming.tokens
+    most = min(max_tokens, len(prefix.names) * tokens)
+    if found.num_tokens <= most and found.num_tokens % tokens == 0:
+        return ""
+    return f"it says that it keeps {found.num_tokens} tokens, of at most {most} by names of {tokens} each"
