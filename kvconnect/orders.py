@@ -300,7 +300,7 @@ class Orders(_Parts, frozen=True):
 
     ``step`` counts the orders of one scheduler half: these come with step ``step``, and what they name was
     given to the device before it. ``zeroes_loads``: the step may still zero what its loads and restores fill.
-    ``notes`` are for the timeline of rank 0, and nothing to carry out. ``pulls`` are, to be counted, what came
+    ``notes`` are for the timeline of rank 0, and nothing to carry out. ``pulls`` are to be counted: what came
     of requests for which peers were asked by name, and the tokens that were loaded.
     """
 
