@@ -93,19 +93,25 @@ def _move_rows(
         blocks = of_pages[first:stop]
         (missing,) = np.nonzero(blocks == 0)
         (kept,) = np.nonzero(blocks) if len(missing) else (slice(None),)
+        # The null block may be no memory at all: in its place any other is read, and what came of it zeroed.
+        sources = np.where(blocks, blocks, blocks.max()) if len(missing) else blocks
         shape = (len(blocks), tokens, walk.heads, walk.planes, walk.wire_run_bytes // word)
         at = (row + skipped) * walk.wire_token_stride
         for pages, wire, scales in zip(all_pages, move.wire.tolist(), all_scales, strict=True):
             if tokens != walk.tokens:
                 pages = pages[:, skipped : skipped + tokens]
             in_slot: Words = np.ndarray(shape, f"i{word}", slot, wire + at, strides)
-            if cast is not None:
-                _cast_part(pages, in_slot, blocks, move.lanes, scales, pack)
-            elif pack:
-                _gather(pages, blocks, in_slot)
+            if pack and len(missing) < len(blocks):
+                if cast is None:
+                    _gather(pages, sources, in_slot)
+                else:
+                    _cast_part(pages, in_slot, sources, move.lanes, scales, pack)
+            if pack:
                 in_slot[missing] = 0
-            else:
+            elif cast is None:
                 pages[blocks[kept]] = in_slot[kept]
+            else:
+                _cast_part(pages, in_slot, blocks, move.lanes, scales, pack)
 
 
 def _gather(pages: Words, blocks: BlockIds, rows: Words) -> None:
@@ -149,7 +155,6 @@ def _cast_part(
         some, rows = ids[first : first + at_once], wire[first : first + at_once]
         if pack:
             _cast_values(pages[some], rows, lanes, scales, pack)
-            rows[some == 0] = 0
             continue
         (kept,) = np.nonzero(some)
         if len(kept) < len(some):
