@@ -27,7 +27,7 @@ class KeptByName(Protocol):
 
     naming: Naming
     table: RegionTable
-    """Rows as blocks: block ``b`` of a group is its row ``b - 1``, since block 0 is none."""
+    """Rows as kernel blocks, which ``Kept.groups`` number as it suits; block 0 is none, and no memory."""
 
     def find(self, prefix: Prefix, max_tokens: int) -> tuple[int, int]:
         """Tokens of a prefix that are kept, ``prefix.start_tokens`` included, and bytes of what is wanted.

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kvconnect.cache.region_table import CacheTensor, RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
-from kvconnect.errors import ConfigError, EngineError, LocalError
+from kvconnect.errors import ConfigError, EngineError, LayoutError, LocalError
 from kvconnect.offload.copies.arena import RowArena
-from kvconnect.offload.copies.rows import GroupRows, RowLayout, RowParts
-from kvconnect.offload.index.budgets import ArenaPlan, RowClass
+from kvconnect.offload.copies.rows import GroupRows, RowLayout, RowParts, row_table
+from kvconnect.offload.index.budgets import ArenaPlan, RowClass, plan_arena
 from kvconnect.orders import RowCopies
 from tests.offload.rows_by_hand import rows_of as rows_by_hand
 from tests.pack.sides import NUM_BLOCKS, Side, models, shapes
@@ -82,6 +82,39 @@ def test_lanes_of_all_parts_are_the_row(made, block, part_bytes):
                     assert not any(number % access.unit for number in numbers)
                     lanes.append((*numbers[:3], first + offset))
         assert bytes_of_lanes(lanes, block) == bytes_of_pages(table, group, block)
+
+
+@settings(max_examples=50)
+@given(made=tables(), row=st.integers(0, 3))
+def test_rows_are_blocks_of_a_region_table(made, row):
+    table, _ = made
+    layout = RowLayout.build(table)
+    plan = plan_arena(1 << 22, layout.row_bytes, dict.fromkeys(layout.row_bytes, 1))
+    arena = RowArena(plan)
+    ratios = {geometry.group: geometry.blocks_per_kv_block for geometry in table.groups}
+    lengths = {group: {it.page_bytes for it in table.regions if it.group == group} for group in ratios}
+    if any(ratio > 1 and len(lengths[group]) > 1 for group, ratio in ratios.items()):
+        with pytest.raises(LayoutError, match="accepted: pages of one length"):
+            row_table(table, arena)
+        return
+    rows, pages = row_table(table, arena)
+    for group, ratio in ratios.items():
+        at = arena.address + plan.offset_bytes(group, row)
+        assert pages[group].content_bytes == layout.groups[group].content_bytes
+        ids = pages[group].ids(np.array([row, plan.row_class(group).num_rows - 1]))
+        assert ids.shape == (2, ratio)
+        assert rows.geometry_of(group).blocks_per_kv_block == 1
+        for ours, theirs in zip(rows.regions, table.regions, strict=True):
+            assert (ours.layer, ours.page_bytes, ours.axes) == (theirs.layer, theirs.page_bytes, theirs.axes)
+            if ours.group != group:
+                continue
+            for page in ids[0].tolist():
+                assert ours.address + page * ours.block_stride == at
+                at += ours.page_bytes
+            assert ids.min() > 0
+            assert ids.max() == ours.num_blocks - 1
+            end = arena.address + plan.row_class(group).offset_bytes
+            assert ours.end <= end + plan.row_class(group).num_rows * plan.row_class(group).row_bytes
 
 
 def test_layers_side_by_side_in_one_block_are_one_lane():

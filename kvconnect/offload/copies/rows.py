@@ -6,14 +6,16 @@ the other, without gaps. So what a row holds depends on the cache's shape and no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from kvconnect.cache.region_table import Region, RegionTable
-from kvconnect.errors import LocalError
+from kvconnect.cache.region_table import Region, RegionTable, Storage
+from kvconnect.errors import LayoutError, LocalError
 from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.index.budgets import ROW_ALIGN_BYTES
 from kvconnect.orders import RowCopies
@@ -91,6 +93,59 @@ def _group_rows(group: int, regions: Sequence[Region], ratio: int, num_blocks: i
             at += length
     row_bytes = max(1, -(-at // ROW_ALIGN_BYTES)) * ROW_ALIGN_BYTES
     return GroupRows(group, num_blocks, at, row_bytes, tuple(lanes))
+
+
+@dataclass(frozen=True)
+class RowPages:
+    """The kernel pages of a group's rows by number, none of which is 0.
+
+    Row ``r`` has its first at ``(r + 1) * row_step``, and each of the ``ratio`` in a block ``page_step``
+    after the one before.
+    """
+
+    content_bytes: int
+    row_step: int
+    page_step: int
+    ratio: int
+
+    def ids(self, rows: Column) -> Column:
+        """Of each row its pages, in the order of their tokens."""
+        ids: Column = np.add.outer((rows + 1) * self.row_step, np.arange(self.ratio) * self.page_step)
+        return ids
+
+
+def row_table(table: RegionTable, arena: RowArena) -> tuple[RegionTable, dict[int, RowPages]]:
+    """Rows as the blocks of a region table, for a packer that reads them, and their numbers by group.
+
+    A row has the kernel pages of each region side by side, so that they and the rows are steps of one stride:
+    blocks of the table are kernel blocks, and overlap where the stride is less than a page. Block 0, at the
+    row before the first, is none, and never read. Raises ``LayoutError``: pages of a group that is split into
+    kernel blocks differ in length.
+    """
+    regions, groups, pages = [], [], {}
+    for geometry in table.groups:
+        group, ratio = geometry.group, geometry.blocks_per_kv_block
+        mine, rows = [it for it in table.regions if it.group == group], arena.plan.row_class(group)
+        lengths = {region.page_bytes for region in mine}
+        if ratio > 1 and len(lengths) > 1:
+            raise LayoutError(
+                f"cache group {group} has pages of {sorted(lengths)} bytes and {ratio} of each in a block; "
+                "accepted: pages of one length, or one in a block"
+            )
+        stride = math.gcd(rows.row_bytes, *lengths) if ratio > 1 else rows.row_bytes
+        step = max(lengths, default=0) // stride if ratio > 1 else 0
+        at = pages[group] = RowPages(
+            sum(region.page_bytes for region in mine) * ratio, rows.row_bytes // stride, step, ratio
+        )
+        num_blocks = int(at.ids(np.array([rows.num_rows - 1])).max()) + 1
+        address = arena.address + rows.offset_bytes - rows.row_bytes
+        for region in mine:
+            changes = {"address": address, "num_blocks": num_blocks, "block_stride": stride}
+            regions.append(msgspec.structs.replace(region, **changes))
+            address += region.page_bytes * ratio
+        groups.append(msgspec.structs.replace(geometry, blocks_per_kv_block=1))
+    storage = Storage(arena.address, arena.length_bytes, "cpu")
+    return RegionTable(tuple(regions), tuple(groups), (storage,)), pages
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,17 +20,19 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import LocalError
+from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metric_values import Changes
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
 from kvconnect.offload.copies.rows import RowLayout
 from kvconnect.offload.index.budgets import ArenaPlan, plan_for
 from kvconnect.offload.namespace import Namespace, cache_facts, row_facts
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.tier import LowerTier
 from kvconnect.offload.worker.jobs import Jobs, Report
+from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.offload.worker.tier_loop import Command, TierLoop
-from kvconnect.orders import OffloadOrders, Results, RowCopies
+from kvconnect.orders import Naming, OffloadOrders, Results, RowCopies
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 
 logger = logging.getLogger(__name__)
@@ -139,12 +141,22 @@ class OffloadWorker:
         label = str(facts.pop("label", ""))
         return Namespace.of({**kept, **own, "stack": facts}, label)
 
+    def name_rows(self, naming: Naming, requirements: HitRequirements) -> NamedRows | None:
+        """Have rows found by name. Before any orders; None: rows of this cache cannot be sent to peers."""
+        self._registered()
+        try:
+            self._jobs.names = NamedRows(naming, requirements, self._table, self._arena)
+        except LayoutError as error:
+            logger.warning("nothing is sent to peers that ask by name: %s", error)
+        return self._jobs.names
+
     def replace_weights(self, weights: str) -> None:
         """Move all tiers to the namespace of the weights that the model runs with from now on.
 
         After the scheduler half was reset, and before the first orders for KV of the new weights.
         """
         _, loop = self._registered()
+        self._jobs.forget_names()
         self._facts = {**self._facts, "weights": weights}
         self.namespace = namespace = self._name()
         logger.info("rank %d keeps blocks in namespace %s now", self._rank, namespace.name)
@@ -183,6 +195,7 @@ class OffloadWorker:
         (copier, loop), now = self._registered(), time.monotonic()
         loop.held_rows = orders.held_rows
         if orders.clear:
+            self._jobs.forget_names()
             loop.order((loop.work.clear, None), (lambda _: self._jobs.cleared(), None))
         if not orders.stores:
             return

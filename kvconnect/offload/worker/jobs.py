@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.offload.worker.named_rows import NamedRows
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ class Report(enum.Enum):
     FETCHED = "fetch"
     FOUND = "seek"
     RECEIVED = "restore"
+
+
+_FILLS = (Report.STORED, Report.FETCHED)
+"""With these the rows of a job hold its contents, but for those that the report names."""
 
 
 @dataclass(eq=False)
@@ -74,6 +79,8 @@ class Jobs:
         self.held: Counter[HostRow] = Counter()
         """Rows that a tier or a copy may still touch although their job was given up, so that the scheduler
         half uses them for something else: until they are released, all orders for them fail."""
+        self.names: NamedRows | None = None
+        """What rows hold, where peers ask for that."""
         self._rank = rank
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -105,16 +112,21 @@ class Jobs:
                 job.copies = RowCopies(copies.group, blocks, tuple(copies.rows[at] for at in free))
                 job.named = tuple(hashes[at] for at in free)
                 job.refused = tuple(set(hashes) - set(job.named))
+        if self.names is not None:
+            self.names.take(job)
         with self._lock:
             self._open[job.number] = job
         return job
 
     def end(self, job: Job, report: Report, named: Iterable[bytes] = ()) -> None:
         """A job has come to what it owes next, and names these contents, unless it was given up before."""
+        named = tuple(named)
+        if self.names is not None and report in _FILLS and job.owed[:1] == (report,):
+            self.names.fill(job, named)
         with self._lock:
             is_owed = job.owed[:1] == (report,)
             if is_owed:
-                self._report(job, tuple(named), "")
+                self._report(job, named, "")
         if is_owed:
             self._notify()
 
@@ -163,6 +175,11 @@ class Jobs:
     def forget_changes(self) -> None:
         with self._lock:
             self._changes.clear()
+
+    def forget_names(self) -> None:
+        """Of what rows hold, or will once a job under way is done, nothing is named to peers any more."""
+        if self.names is not None:
+            self.names.forget()
 
     def cleared(self) -> None:
         """An order to clear was carried out: what changes from now on is of what came after it."""

@@ -1,0 +1,391 @@
+"""Rows by name: what is found holds those bytes, and what was overwritten since is known to be."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvconnect.errors import ConfigError
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.orders import Fetch, Naming, Prefix, RowCopies, Store
+from tests.offload.worker_kit import Double, Rig, caches
+
+NAMING = Naming("test", 4)
+BLOCK = {0: 4, 1: 8, 2: 8}
+"""Tokens of a block by group; group 1 sees 16 tokens, group 2 has two kernel blocks in one."""
+TOKENS = 48
+
+
+def names(prompt, count=TOKENS // 4):
+    """Prompts with equal first digits have a prefix in common, of 8 tokens for each digit."""
+    return tuple(f"{prompt[: at // 2 + 1]}/{at}".encode() for at in range(count))
+
+
+def name_of(prompt, group, position):
+    step = BLOCK[group] // 4
+    return names(prompt)[(position + 1) * step - 1]
+
+
+def content(table, group, name):
+    """What the pages of a block of this name are, by region and kernel page."""
+    ratio = table.geometry_of(group).blocks_per_kv_block
+    random = np.random.default_rng([group, *name])
+    regions = [region for region in table.regions if region.group == group]
+    return [[random.bytes(region.page_bytes) for _ in range(ratio)] for region in regions]
+
+
+class Named:
+    """A rig whose rows have names, and a model of it: which name is where, as far as it is certain."""
+
+    def __init__(self, *tiers, drafts=()):
+        self.rig = Rig(*tiers)
+        self.config = caches()[0]
+        self.needs = HitRequirements.of(self.config.groups, (0, 1, 2), 8, drafts)
+        self.rows = self.rig.worker.name_rows(NAMING, self.needs)
+        self.device, self.table = self.rig.table, self.rows.table
+        self.places, self.number = {}, 0
+        classes = self.rig.worker.plan.class_of
+        self.row_of = lambda group, row: (classes[group], row)
+
+    def write_block(self, group, block, name):
+        geometry = self.device.geometry_of(group)
+        regions = [region for region in self.device.regions if region.group == group]
+        for region, pages in zip(regions, content(self.device, group, name), strict=True):
+            for part, page in enumerate(pages):
+                at = block * geometry.blocks_per_kv_block + part
+                ctypes.memmove(region.address + at * region.block_stride, page, len(page))
+
+    def taken(self, group, rows):
+        gone = {self.row_of(group, row) for row in rows}
+        self.places = {what: row for what, row in self.places.items() if row not in gone}
+
+    def store(self, group, pairs, wait=True):
+        """``pairs`` are of name and row."""
+        self.number += 1
+        for block, (name, _) in enumerate(pairs, 1):
+            self.write_block(group, block, name)
+        hashes, rows = tuple(name for name, _ in pairs), tuple(row for _, row in pairs)
+        self.taken(group, rows)
+        self.rig.order(
+            stores=(Store(self.number, RowCopies(group, tuple(range(1, len(rows) + 1)), rows), hashes),)
+        )
+        if wait:
+            self.rig.until_idle()
+            self.places.update(((group, name), self.row_of(group, row)) for name, row in pairs)
+
+    def fetch(self, group, pairs, tier):
+        self.number += 1
+        hashes, rows = tuple(name for name, _ in pairs), tuple(row for _, row in pairs)
+        self.taken(group, rows)
+        self.rig.order(fetches=(Fetch(self.number, "disk", group, hashes, rows),))
+        if tier.mood in ("good", "refuse"):
+            self.rig.until_idle()
+            there = [(name, row) for name, row in pairs if (group, name) in tier.kept]
+            if tier.mood == "good":
+                self.places.update(((group, name), self.row_of(group, row)) for name, row in there)
+
+    def found_by_hand(self, prompt, most, start=0, count=TOKENS // 4):
+        for num_tokens in range(most // 8 * 8, start, -8):
+            wanted = self.wanted(num_tokens, start)
+            if num_tokens > count * 4:
+                continue
+            if all((group, name_of(prompt, group, at)) in self.places for group, at in wanted):
+                return num_tokens
+        return 0
+
+    def wanted(self, num_tokens, start):
+        """Positions by group of what token ``num_tokens`` sees."""
+        first = {0: start, 1: max(start, num_tokens - 15), 2: start}
+        return [
+            (group, at)
+            for group, size in BLOCK.items()
+            for at in range(first[group] // size, num_tokens // size)
+        ]
+
+    def check(self, prompt, most, start=0):
+        """What is found is as long as by hand, and holds the bytes of its names."""
+        prefix = Prefix(NAMING, start, names(prompt))
+        num_tokens, total_bytes = self.rows.find(prefix, most)
+        assert num_tokens == self.found_by_hand(prompt, most, start)
+        if not num_tokens:
+            assert total_bytes == 0
+            return None
+        assert total_bytes == sum(
+            sum(len(page) for pages in content(self.device, group, b"") for page in pages)
+            for group, _ in self.wanted(num_tokens, start)
+        )
+        kept = self.rows.hold(prefix, num_tokens)
+        assert kept.is_intact()
+        self.check_bytes(kept, prompt, num_tokens, start)
+        return kept
+
+    def check_bytes(self, kept, prompt, num_tokens, start):
+        wanted = set(self.wanted(num_tokens, start))
+        for blocks in kept.groups:
+            group, ratio = blocks.group, 2 if blocks.group == 2 else 1
+            regions = [region for region in self.table.regions if region.group == group]
+            there = {(blocks.first_block + at) // ratio for at, page in enumerate(blocks.block_ids) if page}
+            assert there == {at for one, at in wanted if one == group}
+            for at, page in enumerate(blocks.block_ids):
+                position, part = divmod(blocks.first_block + at, ratio)
+                if not page:
+                    continue
+                true = content(self.device, group, name_of(prompt, group, position))
+                for region, pages in zip(regions, true, strict=True):
+                    assert 0 < page < region.num_blocks
+                    address = region.address + page * region.block_stride
+                    assert ctypes.string_at(address, region.page_bytes) == pages[part]
+
+
+@pytest.fixture
+def named():
+    made = Named()
+    yield made
+    made.rig.close()
+
+
+def keep(named, prompt, num_tokens=TOKENS, first_row=0, groups=(0, 1, 2)):
+    for group in groups:
+        count = num_tokens // BLOCK[group]
+        pairs = [(name_of(prompt, group, at), first_row + at) for at in range(count)]
+        for part in range(0, count, 8):
+            named.store(group, pairs[part : part + 8])
+
+
+def test_what_was_stored_is_found_by_its_names(named):
+    keep(named, "aaaaaa", 40)
+    assert named.check("aaaaaa", 100) is not None
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa")), 100)[0] == 40
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa")), 39)[0] == 32
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa", 7)), 100)[0] == 24
+    for start in (4, 8, 20, 36, 40, 44):
+        named.check("aaaaaa", 100, start)
+    assert named.rows.find(Prefix(NAMING, 0, names("aabbbb")), 100)[0] == 16
+    assert named.rows.find(Prefix(NAMING, 0, names("bbbbbb")), 100) == (0, 0)
+
+
+@pytest.mark.parametrize("naming", [Naming("test", 8), Naming("other", 4)])
+def test_nothing_is_kept_under_names_that_are_made_otherwise(named, naming):
+    keep(named, "aaaaaa")
+    prefix = Prefix(naming, 0, names("aaaaaa"))
+    assert named.rows.find(prefix, 48) == (0, 0)
+    assert named.rows.hold(prefix, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens"), [(0, 0), (0, 52), (0, 2**31), (16, 16), (16, 8), (2**31 - 1, 8)]
+)
+def test_no_more_is_held_than_what_is_named_and_wanted(named, start, num_tokens):
+    keep(named, "aaaaaa")
+    assert named.rows.hold(Prefix(NAMING, start, names("aaaaaa")), num_tokens) is None
+    assert named.rows.hold(Prefix(NAMING, 0, ()), num_tokens) is None
+    assert named.rows.find(Prefix(NAMING, start, ()), num_tokens) == (0, 0)
+
+
+def test_a_prefix_is_held_where_a_peer_cuts_it_shorter(named):
+    # Its blocks are others: a window and the blocks that see all are known from any token on.
+    keep(named, "aaaaaa")
+    prefix = Prefix(NAMING, 0, names("aaaaaa"))
+    for num_tokens in range(1, TOKENS + 1):
+        kept = named.rows.hold(prefix, num_tokens)
+        first = max(0, num_tokens - 15) // 8
+        assert kept.groups[1].first_block == first
+        assert len(kept.groups[1].block_ids) == -(-num_tokens // 8) - first
+
+
+def test_a_row_that_is_taken_has_no_name_from_that_moment_on(named):
+    keep(named, "aaaaaa", 16)
+    kept = named.check("aaaaaa", 16)
+    named.store(0, [(b"x", 2)], wait=False)
+    assert not kept.is_intact()
+    assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa")), 16)[0] == 8
+    named.rig.until_idle()
+    assert not kept.is_intact()
+    # The same content in the same row is another one.
+    named.store(0, [(name_of("aaaaaa", 0, 2), 2)])
+    assert not kept.is_intact()
+    assert named.check("aaaaaa", 16).is_intact()
+
+
+def test_a_content_that_is_stored_twice_is_where_it_was_stored_last(named):
+    keep(named, "aa", 16)
+    named.store(0, [(name_of("aa", 0, 3), 9)])
+    named.store(0, [(b"x", 3)])
+    named.check("aa", 16)
+    assert named.rows.find(Prefix(NAMING, 0, names("aa")), 16)[0] == 16
+
+
+def test_former_names_of_a_row_are_not_remembered(named):
+    for number in range(20):
+        named.store(0, [(b"%d" % number, 2), (b"%d again" % number, 3)])
+    assert list(named.rows._places[0]) == [b"19", b"19 again"]
+
+
+@pytest.mark.parametrize("forget", ["clear", "weights"])
+def test_nothing_has_a_name_after_the_cache_was_reset(named, forget):
+    keep(named, "aaaaaa", 16)
+    kept = named.check("aaaaaa", 16)
+    if forget == "clear":
+        named.rig.order(clear=True)
+    else:
+        named.rig.worker.replace_weights("others")
+    named.places = {}
+    named.check("aaaaaa", 16)
+    assert not kept.is_intact()
+    keep(named, "aaaaaa", 16)
+    assert named.check("aaaaaa", 16) is not None
+
+
+def test_a_copy_that_failed_gives_no_name(named):
+    keep(named, "aa", 16)
+    hashes = (b"x",)
+    # There is no such block.
+    named.rig.order(stores=(Store(77, RowCopies(0, (10**6,), (1,)), hashes),))
+    named.rig.until_idle()
+    assert named.rig.stored[77] == hashes
+    named.taken(0, (1,))
+    named.check("aa", 16)
+    assert not any(b"x" in places for places in named.rows._places.values())
+
+
+def test_what_a_tier_reads_has_its_name_once_it_is_there():
+    tier = Double()
+    named = Named(tier)
+    try:
+        keep(named, "aaaa", 32, groups=(1, 2))
+        tier.kept = {
+            (0, name): bytes(named.rig.worker.plan.row_class(0).row_bytes)
+            for name in [name_of("aaaa", 0, at) for at in range(8) if at != 5]
+        }
+        for group, name in list(tier.kept):
+            pages = content(named.device, group, name)
+            tier.kept[group, name] = b"".join(page for region in pages for page in region).ljust(
+                len(tier.kept[group, name]), b"\0"
+            )
+        pairs = [(name_of("aaaa", 0, at), 20 + at) for at in range(8)]
+        tier.mood = "late"
+        named.fetch(0, pairs, tier)
+        named.check("aaaa", 32)
+        tier.mood = "good"
+        tier.release()
+        named.rig.until_idle()
+        # The sixth is not there.
+        named.places.update(
+            ((0, name), named.row_of(0, row)) for name, row in pairs if (0, name) in tier.kept
+        )
+        assert named.check("aaaa", 32) is not None
+        assert named.rows.find(Prefix(NAMING, 0, names("aaaa")), 32)[0] == 16
+    finally:
+        named.rig.close()
+
+
+def test_a_row_that_may_be_written_late_has_no_name():
+    tier = Double(mood="late")
+    named = Named(tier)
+    try:
+        named.rig.worker._loop.work.timeouts_s["read"] = 0.01
+        keep(named, "aa", 16)
+        kept = named.check("aa", 16)
+        named.fetch(0, [(b"x", 1)], tier)
+        named.rig.until(lambda: named.number in named.rig.fetched)
+        assert not kept.is_intact()
+        named.check("aa", 16)
+        # Its order fails for this row, which the tier may still write.
+        named.store(0, [(name_of("aa", 0, 1), 1)], wait=False)
+        named.rig.until(lambda: named.number in named.rig.stored)
+        named.check("aa", 16)
+        tier.kept[0, b"x"] = bytes(named.rig.worker.plan.row_class(0).row_bytes)
+        tier.release()
+        named.rig.until_idle()
+        named.check("aa", 16)
+        named.store(0, [(name_of("aa", 0, 1), 1)])
+        assert named.check("aa", 16) is not None
+    finally:
+        named.rig.close()
+
+
+def test_a_draft_layers_block_is_known_by_the_name_after_it():
+    named = Named(drafts=(1,))
+    try:
+        keep(named, "aaaaaa", 40, groups=(0, 2))
+        for at in range(4):
+            named.store(1, [(name_of("aaaaaa", 1, at + 1), at)])
+        prefix = Prefix(NAMING, 0, names("aaaaaa"))
+        assert named.rows.find(prefix, 32)[0] == 32
+        kept = named.rows.hold(prefix, 32)
+        assert [blocks.group for blocks in kept.groups] == [0, 1, 2]
+        assert kept.groups[1].first_block == 2
+        assert kept.groups[1].block_ids == (3, 4)
+        # The block at the end has no name before the one after it has.
+        assert named.rows.find(Prefix(NAMING, 0, names("aaaaaa", 8)), 48)[0] == 24
+    finally:
+        named.rig.close()
+
+
+def test_names_must_divide_blocks():
+    rig = Rig()
+    try:
+        needs = HitRequirements.of(caches()[0].groups, (0, 1, 2), 8)
+        with pytest.raises(ConfigError, match="names are of 3"):
+            rig.worker.name_rows(Naming("n", 3), needs)
+    finally:
+        rig.close()
+
+
+prompts = st.sampled_from(["aaaaaa", "aabbbb", "aabbcc", "dddddd"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_is_ordered_no_name_stands_for_other_bytes(data):
+    tier = Double()
+    named = Named(tier)
+    held = []
+    try:
+        for _ in range(data.draw(st.integers(1, 25))):
+            group = data.draw(st.sampled_from([0, 0, 1, 2]))
+            prompt = data.draw(prompts)
+            first = data.draw(st.integers(0, TOKENS // BLOCK[group] - 1))
+            at = range(first, min(TOKENS // BLOCK[group], first + data.draw(st.integers(1, 8))))
+            row = data.draw(st.integers(0, 9))
+            pairs = [(name_of(prompt, group, position), row + index) for index, position in enumerate(at)]
+            what = data.draw(st.sampled_from(["store", "store", "store", "keep", "fetch", "clear", "check"]))
+            before = dict(named.places)
+            if what == "store":
+                named.store(group, pairs)
+            elif what == "keep":
+                pages = {name: content(named.device, group, name) for name, _ in pairs}
+                length = named.rig.worker.plan.row_class(group).row_bytes
+                for name, parts in pages.items():
+                    whole = b"".join(page for region in parts for page in region)
+                    tier.kept[group, name] = whole.ljust(length, b"\0")
+            elif what == "fetch":
+                tier.mood = data.draw(st.sampled_from(["good", "good", "refuse"]))
+                named.fetch(group, pairs, tier)
+            elif what == "clear" and data.draw(st.integers(0, 3)) == 0:
+                named.rig.order(clear=True)
+                named.rig.until_idle()
+                tier.kept, named.places = {}, {}
+            gone = set(before.values()) - set(named.places.values())
+            written = what in ("store", "fetch")
+            touched = {named.row_of(group, row) for _, row in pairs} if written else gone
+            held = [(kept, rows) for kept, rows in held if kept.is_intact() or rows & (touched | gone)]
+            for kept, rows in held:
+                assert kept.is_intact() == (not rows & (touched | gone))
+            held = [(kept, rows) for kept, rows in held if kept.is_intact()]
+            start = data.draw(st.sampled_from([0, 0, 4, 8, 16]))
+            most = data.draw(st.integers(0, TOKENS + 8))
+            kept = named.check(prompt, most, start)
+            if kept is not None:
+                num_tokens = named.rows.find(Prefix(NAMING, start, names(prompt)), most)[0]
+                wanted = named.wanted(num_tokens, start)
+                rows = {named.places[one, name_of(prompt, one, position)] for one, position in wanted}
+                held.append((kept, rows))
+        for each in ("aaaaaa", "aabbbb", "aabbcc", "dddddd"):
+            named.check(each, TOKENS)
+    finally:
+        named.rig.close()
