@@ -15,9 +15,9 @@ from tests.faults import frames
 from tests.faults.attack import Attacker, Tap, Target, loris
 from tests.faults.listeners import listeners
 from tests.faults.load import ASK_FOR_KV, Clients, Questions, Tally, percentile
-from tests.faults.nursery import is_running
 from tests.faults.reports import Report, progress
 from tests.faults.stage import Stage, StageOptions
+from tests.nursery import is_running
 
 BATTERIES = ("insider", "keys", "http", "engine", "idle")
 _MOST_GROWTH_BYTES = 128 << 20

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, Samples, fetch_json, read_metrics
 from kvconnect.demo.pair import RESERVED_BLOCKS
-from tests.faults.nursery import Nursery, is_running
+from tests.nursery import Nursery, is_running
 from tests.ports import free_port
 
 DEADLINES: dict[str, float] = {
@@ -133,7 +133,13 @@ class Stage:
         self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="kvconnect-faults-")
         self.folder = Path(self._folder.name)
-        self.nursery = Nursery()
+        self.nursery = Nursery(
+            "kvconnect.cli",
+            "kvconnect.node.serve",
+            "kvconnect.router.app",
+            "kvconnect.scheduler.connector",
+            "kvconnect.worker.connector",
+        )
         self.side_ports: dict[str, int] = {}
         self.prefills = [self._node("prefill", *one) for one in enumerate(options.prefills)]
         self.decodes = [self._node("decode", *one) for one in enumerate(options.decodes)]

@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from kvconnect.demo.children import Child, ChildFailed
+from kvconnect.demo.children import Child, ChildFailed, Process
 from kvconnect.demo.http import BadAnswer, fetch
+from tests.nursery import Nursery
 from tests.ports import free_port
 from tests.vllm.tiny_models import Recipe
 
@@ -29,6 +30,17 @@ TAIL_LINES = 60
 ROOT = Path(__file__).parents[2]
 MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Where it is not 0, vLLM's CPU build runs a single rank in a process of its own too, as it does several."""
+WHEN_IMPORTED = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # vLLM compiles a piece of its sampler, and with several ranks one of its embedding. It dies of
+    # either where there is no compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+    # A worker that dies of a signal says where.
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONPATH": str(ROOT),
+}
+"""What the environment of every server has, and is read when vLLM is imported."""
 OBSERVED = "tests.vllm.observed"
 """A connector module that writes down what it holds and loads; see there."""
 
@@ -71,6 +83,9 @@ class Server(Child):
     by another one's log, so failures tell all of them.
     """
 
+    nursery: ClassVar[Nursery | None] = None
+    """What forks servers, where there is one: two processes of each import vLLM, which is most of a start."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -97,23 +112,23 @@ class Server(Child):
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpu,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
             # As on a GPU, one rank runs in its engine's process: one more would import all of vLLM again, a
             # third of a start. Several ranks, and the commands of the deployment files, have the other way.
             MULTIPROCESSING: "0",
-            # vLLM compiles a piece of its sampler, and with several ranks one of its embedding. It dies of
-            # either where there is no compiler.
-            "TORCHDYNAMO_DISABLE": "1",
-            # A worker that dies of a signal says where.
-            "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": str(ROOT),
             "KVCONNECT_TEST_OBSERVATIONS": str(self.observations),
+            **WHEN_IMPORTED,
             **(environment or {}),
         }
         url = f"http://127.0.0.1:{self.port}"
         super().__init__(name, command, folder / f"{name}.log", environment, url)
         self.start()
+
+    def _spawn(self) -> Process:
+        python, _, _, *arguments = self.command
+        if self.nursery is None or python != sys.executable:
+            return super()._spawn()
+        assert self.log is not None
+        return self.nursery.start(arguments, self.log, environment=self._environment)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
         try:
@@ -220,6 +235,17 @@ class Server(Child):
 
     def end(self, grace_s: float = 15.0) -> int:
         return super().end(grace_s)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Servers of this interpreter are forked meanwhile, by a process that has imported vLLM."""
+    Server.nursery = Nursery("tests.vllm.forked_server", environment=WHEN_IMPORTED)
+    try:
+        yield
+    finally:
+        Server.nursery.end()
+        Server.nursery = None
 
 
 def members(server: Server) -> list[int]:

@@ -1,28 +1,30 @@
-"""Starts kvconnect processes quickly, so that hundreds of them can be killed and begun anew.
+"""Starts processes of one program quickly, so that hundreds of them can be killed and begun anew.
 
-A process that has imported everything waits and forks: what comes out runs the same command line as
-``kvconnect`` does, in a session of its own, with a log file and, if asked for, in a network namespace.
-Nothing is shared with a process that was started before.
+A process that has imported everything waits and forks: what comes out runs the same command line as the
+program does, in a group of its own, with a log file and, if asked for, in a network namespace. Nothing is
+shared with a process that was started before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from kvconnect.demo.children import ENVIRONMENT, Child, die_with_parent
 from kvconnect.errors import KVConnectError
 
-_MODULE = "tests.faults.nursery"
+_MODULE = "tests.nursery"
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_REC = 0x4000
@@ -51,21 +53,33 @@ class Forked:
 
 
 class Nursery:
-    """The process that forks."""
+    """The process that forks.
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", _MODULE]
+    ``program`` is the module whose ``main`` is run, ``imported`` are others that it needs. ``environment`` is
+    what they read when they are imported.
+    """
+
+    def __init__(
+        self, program: str, *imported: str, environment: Mapping[str, str | None] = ENVIRONMENT
+    ) -> None:
+        command = [sys.executable, "-m", _MODULE, program, *imported]
         pipe = subprocess.PIPE
-        self._child = Child("nursery", command, environment=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe)
+        self._child = Child("nursery", command, environment=environment, text=True, stdin=pipe, stdout=pipe)
         self._child.start()
         self._process = cast("subprocess.Popen[str]", self._child.process)
 
     def start(
-        self, arguments: Sequence[str], log: Path, *, namespace: str, environment: Mapping[str, str]
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str | None],
+        namespace: str = "",
     ) -> Forked:
-        """Run ``kvconnect ARGUMENTS`` with its output appended to ``log``, and return at once.
+        """Run the program with its output appended to ``log``, and return at once.
 
-        ``namespace`` names a network namespace, if not ours; ``environment`` is set in that process only.
+        ``namespace`` names a network namespace, if not ours. ``environment`` is what the environment of that
+        process alone differs by; None takes a variable away.
 
         Raises:
             KVConnectError: the nursery ended.
@@ -82,9 +96,9 @@ class Nursery:
             print(json.dumps(order), file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         except OSError as error:
-            raise KVConnectError(f"the process that starts the nodes is gone: {error}") from error
+            raise KVConnectError(f"the process that forks is gone: {error}") from error
         if not answer:
-            raise KVConnectError("the process that starts the nodes ended")
+            raise KVConnectError("the process that forks ended")
         return Forked(int(answer))
 
     def end(self) -> None:
@@ -106,14 +120,13 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def _serve() -> None:
+def _serve(program: str, *imported: str) -> None:
     """The nursery itself: one order a line, answered with a process id."""
-    import kvconnect.cli
-    import kvconnect.node.serve
-    import kvconnect.router.app
-    import kvconnect.scheduler.connector
-    import kvconnect.worker.connector  # noqa: F401
-
+    for name in imported:
+        importlib.import_module(name)
+    main = importlib.import_module(program).main
+    # What was imported is garbage of nobody: no collection has to look at it.
+    gc.freeze()
     die_with_parent(signal.SIGKILL)
     # Whatever ends is reaped by the kernel.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -121,27 +134,35 @@ def _serve() -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            _become(order)
+            _become(main, [program, *order.pop("arguments")], **order)
         print(pid, flush=True)
+    os._exit(0)
 
 
-def _become(order: Mapping[str, Any]) -> None:
-    """In the child: be a ``kvconnect`` process. Never returns."""
+def _become(
+    main: Callable[[], object],
+    argv: list[str],
+    log: str,
+    namespace: str,
+    environment: Mapping[str, str | None],
+) -> None:
+    """In the child: be the program. Never returns."""
     code = 70
     try:
         die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.setpgid(0, 0)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
+        for source, target in ((null, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
-        os.environ.update(order["environment"])
-        if order["namespace"]:
-            _enter(order["namespace"])
-        sys.argv = ["kvconnect", *order["arguments"]]
-        from kvconnect.cli import main
-
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        if namespace:
+            _enter(namespace)
+        sys.argv = argv
         main()
         code = 0
     except SystemExit as error:
@@ -168,4 +189,4 @@ def _enter(namespace: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(*sys.argv[1:])
