@@ -153,6 +153,9 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
         drain_s: how long a node that shall stop goes on sending what it was asked for. Under vLLM its own
             ``--shutdown-timeout`` decides, which is 0 by default.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
+        sources: ``host:port`` of nodes with offload, rank 0, that are asked by name for the KV of requests
+            without a handle: three at most for each, one after the other. This node's own address may be in
+            it. A request may name others in ``kv_transfer_params.kv_sources``.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.
@@ -184,6 +187,7 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     lease_max_s: Seconds = 600.0
     drain_s: Seconds = 30.0
     warm_peers: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     transfer_timeout_s: Seconds = 30.0
     load_timeout_s: Seconds = 60.0
     peer_timeout_s: Seconds = 10.0
@@ -334,9 +338,15 @@ def _check_combination(config: TransferConfig) -> None:
             f"{where}.lease_max_s is {extra.lease_max_s}, it must be at least lease_s, "
             f"which is {extra.lease_s}"
         )
-    for address in extra.warm_peers:
-        if split_address(address) is None:
-            raise ConfigError(f"{where}.warm_peers names {address!r}, accepted: host:port")
+    for name in ("warm_peers", "sources"):
+        for address in getattr(extra, name):
+            if split_address(address) is None:
+                raise ConfigError(f"{where}.{name} names {address!r}, accepted: host:port")
+    if extra.sources and not (config.is_consumer and extra.engine != "none" and extra.has_slots):
+        raise ConfigError(
+            f"{where}.sources is set and this node fetches nothing through slots; accepted: kv_role "
+            "kv_consumer or kv_both, an engine, and path 'packed' or 'auto' with num_slots of at least 1"
+        )
     if extra.load_timeout_s < extra.handshake_timeout_s:
         raise ConfigError(
             f"{where}.load_timeout_s is {extra.load_timeout_s}, it must be at least half of peer_timeout_s, "

@@ -58,6 +58,9 @@ class Moment:
     LOADED = "loaded"
     FIRST_TOKEN = "first token"
 
+    PULL = "pull: "
+    """What came of asking others for a request's KV by name follows, with the tokens that were loaded."""
+
     # Of the transfer thread, each with its microseconds: it slept longer than it wanted, or a turn took long.
     LATE = "late"
     SLOW = "slow"

@@ -51,7 +51,7 @@ class SchedulerComposite(SchedulerHooks):
 
     def new_request(self, request: RequestView, *, reads: bool = True, writes: bool = True) -> None:
         if self.transfer is not None:
-            self.transfer.new_request(request)
+            self.transfer.new_request(request, reads=reads)
         if self.offload is not None:
             self.offload.new_request(request, reads=reads, writes=writes)
 
@@ -65,9 +65,15 @@ class SchedulerComposite(SchedulerHooks):
                 if self.offload is not None:
                     self.offload.withdraw(request.request_id)
                 return count, in_background
-        return (
-            (0, False) if self.offload is None else self.offload.matched_tokens(request, num_computed_tokens)
-        )
+        local: tuple[int | None, bool] = (0, False)
+        if self.offload is not None:
+            local = self.offload.matched_tokens(request, num_computed_tokens)
+        if self.transfer is None or local[0] is None:
+            return local
+        pulled = self.transfer.pulled_tokens(request, num_computed_tokens, local[0])
+        if pulled and self.offload is not None:
+            self.offload.withdraw(request.request_id)
+        return local if pulled == 0 else (pulled, bool(pulled))
 
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int

@@ -24,8 +24,9 @@ from kvconnect.peer.keyring import load_keyring
 from kvconnect.scheduler.decode import DecodeRequests
 from kvconnect.scheduler.draft import OrdersDraft
 from kvconnect.scheduler.handles import Handles, PeerTrust
-from kvconnect.scheduler.params import transfer_params
+from kvconnect.scheduler.params import SOURCES_KEY, transfer_params
 from kvconnect.scheduler.prefill import PrefillRequests
+from kvconnect.scheduler.pulls import PullRequests
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits, Step
 
 
@@ -37,6 +38,11 @@ def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
     engine_id = handles.introduce(rank0.host, rank0.port)
     where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
     return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
+
+
+def _shown(address: RankAddress) -> str:
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{host}:{address.port}"
 
 
 class SchedulerConnector:
@@ -70,6 +76,11 @@ class SchedulerConnector:
         self._draft = draft = OrdersDraft(sorted(directory, key=lambda address: address.rank), stack.clock)
         self._prefill = PrefillRequests(config, groups, stack, handles, new_handle, draft)
         self._decode = DecodeRequests(config, cache_config, stack, handles, trust, draft)
+        self._pulls: PullRequests | None = None
+        if config.is_consumer and config.extra.has_slots and stack.names and stack.naming and stack.clock:
+            self._pulls = PullRequests(config, groups, stack, trust, new_handle, draft)
+        offers = config.is_producer and config.extra.offload is not None and stack.naming is not None
+        self._offered = {SOURCES_KEY: [_shown(draft.directory[0])]} if offers else None
         self._bootstrap: Bootstrap | None = None
 
     @classmethod
@@ -103,7 +114,9 @@ class SchedulerConnector:
             self._bootstrap.close()
         self._prefill.drain()
 
-    def new_request(self, request: RequestView) -> None:
+    def new_request(self, request: RequestView, *, reads: bool = True) -> None:
+        if self._pulls is not None and reads:
+            self._pulls.arrive(request)
         if transfer_params(request):
             self._decode.arrive(request)
             self._prefill.arrive(request)
@@ -115,11 +128,19 @@ class SchedulerConnector:
         count = self._decode.matched_tokens(request, num_computed_tokens)
         return count, bool(count)
 
+    def pulled_tokens(self, request: RequestView, num_computed_tokens: int, local_tokens: int) -> int | None:
+        """Tokens that a peer keeps by name, if they are worth more than ``local_tokens``; None: ask again."""
+        if self._pulls is None:
+            return 0
+        return self._pulls.matched_tokens(request, num_computed_tokens, local_tokens)
+
     def update_after_alloc(
         self, request: RequestView, block_ids: BlockIdsByGroup, num_external_tokens: int
     ) -> None:
         self._prefill.admitted(request)
         self._decode.admitted(request, block_ids, num_external_tokens)
+        if self._pulls is not None:
+            self._pulls.admitted(request, block_ids, num_external_tokens)
 
     @property
     def due(self) -> Mapping[str, int]:
@@ -131,12 +152,18 @@ class SchedulerConnector:
 
     def preempted(self, request_id: str) -> None:
         self._prefill.preempted(request_id)
+        if self._pulls is not None:
+            self._pulls.preempted(request_id)
 
     def reset(self) -> None:
         self._prefill.reset()
+        if self._pulls is not None:
+            self._pulls.reset()
 
     def build_orders(self) -> Orders:
         self._decode.ordered()
+        if self._pulls is not None:
+            self._pulls.ordered()
         self._prefill.ordered()
         return self._draft.take()
 
@@ -144,12 +171,21 @@ class SchedulerConnector:
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         is_loading = self._decode.finished(request)
-        return self._prefill.finished(request, block_ids, delivered=delivered and not is_loading)
+        if self._pulls is not None:
+            is_loading |= self._pulls.finished(request.request_id)
+        kept, params = self._prefill.finished(request, block_ids, delivered=delivered and not is_loading)
+        if params is None and delivered and transfer_params(request).get("do_remote_prefill"):
+            # To the router that named the prefill node: the next turn may be computed there.
+            params = self._offered
+        return kept, params
 
     def update_results(self, results: Results) -> None:
         for request_id in results.sent:
             self._prefill.sent(request_id)
         self._decode.update_results(results)
+        if self._pulls is not None:
+            self._pulls.update_results(results)
 
     def state(self) -> dict[str, int]:
-        return {**self._prefill.state(), **self._decode.state()}
+        pulls = {} if self._pulls is None else self._pulls.state()
+        return {**self._prefill.state(), **self._decode.state(), **pulls}

@@ -9,7 +9,18 @@ from typing import Any
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheGroup
-from kvconnect.orders import Await, GroupBlocks, Hold, LetGo, Load, Orders, Progress, RankAddress, Withdraw
+from kvconnect.orders import (
+    Await,
+    Find,
+    GroupBlocks,
+    Hold,
+    LetGo,
+    Load,
+    Orders,
+    Progress,
+    RankAddress,
+    Withdraw,
+)
 from kvconnect.scheduler.stack import BlockIdsByGroup
 from kvconnect.timeline import Record
 
@@ -36,6 +47,8 @@ class OrdersDraft:
     preempted: list[str] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     awaited: dict[str, Await] = field(default_factory=dict)
+    finds: list[Find] = field(default_factory=list)
+    pulls: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self, clock: Callable[[], float] | None) -> None:
         self._parts = dict(vars(self))

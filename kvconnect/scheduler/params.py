@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvconnect.addresses import split_address
 from kvconnect.errors import PeerError
 from kvconnect.peer.messages import LONGEST_HANDLE
 from kvconnect.scheduler.handles import Claims, Handles, Host, NumTokens, Port
@@ -31,18 +32,28 @@ PEER_KEY = "kvconnect_peer"
 BATCH_KEY = "kvconnect_batch"
 """A transfer id of P's own, for the later prompts of a batch: a router is answered for the first alone."""
 
+SOURCES_KEY = "kv_sources"
+"""Where a request's KV may be kept, as ``host:port`` of rank 0 of each node."""
+
+_MOST_SOURCES = 64
+
 MOST_LATER_PROMPTS = 256
 
 _TRANSFER_PREFIX = "transfer:"
 # Signed handles have no colon: no client can name one of them with a transfer id.
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_HANDLE, pattern=r"^[ -~]+\Z")]
+_Address = Annotated[str, msgspec.Meta(max_length=LONGEST_HANDLE, pattern=r"^[][A-Za-z0-9._:-]+\Z")]
 _TEXT = (_Text, f"printable ASCII, at most {LONGEST_HANDLE} characters")
 _FIELDS: Mapping[str, tuple[Any, str]] = {
     HANDLE_KEY: _TEXT,
     TRANSFER_KEY: _TEXT,
     PEER_KEY: _TEXT,
     BATCH_KEY: _TEXT,
+    SOURCES_KEY: (
+        Annotated[list[_Address], msgspec.Meta(max_length=_MOST_SOURCES)],
+        f"a list of at most {_MOST_SOURCES} host:port",
+    ),
     "remote_engine_id": _TEXT,
     "remote_host": (Host, "a host name or address"),
     "remote_port": (Port, "1 to 65535"),
@@ -118,6 +129,17 @@ def read_remote_prefill(
         return _held(params, handles, prompt)
     except PeerError as error:
         return RemotePrefill(refusal=str(error))
+
+
+def read_sources(params: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Nodes that may keep KV of a request, as a client names them. Raises ``PeerError``: not as accepted."""
+    if params.get(SOURCES_KEY) is None:
+        return []
+    found = [split_address(address) for address in _read(params, SOURCES_KEY)]
+    known = [address for address in found if address is not None]
+    if len(known) < len(found):
+        raise _unusable(params, SOURCES_KEY, f"accepted: {_FIELDS[SOURCES_KEY][1]}")
+    return known
 
 
 def transfer_name(handle: str) -> str:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvconnect.metric_values import Changes
-from kvconnect.orders import Orders, Results
+from kvconnect.orders import Naming, Orders, Results
 
 BlockIdsByGroup = Sequence[Sequence[int]]
 """Block ids by cache group and position in the sequence; 0 where a position has no block."""
@@ -56,6 +56,10 @@ PromptDigest = Callable[[Any, int], bytes | None]
 tokens, and ends at once. Raises nothing, for any input of a client."""
 
 
+Names = Callable[[Any, int], Sequence[bytes]]
+"""The names of a request's first tokens, one for every so many: see ``Prefix``. Raises nothing."""
+
+
 class LongestRequest(NamedTuple):
     """The most that a stack gives one request room for; a step's tokens are kept beside a window."""
 
@@ -70,7 +74,8 @@ class StackTraits:
     ``held_back`` are tokens at the end of a prompt that P must not compute and D always computes itself;
     caches with recurrent state need 1 in any case. ``parent_of`` is what the ids of requests that were made
     of one have in common. ``batch_of`` is the same of prompts of one batch, and a prompt's number, from 0; an
-    empty name for no batch. For ``longest`` see ``EarlyLoads``; None where the stack has no bound.
+    empty name for no batch. For ``longest`` see ``EarlyLoads``; None where the stack has no bound. ``names``
+    are those of a request, made as ``naming`` has it, but each of so many tokens; none where that cannot be.
     """
 
     held_back: int = 0
@@ -81,6 +86,8 @@ class StackTraits:
     # The machine's monotonic one; without it nothing is recorded for the timeline.
     clock: Callable[[], float] | None = None
     longest: LongestRequest | None = None
+    naming: Naming | None = None
+    names: Names | None = None
 
 
 class Computed(NamedTuple):
