@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
@@ -21,6 +23,7 @@ from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.orders import Naming
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.prompts import digest_prompt
@@ -114,17 +117,29 @@ def configured_connector(
             scheduler.transfer = SchedulerConnector.configured(
                 config,
                 cache.config,
-                StackTraits(
-                    prompt_digest=_prompt_digest,
-                    clock=time.monotonic,
-                    longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
-                ),
+                _traits(options, cache.config),
                 directory=(transfer.address(),),
                 environ=os.environ,
                 clock=time.time,
             )
         opened.pop_all()
     return Connector(scheduler, worker, recomputes, state)
+
+
+def _traits(options: NodeOptions, config: KVCacheConfig) -> StackTraits:
+    return StackTraits(
+        prompt_digest=_prompt_digest,
+        clock=time.monotonic,
+        longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
+        naming=naming(config),
+        names=_content_hashes,
+    )
+
+
+def naming(config: KVCacheConfig) -> Naming:
+    """How this node names KV for others."""
+    tokens = (group.block_size for group in config.groups if group.has_cache and not group.is_state)
+    return Naming(f"node {HASH_SCHEME}", math.gcd(*tokens))
 
 
 def _prompt_digest(request: RequestView, num_tokens: int) -> bytes:

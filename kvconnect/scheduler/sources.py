@@ -25,6 +25,8 @@ _LEAST_SHARE = 0.25
 """A pull is of use beside what this node keeps itself only if it brings so much more than that."""
 _LEAST_MEASURED = 256
 """Tokens of a prompt from which the rate shows, and not the time of a step."""
+_LEAST_NAMED = 8
+"""Tokens of a name that we make for a source: names of fewer take this node too long."""
 _WEIGHT = 0.2
 _MOST_SOURCES, _MOST_MISSES = 256, 4096
 
@@ -76,7 +78,8 @@ class Sources:
     def naming(self, source: Address, ours: Naming) -> Naming | None:
         """How names are made for a source; None: it makes them otherwise than we can."""
         found = self._namings.get(source, ours)
-        return found if found.hashing == ours.hashing else None
+        is_usable = found.hashing == ours.hashing and found.tokens >= min(ours.tokens, _LEAST_NAMED)
+        return found if is_usable else None
 
     def names_by(self, source: Address, naming: Naming) -> None:
         _remember(self._namings, source, naming, _MOST_SOURCES)

@@ -208,6 +208,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 failed=dict.fromkeys(connector_output.failed_recving or (), "see the workers' log"),
                 offload=report.reports,
                 settled=report.settled,
+                found=report.found,
             )
         )
 
@@ -254,7 +255,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         )
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
-        if self._kept and not rank:
+        if (self._kept or self._config.extra.sources) and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
@@ -304,7 +305,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         for request_id, reason in results.failed.items():
             level = logging.DEBUG if reason == ABORTED else logging.WARNING
             logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
-        self._report = self._report.aggregate(ReportMetadata(results.offload, settled=results.settled))
+        report = ReportMetadata(results.offload, settled=results.settled, found=results.found)
+        self._report = self._report.aggregate(report)
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),
             finished_recving=set(results.received),
@@ -314,7 +316,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """What this worker's tiers have done, what its peers settled, and what it is asked for, or None."""
         report, self._report = self._report, ReportMetadata(())
-        return report if report.reports or report.addresses or report.settled else None
+        return report if report else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """What this worker's numbers have changed by since the last step, or None."""

@@ -21,16 +21,19 @@ from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
+from kvconnect.vllm import settings
 from kvconnect.vllm.events import describe, event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
+    BlockNames,
     draft_groups,
     hash_block_tokens,
     hit_requirements,
     kept_config,
+    naming,
     stack_facts,
 )
 from kvconnect.vllm.requests import batch_of, parent_of, prompt_digest
@@ -53,6 +56,7 @@ def make_scheduler_half(
     extra = config.extra
     transfer = None
     if extra.engine != "none":
+        named = settings.usable_naming(vllm_config, config, naming(vllm_config, kv_cache_config))
         traits = StackTraits(
             # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
@@ -63,6 +67,8 @@ def make_scheduler_half(
             longest=LongestRequest(
                 vllm_config.model_config.max_model_len, vllm_config.scheduler_config.max_num_batched_tokens
             ),
+            naming=named,
+            names=BlockNames(vllm_config, named.tokens) if named is not None else None,
         )
         transfer = SchedulerConnector.configured(
             config,

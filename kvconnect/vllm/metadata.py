@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvconnect.offload.composite import PEER
 from kvconnect.offload.tier import DISK, HOST, STORE
-from kvconnect.orders import OffloadReport, Orders, RankAddress
+from kvconnect.orders import Found, OffloadReport, Orders, RankAddress
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -57,18 +57,25 @@ class AddressMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What ranks report of tiers, workers that were asked of themselves, and handles whose fate is known."""
+    """What ranks report of tiers, workers that were asked of themselves, and what is known of peers' KV."""
 
     reports: tuple[OffloadReport, ...]
     addresses: tuple[AddressMetadata, ...] = ()
     settled: tuple[str, ...] = ()
+    found: tuple[Found, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reports or self.addresses or self.settled or self.found)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
         if not isinstance(other, ReportMetadata):
             return self
         return ReportMetadata(
-            self.reports + other.reports, self.addresses + other.addresses, self.settled + other.settled
+            self.reports + other.reports,
+            self.addresses + other.addresses,
+            self.settled + other.settled,
+            self.found + other.found,
         )
 
 

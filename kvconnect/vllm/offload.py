@@ -12,10 +12,11 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvconnect.errors import ConfigError
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
 from kvconnect.vllm.meaning import conv_layout
 from kvconnect.vllm.versions import vllm_version
@@ -126,6 +127,54 @@ class BlockHashes:
         hashes: Sequence[bytes] = view.block_hashes
         step = block_tokens // self._hash_tokens
         return hashes if step == 1 else hashes[step - 1 :: step]
+
+
+def naming(vllm_config: VllmConfig, kv_cache_config: Any) -> Naming | None:
+    """How this server names KV for others. None: each process has its own names, or not all is kept."""
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", ""))
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None and algorithm.startswith("sha256"):
+        from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
+
+        # With other algorithms it is a random one.
+        seed = DEFAULT_NONE_HASH_SEED
+    if seed is None or kept_groups(kv_cache_config) != transferred_groups(kv_cache_config):
+        return None
+    return Naming(f"vllm {algorithm} from {seed!r}", hash_block_tokens(vllm_config, kv_cache_config))
+
+
+class BlockNames:
+    """A request's names for other nodes, also where theirs are of another number of tokens than ours."""
+
+    def __init__(self, vllm_config: VllmConfig, hash_tokens: int) -> None:
+        self._algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hash_tokens = hash_tokens
+
+    def __call__(self, request: Any, tokens: int) -> Sequence[bytes]:
+        """See ``scheduler.stack.Names``."""
+        if request.lora_request is not None:
+            # On another node an adapter of this name may have other weights.
+            return ()
+        if tokens == self._hash_tokens:
+            known: Sequence[bytes] = request.block_hashes
+            return known
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+        hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(self._algorithm))
+        made: Sequence[bytes] = hasher(cast(Any, _Unhashed(request)))
+        return made
+
+
+class _Unhashed:
+    """A request of vLLM without its hashes."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.block_hashes: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
 
 
 def stack_facts(vllm_config: VllmConfig, kv_cache_config: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.config import TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.orders import Naming
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
 
@@ -83,6 +84,22 @@ def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
     return not chunked and not vllm_config.cache_config.enable_prefix_caching
 
 
+def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Naming | None) -> Naming | None:
+    """How other nodes are asked for KV by name; None, and a warning where some are configured: not at all."""
+    reason = ""
+    if naming is None:
+        reason = (
+            "its block hashes begin with a number of each process's own, or not all of its cache is kept "
+            "under them. Set PYTHONHASHSEED to the same number on all servers, or prefix_caching_hash_algo "
+            "to sha256"
+        )
+    elif computes_prompts_whole(vllm_config):
+        naming, reason = None, "it cannot compute the rest of a prompt"
+    if reason and config.extra.sources:
+        logger.warning("the nodes of 'sources' are asked for nothing: this vLLM names no KV, as %s", reason)
+    return naming
+
+
 def recompute_if_alone(vllm_config: VllmConfig, config: TransferConfig) -> None:
     """Where nothing is fetched from peers a request that was not restored is computed, and does not fail.
 
@@ -100,7 +117,7 @@ def outermost(connector: Any) -> Any:
 
 
 def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) -> None:
-    """Warn where the policy for loads from peers is also that for restores.
+    """Warn where the policy for loads from peers is also that for restores, or for what has no handle.
 
     vLLM has one policy, that of the outermost connector, and a connector cannot name the load that it is for.
     """
@@ -108,7 +125,8 @@ def warn_if_restores_fail(connector: Any, outer: Any, config: TransferConfig) ->
     is_alone = outer is connector and config.extra.engine == "none"
     if policy == "fail" and not is_alone:
         logger.warning(
-            "kv_load_failure_policy is 'fail', and vLLM has no other for what offload restores: a request "
-            "whose blocks cannot be copied back ends with an error. With 'recompute' (that of the "
-            "MultiConnector, if there is one) it is computed, and so is one whose KV a peer fails to send"
+            "kv_load_failure_policy is 'fail', and vLLM has no other for what offload restores, and what "
+            "'sources' keep: a request whose blocks cannot be copied back, or were dropped there meanwhile, "
+            "ends with an error. With 'recompute' (that of the MultiConnector, if there is one) it is "
+            "computed, and so is one whose KV a peer fails to send"
         )

@@ -85,6 +85,8 @@ def test_names_are_made_as_a_source_makes_them_if_the_function_is_ours():
     assert sources.naming(B, OURS) == Naming("s", 64)
     sources.names_by(B, Naming("other", 16))
     assert sources.naming(B, OURS) is None
+    sources.names_by(B, Naming("s", 1))
+    assert sources.naming(B, OURS) is None, "so many that it would keep us busy"
 
 
 @pytest.mark.parametrize("number", [10_000])

@@ -55,6 +55,7 @@ MODULES = (
     "vllm.logger",
     "vllm.platforms",
     "vllm.plugins",
+    "vllm.utils.hashing",
     "vllm.utils.torch_utils",
     "vllm.v1.attention.backends.utils",
     "vllm.v1.core.block_pool",
