@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import AsyncGenerator
 
 import zmq
+import zmq.asyncio
 
 from kvconnect.errors import ConfigError
 
 _LAST = (-1).to_bytes(8, "big", signed=True)
 _POLL_MS = 200
+_REPLAY_MS = 5000
 
 
 class Feed:
@@ -86,3 +89,46 @@ class Feed:
         if self._thread is not None:
             self._thread.join(10 * _POLL_MS / 1000)
         self._context.destroy(linger=0)
+
+
+class FeedReader:
+    """Reads one publisher's messages, in an event loop, within a ``with`` block.
+
+    With a ``replay_endpoint`` those that were missed can be asked for.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str = "") -> None:
+        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
+
+    def __enter__(self) -> FeedReader:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        # A slow reader has a backlog, and does not miss what it could not ask for.
+        self._socket.set_hwm(0)
+        self._socket.connect(self._endpoint)
+        self._socket.subscribe(b"")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    async def receive(self, most: int) -> list[tuple[int, bytes]]:
+        """The numbers and payloads of the next messages, one at least."""
+        found = [await self._socket.recv_multipart()]
+        while len(found) < most and await self._socket.poll(0):
+            found.append(await self._socket.recv_multipart())
+        return [(int.from_bytes(frames[-2], "big"), frames[-1]) for frames in found if len(frames) > 1]
+
+    async def missed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        """The messages from a number on that the publisher still has."""
+        if not self._replay_endpoint:
+            return
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(self._replay_endpoint)
+            await socket.send_multipart((b"", first.to_bytes(8, "big")))
+            while await socket.poll(_REPLAY_MS):
+                frames = await socket.recv_multipart()
+                if len(frames) < 2 or frames[-2] == _LAST:
+                    return
+                yield int.from_bytes(frames[-2], "big"), frames[-1]

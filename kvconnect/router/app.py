@@ -19,8 +19,10 @@ from kvconnect.errors import ConfigError
 from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
+from kvconnect.router.kv_events import KVEvents
 from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.policy import FlowOptions, PrefixPolicy
 from kvconnect.router.pool import Pool
 from kvconnect.router.summary import Summaries
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
@@ -55,36 +57,35 @@ class Router:
         flow: str = "sequential",
         *,
         decode_fallback: bool = True,
+        prefix: PrefixPolicy | None = None,
     ) -> None:
         if flow not in FLOWS:
             raise ConfigError(f"flow is {flow!r}; accepted: {', '.join(FLOWS)}")
         self.limits = limits
-        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], limits)
         self.decode = Pool("decode", [clean_url(url) for url in decode], limits)
-        self.metrics = RouterMetrics(self.prefill, self.decode)
+        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], limits) if prefill else None
+        self.pools = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        self.metrics = RouterMetrics(*self.pools)
         self.in_flight = 0
         self.is_draining = self.is_hurried = False
         self._clock = clock
         self._decode_fallback = decode_fallback
         self._upstream = Upstream(limits, self.metrics, clock)
-        self.flow = Flow(
-            self.prefill,
-            self.decode,
-            self._upstream,
-            self.metrics,
-            clock,
-            parallel=flow == "parallel",
-            decode_fallback=decode_fallback,
-        )
+        placing, self._kv_events = None, list[KVEvents]()
+        if prefix is not None:
+            placing, self._kv_events = prefix.made(self.pools, self._upstream)
+        options = FlowOptions(flow == "parallel", decode_fallback, placing)
+        self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session, the health checks and the summaries while the application runs."""
         async with self._upstream:
             checks = [
                 asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
-                for pool in (self.prefill, self.decode)
+                for pool in self.pools
                 for url in pool.urls
             ]
+            checks += [asyncio.create_task(events.run(), name="KV events") for events in self._kv_events]
             checks.append(asyncio.create_task(Summaries(self.metrics).run(), name="summaries"))
             try:
                 yield
@@ -155,11 +156,12 @@ class Router:
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 if a request could be served now; with ``?all`` only if a node of each role is healthy."""
-        missing = [pool.role for pool in (self.prefill, self.decode) if not pool.is_ready()]
+        missing = [pool.role for pool in self.pools if not pool.is_ready()]
         if self.is_draining:
             return web.json_response({"status": "draining"}, status=503)
         # Decode nodes compute prompts then. Not while it is unknown whether a prefill node is there.
-        needs_no_prefill = self._decode_fallback and self.prefill.is_out() and "all" not in request.query
+        is_out = self.prefill is not None and self.prefill.is_out()
+        needs_no_prefill = self._decode_fallback and is_out and "all" not in request.query
         if "decode" in missing or (missing and not needs_no_prefill):
             return web.json_response({"status": "no healthy node", "roles": missing}, status=503)
         return web.json_response({"status": "ready", "missing": missing})
@@ -214,16 +216,20 @@ def create_router_app(
     clock: Clock = time.monotonic,
     flow: str = "sequential",
     decode_fallback: bool = True,
+    prefix: PrefixPolicy | None = None,
 ) -> web.Application:
     """The router as an aiohttp application. Serve it with ``router_runner``.
 
-    With ``decode_fallback`` the decode node computes a prompt whose prefill failed.
+    Without ``prefill_urls`` the others are plain servers. With ``decode_fallback`` the decode node computes a
+    prompt whose prefill failed, with ``prefix`` requests go where their prefix is.
 
     Raises:
         ConfigError: a URL, a limit or the flow cannot be used.
     """
     limits = limits or RouterLimits()
-    router = Router(prefill_urls, decode_urls, limits, clock, flow, decode_fallback=decode_fallback)
+    router = Router(
+        prefill_urls, decode_urls, limits, clock, flow, decode_fallback=decode_fallback, prefix=prefix
+    )
     app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[_errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)

@@ -23,7 +23,8 @@ from aiohttp import web
 
 from kvconnect.router import bodies
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.placing import Placement
+from kvconnect.router.policy import FlowOptions
 from kvconnect.router.pool import Lease, Pool
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
@@ -59,30 +60,25 @@ class Begun:
 
 
 class Flow:
-    """Runs requests against two pools. Holds no state of a request between calls.
+    """Runs requests against two pools, or plain servers, which are all in ``decode``.
 
-    ``parallel``: both nodes are asked at once, where the address to fetch from the prefill node is known.
-    ``decode_fallback``: the decode node computes the prompt where prefill failed.
+    Holds no state of a request between calls.
     """
 
     def __init__(
         self,
-        prefill: Pool,
+        prefill: Pool | None,
         decode: Pool,
         upstream: Upstream,
-        metrics: RouterMetrics,
         clock: Clock,
-        *,
-        parallel: bool,
-        decode_fallback: bool,
+        options: FlowOptions,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._upstream = upstream
-        self._metrics = metrics
+        self._metrics = upstream.metrics
         self._clock = clock
-        self._parallel = parallel
-        self._decode_fallback = decode_fallback
+        self._options = options
         # Where each prefill node is fetched from, as its last answer named it.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
@@ -97,10 +93,12 @@ class Flow:
         body = bodies.parse_body(await request.read())
         headers = bodies.request_headers(request.headers.items(), request_id)
         exchange = Exchange(request, request_id, started, headers, body)
+        if self._prefill is None:
+            return await self._run_plain(exchange)
         reason = bodies.direct_reason(body)
         if reason is not None:
             return await self._run_alone(exchange, reason, bodies.DIRECT[reason])
-        return await self._run_both(exchange)
+        return await self._run_both(exchange, self._prefill)
 
     async def pass_to_decode(
         self, request: web.Request, request_id: str, started: float
@@ -117,23 +115,41 @@ class Flow:
         async with contextlib.AsyncExitStack() as stack:
             return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body))
 
-    async def _run_both(self, exchange: Exchange) -> web.StreamResponse:
-        """Serve a request that is split between two nodes."""
-        lease = self._prefill.take(self._clock()) if self._parallel else None
-        channel = self._channels.get(lease.url) if lease is not None else None
-        if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
-            return await self._run_at_once(exchange, lease, channel)
-        return await self._run_in_turn(exchange, lease)
+    async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
+        """Serve a request from one server."""
+        placement = await self._placed(exchange, self._decode)
+        lease = self._decode.take(self._clock(), work=placement.work)
+        more = placement.params(lease.url) if lease is not None else {}
+        return await self._run_decode(exchange, bodies.decode_body(exchange.body, more or None), lease)
 
-    async def _run_in_turn(self, exchange: Exchange, lease: Lease | None = None) -> web.StreamResponse:
+    async def _placed(self, exchange: Exchange, pool: Pool) -> Placement:
+        placing, request = self._options.placing, exchange.request
+        if placing is None:
+            return Placement()
+        return await placing.place(pool, request.path, exchange.headers, exchange.body)
+
+    async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
+        """Serve a request that is split between two nodes."""
+        placement = await self._placed(exchange, prefill)
+        lease = prefill.take(self._clock(), work=placement.work)
+        channel = self._channels.get(lease.url) if lease is not None and self._options.parallel else None
+        if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
+            return await self._run_at_once(exchange, lease, channel, placement)
+        return await self._run_in_turn(exchange, lease, placement)
+
+    async def _run_in_turn(
+        self, exchange: Exchange, lease: Lease | None = None, placement: Placement | None = None
+    ) -> web.StreamResponse:
         """Prefill, at the node of ``lease`` first, then decode."""
         self._metrics.flows.labels("sequential").inc()
         # Never the client's own id: it would choose whose KV a decode node is given.
         params = bodies.prefill_params(exchange.body, uuid.uuid4().hex)
+        if lease is not None and placement is not None:
+            params = {**params, **placement.params(lease.url)}
         return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
     async def _run_at_once(
-        self, exchange: Exchange, lease: Lease, channel: SideChannel
+        self, exchange: Exchange, lease: Lease, channel: SideChannel, placement: Placement
     ) -> web.StreamResponse:
         """Serve a request from both nodes: the decode node waits for KV while the prefill node computes it.
 
@@ -142,7 +158,7 @@ class Flow:
         """
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
-        announced = bodies.announced_prefill(transfer_id)
+        announced = {**bodies.announced_prefill(transfer_id), **placement.params(lease.url)}
         # It has begun, and with it the lease has an owner, before this task can be cancelled: that takes its
         # next turn, and tasks take their first in the order in which they are made.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
@@ -178,13 +194,13 @@ class Flow:
         try:
             outcome = await prefill
         except UpstreamError as error:
-            if not self._decode_fallback:
+            if not self._options.decode_fallback:
                 raise
             return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
         if isinstance(outcome, web.Response):
             # Of these every node would refuse the request; of others this one cannot serve it, or not now.
             is_of_the_request = 400 <= outcome.status < 500 and outcome.status not in (408, 429)
-            if is_of_the_request or not self._decode_fallback:
+            if is_of_the_request or not self._options.decode_fallback:
                 return outcome
             why = f"the prefill node answered {outcome.status}"
             return await self._run_alone(exchange, "prefill_refused", why)
@@ -221,6 +237,7 @@ class Flow:
 
         ``lease`` and ``retry`` as ``Upstream.send`` has them.
         """
+        assert self._prefill is not None, "plain servers are asked for no prefill"
         with contextlib.ExitStack() as unsent:
             if lease is not None:
                 unsent.callback(self._prefill.release, lease)
@@ -228,7 +245,7 @@ class Flow:
             headers = bodies.identity_encoding(exchange.headers)
             request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
             unsent.pop_all()
-        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (url, answer):
+        async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
                 refused = web.Response(status=answer.status, body=raw)
@@ -247,10 +264,13 @@ class Flow:
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
         channel = bodies.side_channel(handed or None)
+        url = leased.url
         if channel is None:
             self._channels.pop(url, None)
         else:
             self._channels[url] = channel
+            if self._options.placing is not None:
+                self._options.placing.learn(url, channel)
         if handed:
             return handed
         return (
@@ -275,25 +295,39 @@ class Flow:
             raise self._upstream.failed("prefill", "bad_answer", text)
         return bytes(raw)
 
-    async def _run_decode(self, exchange: Exchange, body: Mapping[str, Any]) -> web.StreamResponse:
+    async def _run_decode(
+        self, exchange: Exchange, body: Mapping[str, Any], lease: Lease | None = None
+    ) -> web.StreamResponse:
         async with contextlib.AsyncExitStack() as stack:
-            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body))
+            return await self._pass_on(exchange, await self._begin_decode(stack, exchange, body, lease))
 
     async def _begin_decode(
-        self, stack: contextlib.AsyncExitStack, exchange: Exchange, body: Mapping[str, Any] | None
+        self,
+        stack: contextlib.AsyncExitStack,
+        exchange: Exchange,
+        body: Mapping[str, Any] | None,
+        lease: Lease | None = None,
     ) -> Begun:
         """Decode up to the answer's first byte. Its connection stays open for as long as ``stack`` does.
+
+        ``lease`` as ``Upstream.send`` has it.
 
         Raises:
             UpstreamError: there is none.
         """
-        client, raw = exchange.request, None if body is None else bodies.to_bytes(body)
-        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, raw)
-        _, answer = await stack.enter_async_context(self._upstream.send(self._decode, request))
+        client = exchange.request
+        with contextlib.ExitStack() as unsent:
+            if lease is not None:
+                unsent.callback(self._decode.release, lease)
+            raw = None if body is None else bodies.to_bytes(body)
+            request = UpstreamRequest(client.method, client.path_qs, exchange.headers, raw)
+            unsent.pop_all()
+        leased, answer = await stack.enter_async_context(self._upstream.send(self._decode, request, lease))
         with self._upstream.translated("decode"):
             first = await answer.content.readany()
         if not first and answer.status == 200:
             raise self._upstream.failed("decode", "empty", "the decode node's answer is empty")
+        self._decode.computed(leased)
         return Begun(answer, first)
 
     async def _pass_on(self, exchange: Exchange, begun: Begun) -> web.StreamResponse:

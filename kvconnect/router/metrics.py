@@ -53,6 +53,20 @@ class RouterMetrics:
         self.clients_gone = counter(
             "kvconnect_router_clients_gone", "Clients that left before their answer ended."
         )
+        self.placements = counter(
+            "kvconnect_router_placements",
+            "Requests of policy prefix, by what decided: prefix where a node has some of the prompt, load.",
+            ["by"],
+        )
+        self.known_blocks = Gauge(
+            "kvconnect_router_known_blocks", "Blocks that nodes are known to have.", registry=registry
+        )
+        self.kv_events_missed = counter(
+            "kvconnect_router_kv_events_missed", "Messages of KV events that did not arrive."
+        )
+        self.kv_events_unread = counter(
+            "kvconnect_router_kv_events_unread", "Messages of KV events that could not be read.", ["node"]
+        )
         registry.register(_PoolCollector(pools))
 
     def counts(self) -> dict[tuple[str, str], float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import ConfigError, LocalError
@@ -31,11 +31,15 @@ _IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node as its pool knows it. ``probe`` is the lease whose verdict decides whether it returns."""
+    """A node as its pool knows it. ``probe`` is the lease whose verdict decides whether it returns.
+
+    ``work`` is what its requests have to compute yet, where that is known.
+    """
 
     url: str
     state: State = State.UNKNOWN
     in_flight: int = 0
+    work: float = 0.0
     failures: int = 0
     ejections: int = 0
     retry_at: float = 0.0
@@ -50,6 +54,7 @@ class Lease:
 
     url: str
     is_load: bool
+    work: float = 0.0
     is_open: bool = True
 
 
@@ -72,18 +77,35 @@ class Pool:
         self._nodes = {url: Node(url) for url in urls}
         self._taken = itertools.count(1)
 
-    def take(self, now: float, avoid: Collection[str] = ()) -> Lease | None:
+    def take(
+        self, now: float, avoid: Collection[str] = (), work: Mapping[str, float] | None = None
+    ) -> Lease | None:
         """Lease the least loaded node in rotation that is not in ``avoid``.
 
-        Among equals the one that waited longest. With none in rotation, an ejected node whose time
-        is up is leased as its probe. None if there is no such node either.
+        Where ``work`` has what the request costs at each node, the one that is done with it first. Among
+        equals the one that waited longest. With none in rotation, an ejected node whose time is up is leased
+        as its probe. None if there is no such node either.
         """
+        work = work or {}
         others = [node for node in self._nodes.values() if node.url not in avoid]
+
+        def load(node: Node) -> tuple[float, int, int]:
+            until = node.work + work.get(node.url, 0.0) if work else 0.0
+            return until, node.in_flight, node.last_taken
+
         if candidates := [node for node in others if node.state in _IN_ROTATION]:
-            return self._lease(min(candidates, key=lambda n: (n.in_flight, n.last_taken)), is_load=True)
-        if due := [node for node in others if self._is_due(node, now)]:
-            return self._lease(min(due, key=lambda n: (n.retry_at, n.last_taken)), is_load=True)
-        return None
+            node = min(candidates, key=load)
+        elif due := [node for node in others if self._is_due(node, now)]:
+            node = min(due, key=lambda node: (node.retry_at, node.last_taken))
+        else:
+            return None
+        return self._lease(node, is_load=True, work=work.get(node.url, 0.0))
+
+    def computed(self, lease: Lease) -> None:
+        """The node has begun its answer: it has nothing of the prompt left to compute."""
+        node = self._node_of(lease)
+        node.work -= lease.work
+        lease.work = 0.0
 
     def take_check(self, url: str, now: float) -> Lease | None:
         """Lease ``url`` for a health check; None while it is ejected, or already being probed."""
@@ -125,6 +147,7 @@ class Pool:
         Raises:
             LocalError: the lease was given back before.
         """
+        self.computed(lease)
         node = self._node_of(lease)
         lease.is_open = False
         if lease.is_load:
@@ -147,10 +170,11 @@ class Pool:
     def _is_due(self, node: Node, now: float) -> bool:
         return node.state is State.EJECTED and now >= node.retry_at
 
-    def _lease(self, node: Node, *, is_load: bool) -> Lease:
-        lease = Lease(node.url, is_load)
+    def _lease(self, node: Node, *, is_load: bool, work: float = 0.0) -> Lease:
+        lease = Lease(node.url, is_load, work)
         if is_load:
             node.in_flight += 1
+            node.work += work
             node.last_taken = next(self._taken)
         if node.state is State.EJECTED:
             node.state, node.probe = State.PROBING, lease

@@ -57,7 +57,7 @@ class Upstream:
 
     def __init__(self, limits: RouterLimits, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
         self.limits = limits
-        self._metrics = metrics
+        self.metrics = metrics
         self._clock = clock
         connect_s = limits.connect_timeout_s
         self._timeouts = {
@@ -88,8 +88,8 @@ class Upstream:
     @contextlib.asynccontextmanager
     async def send(
         self, pool: Pool, request: UpstreamRequest, lease: Lease | None = None, *, retry: bool = True
-    ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
-        """The URL of a node of ``pool`` and its answer, its headers read and its body not.
+    ) -> AsyncIterator[tuple[Lease, aiohttp.ClientResponse]]:
+        """The lease of a node of ``pool`` and its answer, its headers read and its body not.
 
         ``lease`` names the node to try first, and is given back as any other. Leaving the block closes the
         connection, so a node whose answer was not read to its end sees its client leave. The block may raise
@@ -101,11 +101,11 @@ class Upstream:
         started = self._clock()
         lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
         try:
-            yield lease.url, response
+            yield lease, response
         finally:
             response.close()
             pool.release(lease)
-            self._metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
+            self.metrics.node_request_seconds.labels(pool.role).observe(self._clock() - started)
 
     async def _reach(
         self, pool: Pool, request: UpstreamRequest, lease: Lease | None, retries: int
@@ -122,7 +122,7 @@ class Upstream:
             if lease is None:
                 break
             if tried:
-                self._metrics.retries.labels(pool.role).inc()
+                self.metrics.retries.labels(pool.role).inc()
             tried.append(lease.url)
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
@@ -147,7 +147,7 @@ class Upstream:
                 leased.pop_all()
                 return lease, response
         if not tried:
-            self._metrics.node_request_failures.labels(pool.role, last.reason).inc()
+            self.metrics.node_request_failures.labels(pool.role, last.reason).inc()
         raise last
 
     @contextlib.contextmanager
@@ -171,7 +171,7 @@ class Upstream:
 
     def failed(self, role: str, reason: str, message: str, status: int = 502) -> UpstreamError:
         """A counted error, for an answer that did not come or cannot be used."""
-        self._metrics.node_request_failures.labels(role, reason).inc()
+        self.metrics.node_request_failures.labels(role, reason).inc()
         return UpstreamError(status, reason, message)
 
     def _note_answer(self, pool: Pool, lease: Lease) -> None:

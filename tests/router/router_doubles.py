@@ -149,10 +149,10 @@ class Client:
 async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncIterator[Client]:
     """A router in front of these URLs, and its client. Each node is checked once unless asked for more.
 
-    ``limits`` may hold the router's ``flow`` and ``decode_fallback`` too.
+    ``limits`` may hold the router's ``flow``, ``decode_fallback`` and ``prefix`` too.
     """
     limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, **limits}
-    options = {name: limits.pop(name) for name in ("flow", "decode_fallback") if name in limits}
+    options = {name: limits.pop(name) for name in ("flow", "decode_fallback", "prefix") if name in limits}
     app = create_router_app(prefill, decode, limits=RouterLimits(**limits), **options)
     runner = router_runner(app)
     await runner.setup()
@@ -165,8 +165,8 @@ async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncI
         await runner.cleanup()
     # Whatever a test did, a router at rest holds nothing.
     assert app[ROUTER].in_flight == 0
-    for pool in (app[ROUTER].prefill, app[ROUTER].decode):
-        assert [node.in_flight for node in pool.view()] == [0] * len(pool.urls)
+    for pool in app[ROUTER].pools:
+        assert [(node.in_flight, node.work) for node in pool.view()] == [(0, 0.0)] * len(pool.urls)
 
 
 @contextlib.asynccontextmanager

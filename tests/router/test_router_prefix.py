@@ -1,0 +1,377 @@
+"""Policy prefix: requests go to the node that publishes that it has their prefix, real sockets throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from kvconnect.errors import ConfigError
+from kvconnect.peer.feed import Feed
+from kvconnect.router.limits import RouterLimits
+from kvconnect.router.placing import Placement
+from kvconnect.router.policy import PrefixPolicy, by_node
+from kvconnect.router.pool import Pool
+from kvconnect.router.prefix_index import Hit
+from tests.ports import free_port
+from tests.router.router_doubles import Node, routed
+
+SIZE = 16
+
+
+def in_loop(test):
+    """Run a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named):
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
+
+    return run
+
+
+PROMPT = list(range(1000, 1000 + 40 * SIZE))
+
+
+@dataclass
+class Server(Node):
+    """A node that publishes its blocks."""
+
+    events: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
+    replay: str = field(default_factory=lambda: f"tcp://127.0.0.1:{free_port()}")
+
+    def open(self, stack, kept=1000):
+        self.feed = Feed(self.events.replace("127.0.0.1", "*"), self.replay, "", most=1000, kept=kept)
+        stack.callback(self.feed.close)
+
+    def publish(self, *events):
+        self.feed.publish(msgspec.msgpack.encode([1.0, events, 0]))
+
+    def store(self, tokens, medium="GPU", salt=0, **more):
+        """All whole blocks of these tokens, in one event."""
+        hashes = [hash((salt, *tokens[:end])) % 2**63 for end in range(SIZE, len(tokens) + 1, SIZE)]
+        told = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "block_size": SIZE}
+        told |= {
+            "token_ids": tokens[: len(hashes) * SIZE],
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": None,
+        }
+        self.publish({**told, **more})
+        return hashes
+
+    @property
+    def completions(self):
+        return [seen for seen in self.seen if seen.path == "/v1/completions"]
+
+
+@contextlib.asynccontextmanager
+async def servers(count=2, is_pair=False, sources=(), **options):
+    """A router that follows so many servers; plain ones, or prefill nodes before a decode node."""
+    async with contextlib.AsyncExitStack() as stack:
+        found = [Server() for _ in range(count)]
+        for server in found:
+            await stack.enter_async_context(server.serving())
+            server.open(stack, **options)
+        urls = [server.url for server in found]
+        policy = PrefixPolicy(
+            {server.url: server.events for server in found},
+            {server.url: server.replay for server in found},
+            dict(zip(urls, sources, strict=False)),
+        )
+        decode = Node()
+        await stack.enter_async_context(decode.serving())
+        shape = (urls, [decode.url]) if is_pair else ([], urls)
+        client = await stack.enter_async_context(routed(*shape, prefix=policy, retries=0))
+        await heard(client, found)
+        yield client, found
+
+
+async def heard(client, found):
+    """Until the router follows each: a block of a publisher that is not subscribed to yet is lost."""
+    for server in found:
+        known = client.router.flow._options.placing._index
+        for attempt in range(500):
+            server.store([attempt] * SIZE)
+            await asyncio.sleep(0.01)
+            if known.counts().get(server.url):
+                break
+        else:
+            raise AssertionError(f"{server.url} is not followed")
+
+
+async def settled(client, server, tokens, hit):
+    """Until the router knows so much of a prompt at a server."""
+    index = client.router.flow._options.placing._index
+    for _ in range(500):
+        if index.hits([server.url], tokens)[server.url] == hit:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{index.hits([server.url], tokens)} instead of {hit}")
+
+
+@in_loop
+async def test_a_prompt_goes_where_most_of_it_is_in_any_tier():
+    async with servers(3) as (client, (first, second, third)):
+        first.store(PROMPT[: 8 * SIZE])
+        second.store(PROMPT[: 30 * SIZE], medium="CPU")
+        third.store(PROMPT[: 8 * SIZE], medium="STORAGE")
+        await settled(client, first, PROMPT, Hit(8 * SIZE, 8 * SIZE))
+        await settled(client, second, PROMPT, Hit(0, 30 * SIZE))
+        await settled(client, third, PROMPT, Hit(0, 8 * SIZE))
+        for _ in range(4):
+            assert (await client.post({"model": "m", "prompt": PROMPT}))[0] == 200
+        assert [len(server.completions) for server in (first, second, third)] == [0, 4, 0]
+        assert await client.metric('kvconnect_router_placements_total{by="prefix"}') == 4
+        # What is gone counts no more.
+        second.publish(
+            {
+                "type": "BlockRemoved",
+                "block_hashes": [hash((0, *PROMPT[: 2 * SIZE])) % 2**63],
+                "medium": "CPU",
+            }
+        )
+        await settled(client, second, PROMPT, Hit(0, SIZE))
+        await client.post({"model": "m", "prompt": PROMPT})
+        assert len(first.completions) == 1
+
+
+@in_loop
+async def test_load_outweighs_a_prefix():
+    async with servers() as (client, (first, second)):
+        first.store(PROMPT)
+        await settled(client, first, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        release = asyncio.Event()
+
+        async def slow(_request):
+            await release.wait()
+            return web.json_response({})
+
+        first.script = second.script = slow
+        other = [7] * (3 * len(PROMPT))
+        first.store(other[: 2 * SIZE], salt=1)
+        await settled(client, first, other, Hit(2 * SIZE, 2 * SIZE))
+        # Most of this one has to be computed, and the next waits for that where its prefix is.
+        waiting = [asyncio.create_task(client.post({"model": "m", "prompt": other}))]
+        while not first.completions:
+            await asyncio.sleep(0.01)
+        waiting.append(asyncio.create_task(client.post({"model": "m", "prompt": PROMPT})))
+        while not second.completions:
+            await asyncio.sleep(0.01)
+        release.set()
+        await asyncio.gather(*waiting)
+
+
+@in_loop
+async def test_what_was_published_before_and_what_was_missed_is_asked_for():
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server()
+        await stack.enter_async_context(server.serving())
+        server.open(stack)
+        server.store(PROMPT)
+        policy = PrefixPolicy({server.url: server.events}, {server.url: server.replay})
+        client = await stack.enter_async_context(routed([], [server.url], prefix=policy))
+        await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        # Its socket loses a message; the number of the next shows it.
+        server.feed._count += 1
+        lost = server.feed._last
+        lost.append(((1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [_stored([5] * SIZE)], 0])))
+        await asyncio.sleep(0.3)
+        server.store([6] * SIZE)
+        await settled(client, server, [5] * SIZE, Hit(SIZE, SIZE))
+        await settled(client, server, [6] * SIZE, Hit(SIZE, SIZE))
+        assert await client.metric("kvconnect_router_kv_events_missed_total") == 0
+
+
+def _stored(tokens):
+    told = {"type": "BlockStored", "block_hashes": [sum(tokens)], "parent_block_hash": None}
+    return {**told, "token_ids": tokens, "block_size": SIZE, "lora_id": None, "medium": "GPU"}
+
+
+@in_loop
+async def test_a_publisher_that_begins_anew_has_nothing_of_what_it_had():
+    async with servers(1) as (client, (server,)):
+        server.store(PROMPT)
+        await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        server.feed._count = 0
+        server.feed._last.clear()
+        server.store([3] * SIZE)
+        await settled(client, server, PROMPT, Hit())
+        await settled(client, server, [3] * SIZE, Hit(SIZE, SIZE))
+
+
+@in_loop
+async def test_messages_that_are_no_events_are_counted_and_others_go_on():
+    async with servers(1) as (client, (server,)):
+        for payload in (
+            b"",
+            b"\xc1",
+            msgspec.msgpack.encode({"no": "batch"}),
+            msgspec.msgpack.encode([1.0, [7]]),
+        ):
+            server.feed.publish(payload)
+        server.publish({"type": "AllBlocksCleared"}, _stored([9] * SIZE))
+        await settled(client, server, [9] * SIZE, Hit(SIZE, SIZE))
+        name = f'kvconnect_router_kv_events_unread_total{{node="{server.url}"}}'
+        assert await client.metric(name) == 4
+
+
+@in_loop
+async def test_prompts_as_text_and_chats_are_tokenized_by_a_server():
+    async with servers() as (client, (first, second)):
+        second.store(PROMPT)
+        await settled(client, second, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+
+        async def script(request):
+            is_asked = request.path == "/tokenize"
+            return web.json_response({"tokens": PROMPT, "count": len(PROMPT)} if is_asked else {})
+
+        first.script = second.script = script
+        chat = {"messages": [{"role": "user", "content": "hello"}], "add_generation_prompt": True}
+        for body, path in (({"prompt": "hello"}, "/v1/completions"), (chat, "/v1/chat/completions")):
+            before = len(second.seen)
+            assert (await client.post({"model": "m", "max_tokens": 3, **body}, path))[0] == 200
+            assert path in [seen.path for seen in second.seen[before:]]
+            (asked,) = [seen.body for seen in first.seen + second.seen if seen.path == "/tokenize"][-1:]
+            assert asked == {"model": "m", **body}
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+@in_loop
+async def test_a_server_that_cannot_tokenize_gets_requests_by_load(status):
+    async with servers(1) as (client, (server,)):
+        server.script = lambda request: _answer(status if request.path == "/tokenize" else 200)
+        assert (await client.post({"model": "m", "prompt": "hello"}))[0] == 200
+        assert await client.metric('kvconnect_router_placements_total{by="load"}') == 1
+
+
+async def _answer(status):
+    return web.json_response({"tokens": None}, status=status)
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1], [2]], [1, "a"], [1, -1], [1, 2**40], None, 5, {}])
+@in_loop
+async def test_a_request_without_one_prompt_is_served_by_load(prompt):
+    async with servers(1) as (client, (server,)):
+        assert (await client.post({"model": "m", "prompt": prompt}))[0] == 200
+        assert [seen.body["prompt"] for seen in server.completions] == [prompt]
+
+
+@in_loop
+async def test_a_salted_prompt_is_found_under_its_salt_alone():
+    async with servers() as (client, (first, second)):
+        count = len(PROMPT) // SIZE
+        first.store(PROMPT)
+        second.store(PROMPT, salt=1, extra_keys=[["s"], *[None] * (count - 1)])
+        await settled(client, first, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        await asyncio.sleep(0.2)
+        for _ in range(3):
+            await client.post({"model": "m", "prompt": PROMPT, "cache_salt": "s"})
+        assert (len(first.completions), len(second.completions)) == (0, 3)
+
+
+@in_loop
+async def test_a_node_that_has_less_is_told_of_the_one_that_has_more():
+    async with servers(2, sources=["10.0.0.1:1", "10.0.0.2:2"]) as (client, (first, second)):
+        first.store(PROMPT)
+        await settled(client, first, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        release = asyncio.Event()
+
+        async def slow(_request):
+            await release.wait()
+            return web.json_response({})
+
+        first.script = slow
+        tasks = [asyncio.create_task(client.post({"model": "m", "prompt": [7] * 600})) for _ in range(3)]
+        while len(first.completions) + len(second.completions) < 3:
+            await asyncio.sleep(0.01)
+        before = len(second.completions)
+        tasks.append(asyncio.create_task(client.post({"model": "m", "prompt": PROMPT})))
+        while len(second.completions) == before:
+            await asyncio.sleep(0.01)
+        assert second.completions[-1].body["kv_transfer_params"] == {"kv_sources": ["10.0.0.1:1"]}
+        release.set()
+        await asyncio.gather(*tasks)
+
+
+@in_loop
+async def test_prefill_nodes_are_chosen_likewise():
+    async with servers(is_pair=True) as (client, (first, second)):
+        second.store(PROMPT)
+        await settled(client, second, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        for _ in range(3):
+            assert (await client.post({"model": "m", "prompt": PROMPT}))[0] == 200
+        assert (len(first.completions), len(second.completions)) == (0, 3)
+        # Its answer names where it is fetched from: others may pull from there what it has.
+        placing = client.router.flow._options.placing
+        assert placing._sources == {second.url: "10.0.0.7:4711"}
+
+
+def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
+    hits = {"a": Hit(1000, 1000), "b": Hit(0, 0), "c": Hit(0, 1000)}
+    alone = Placement(1600, hits)
+    assert alone.work == {"a": 600, "b": 1600, "c": 750}
+    told = Placement(1600, hits, {"a": "h:1"})
+    assert told.work == {"a": 600, "b": 800, "c": 750}
+    assert told.params("b") == {"kv_sources": ["h:1"]}
+    assert told.params("a") == told.params("c") == alone.params("b") == {}
+
+
+def test_the_node_that_is_done_first_is_taken():
+    pool = Pool("decode", ["a", "b"], RouterLimits())
+    taken = [pool.take(0.0, work={"a": 10.0, "b": 25.0}) for _ in range(4)]
+    assert [lease.url for lease in taken] == ["a", "a", "b", "a"]
+    pool.computed(taken[0])
+    pool.computed(taken[0])
+    assert [node.work for node in pool.view()] == [20.0, 25.0]
+    for lease in taken:
+        pool.release(lease)
+    assert [node.work for node in pool.view()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"events": {}}, "no node publishes KV events"),
+        ({"events": {"http://a": "tcp://*:5557"}}, "accepted: as tcp://10.0.0.1:5557"),
+        ({"events": {"http://a": "http://b"}}, "accepted: as tcp://10.0.0.1:5557"),
+        ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b"}}, "accepted: host:port"),
+        ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b:x"}}, "accepted: host:port"),
+    ],
+)
+def test_a_policy_that_cannot_work_says_why(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        PrefixPolicy(**options)
+
+
+def test_options_by_node_are_read():
+    assert by_node("kv-source", ["http://a:1/=h:2"]) == {"http://a:1": "h:2"}
+    with pytest.raises(ConfigError, match="--kv-source is 'http://a:1'; accepted: URL=VALUE"):
+        by_node("kv-source", ["http://a:1"])
+
+
+@in_loop
+async def test_a_node_that_is_none_of_the_routers_is_refused():
+    policy = PrefixPolicy({"http://other": "tcp://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match="http://other is no node of this router"):
+        async with routed([], ["http://a"], prefix=policy):
+            pass
+
+
+@in_loop
+async def test_plain_servers_need_no_prefill_node():
+    one = Node()
+    async with one.serving(), routed([], [one.url], check_interval_s=0.05) as client:
+        status, _, raw = await client.post({"model": "m", "prompt": "hello", "n": 2})
+        assert (status, json.loads(raw)["object"]) == (200, "text_completion")
+        assert "kv_transfer_params" not in one.seen[-1].body
+        for _ in range(100):
+            if (await client.get("/ready?all"))[0] == 200:
+                break
+            await asyncio.sleep(0.05)
+        assert json.loads((await client.get("/ready?all"))[1]) == {"status": "ready", "missing": []}
