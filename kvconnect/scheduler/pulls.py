@@ -150,7 +150,8 @@ class PullRequests:
         if pull is None or pull.found is None or num_external_tokens <= 0:
             if pull is not None:
                 self._give_up(request_id, pull)
-                if not (num_external_tokens or pull.local):
+                # A stack admits a request that was loaded once more, when it goes on.
+                if not (num_external_tokens or pull.local or pull.outcome == LOADED):
                     self._computing[request_id] = request, request.num_tokens, pull.computed, now
             return
         assert pull.asked is not None
@@ -167,6 +168,7 @@ class PullRequests:
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
         self._loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
+        pull.outcome = LOADED
         pull.end()
 
     def preempted(self, request_id: str) -> None:

@@ -21,8 +21,8 @@ MISS_S = 1.0
 """How long a source is believed to lack what it did not have."""
 _FIXED_S = 0.01
 """What a pull takes besides the link: a question and its answer, and a load, each with a step or two."""
-_LEAST_SHARE = 0.25
-"""A pull is of use beside what this node keeps itself only if it brings so much more than that."""
+_LEAST_SHARE = 1 / 16
+"""How much more than this node keeps itself is loaded though it is not known yet how long that takes."""
 _LEAST_MEASURED = 256
 """Tokens of a prompt from which the rate shows, and not the time of a step."""
 _LEAST_NAMED = 8
@@ -37,7 +37,8 @@ def is_worth_it(gain_tokens: int, local_tokens: int, load_s: float, tokens_per_s
     ``local_tokens`` could be restored here instead, ``load_s`` is how long the link takes, and
     ``tokens_per_s`` how fast prompts are computed here: 0 where they are not known, which a pull measures.
     """
-    if gain_tokens <= local_tokens * _LEAST_SHARE:
+    is_known = load_s > 0 and tokens_per_s > 0
+    if gain_tokens <= (0 if is_known else local_tokens * _LEAST_SHARE):
         return False
     return not tokens_per_s or load_s + _FIXED_S < gain_tokens / tokens_per_s
 

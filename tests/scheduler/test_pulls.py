@@ -278,7 +278,7 @@ def test_what_is_at_hand_is_preferred_unless_a_source_has_clearly_more():
     node = Node(SOURCE)
     request, _ = node.begin(num_tokens=1000, local=480)
     node.orders()
-    node.tell(request, 512)
+    node.tell(request, 496)
     assert node.ask(request, 0, 480) == 0
     request, _ = node.begin("b", num_tokens=1000, local=480)
     node.orders()
@@ -322,6 +322,18 @@ def test_a_load_that_failed_is_computed_and_not_pulled_again():
     node.hooks.update_after_alloc(request, ([1],), 0)
     node.end(request)
     assert node.is_idle()
+
+
+def test_a_request_that_was_loaded_says_nothing_of_how_fast_prompts_are_computed():
+    node = Node(SOURCE)
+    request, _ = node.load("a", num_tokens=1000, found=960)
+    node.hooks.update_results(Results(received=("a",)))
+    node.hooks.update_after_alloc(request, (list(range(1, 64)),), 0)
+    node.now += 0.001
+    request.num_tokens += 1
+    node.orders()
+    assert node.hooks._pulls._rate.tokens_per_s == 0
+    assert node.begin("b", num_tokens=1000)[1] is None
 
 
 def test_a_preempted_request_is_asked_for_anew():
