@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.orders import Naming
@@ -16,10 +16,10 @@ seconds = st.just(0.0) | st.floats(1e-6, 100)
 rates = st.floats(1, 1e6)
 
 
-@given(tokens, st.integers(0, 100_000), seconds, st.just(0.0) | rates)
-def test_what_is_no_gain_is_never_loaded(gain, local, load_s, rate):
-    assume(gain <= 0 or (gain <= local // 16 and not (load_s and rate)))
-    assert not is_worth_it(gain, local, load_s, rate)
+@given(st.integers(0, 100_000), seconds, st.just(0.0) | rates, st.data())
+def test_what_is_no_gain_is_never_loaded(local, load_s, rate, data):
+    most = 0 if load_s and rate else local // 16
+    assert not is_worth_it(data.draw(st.integers(-100, most)), local, load_s, rate)
 
 
 @given(st.integers(1, 200_000), seconds, rates)
