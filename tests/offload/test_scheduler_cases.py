@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
 from tests.offload.event_replay import Removed
-from tests.offload.half_kit import Kind, Stack
+from tests.offload.half_kit import Kind, Req, Stack
 
 FULL = (Kind(4),)
 SLIDING = (Kind(4), Kind(2, window=7))
@@ -461,6 +461,20 @@ def test_what_a_disk_gets_after_the_last_request_is_heard_without_another_one(is
         stack.clock.now += 1
         stack.step()
     assert not stack.half.pending, "an overdue job is not waited for"
+
+
+def test_without_events_a_hit_that_is_brought_is_worked_out_once(monkeypatch):
+    half = stack_of(tiers=("disk",)).half
+    half.host.events = half.host.index.events = half.host.lower.events = None
+    request = Req("asks", list(range(64)), 1, None)
+    change = TierChange("disk", 0, tuple(request.hashes(4)))
+    half.update_results(Results(offload=(OffloadReport(0, changes=(change,)),)))
+    asked = []
+    needed = HitGroup.needed
+    monkeypatch.setattr(HitGroup, "needed", lambda *given: asked.append(given) or needed(*given))
+    assert half.matched_tokens(request, 0) == (None, False)
+    assert len(half.build_orders().fetches) == 1
+    assert len(asked) == 1
 
 
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():

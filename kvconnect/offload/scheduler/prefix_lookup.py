@@ -75,7 +75,8 @@ class PrefixLookup:
         lookup.looked_at, lookup.version = now, self._version
         former, lookup.pins = lookup.pins, {}
         if length:
-            lookup.pins = dict(self._needed(request, start_tokens, boundary))
+            needed = self._needed(request, start_tokens, boundary)
+            lookup.pins = {group.group: names for group, _, names in needed}
             for index, names in lookup.pins.items():
                 self._host.index.pin(index, names)
             request.sources = self._sources(lookup)
@@ -316,17 +317,18 @@ class PrefixLookup:
 
     def _needed(
         self, request: OffloadRequest, start_tokens: int, boundary: int
-    ) -> list[tuple[int, list[bytes]]]:
-        """The contents that a hit needs, by group, beyond those that are at hand."""
-        return [
-            (group.group, self._host.names(request.view, group, group.needed(boundary, start_tokens)))
-            for group in self._host.requirements.groups
-        ]
+    ) -> Iterator[tuple[HitGroup, tuple[range, ...], list[bytes]]]:
+        """By group the positions that a hit needs beyond those that are at hand, and their names."""
+        for group in self._host.requirements.groups:
+            parts = group.needed(boundary, start_tokens)
+            yield group, parts, self._host.names(request.view, group, parts)
 
     def _bring(self, request: OffloadRequest, lookup: Lookup, start_tokens: int, boundary: int) -> None:
         self._host.unpin(lookup.pins)
         missing: dict[tuple[int, str], list[bytes]] = {}
-        for index, names in self._needed(request, start_tokens, boundary):
+        needed = list(self._needed(request, start_tokens, boundary))
+        for group, _, names in needed:
+            index = group.group
             by_state: dict[ContentState, list[bytes]] = {state: [] for state in ContentState}
             for name, state in zip(names, self._host.index.states(index, names), strict=True):
                 by_state[state].append(name)
@@ -337,11 +339,10 @@ class PrefixLookup:
             absent = by_state[ContentState.ABSENT]
             for name, tier in zip(absent, self._tiers_of(index, absent, lookup), strict=True):
                 missing.setdefault((index, tier), []).append(name)
-        by_number = {group.group: group for group in self._host.requirements.groups}
+        coming: dict[int, list[bytes]] = {}
         for (index, tier), names in missing.items():
             taken, rows = self._host.index.reserve(index, names)
-            parts = by_number[index].needed(boundary, start_tokens)
-            self._host.describe(request.view, by_number[index], parts, frozenset(taken))
+            coming.setdefault(index, []).extend(taken)
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
                 lookup.lost.update((index, name) for name in set(names) - set(taken))
@@ -349,6 +350,8 @@ class PrefixLookup:
                 job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
                 self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
                 self._await(lookup, index, taken, tier)
+        for group, parts, _ in needed if self._host.events is not None else ():
+            self._host.describe(request.view, group, parts, frozenset(coming.get(group.group, ())))
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
         for name in names:
