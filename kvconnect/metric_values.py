@@ -14,9 +14,9 @@ _MAX_OBSERVATIONS = 4096
 
 
 class Owner(Protocol):
-    """What numbers belong to; ``revision`` grows with every change of one, after it."""
+    """What numbers belong to; in ``changed`` is each that has changed since the reader took it out."""
 
-    revision: int
+    changed: deque[Number | Observations]
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,46 @@ class Family:
 
 
 class Number:
-    """One number. Only the owner's thread calls ``inc`` and ``set``."""
+    """One number. Only the owner's thread calls ``inc`` and ``set``, and one reader ``take``."""
 
-    __slots__ = ("_owner", "value")
+    __slots__ = ("_is_noted", "_labels", "_owner", "_seen", "family", "value")
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, owner: Owner, family: Family, labels: tuple[str, ...] = ()) -> None:
+        self.family = family
+        self._owner, self._labels = owner, ",".join(labels)
         self.value: float = 0
+        self._seen: float = 0
+        self._is_noted = False
 
     def inc(self, amount: float = 1) -> None:
         # What was read of a clock in two threads may differ by less than nothing, and a counter that shrinks
         # ends a server of vLLM.
         if amount > 0:
             self.value += amount
-            self._owner.revision += 1
+            self.note()
 
     def set(self, value: float) -> None:
         if value != self.value:
             self.value = value
-            self._owner.revision += 1
+            self.note()
+
+    def note(self) -> None:
+        """It is to be taken. After a change, as who takes it comes at any time."""
+        if not self._is_noted:
+            self._is_noted = True
+            self._owner.changed.append(self)
+
+    def take(self, changes: Changes) -> None:
+        """Write down what has changed since the last call."""
+        # Before it is read: what is written meanwhile is noted anew.
+        self._is_noted = False
+        name, value = self.family.name, self.value
+        if self.family.kind == "gauge":
+            # What was reported before stays as it was.
+            changes.gauges[name] = {**changes.gauges[name], self._labels: value}
+        elif growth := value - self._seen:
+            changes.counters.setdefault(name, {})[self._labels] = growth
+            self._seen = value
 
 
 class Numbers:
@@ -69,7 +90,10 @@ class Numbers:
         if found is None:
             if len(values) != len(self.family.labels):
                 raise ValueError(f"{self.family.name} has labels {self.family.labels}, not {values}")
-            found = self._numbers[values] = Number(self._owner)
+            found = self._numbers[values] = Number(self._owner, self.family, values)
+            if values and self.family.kind == "gauge":
+                # From now on it is shown, though it may never be anything but 0.
+                found.note()
         return found
 
     def values(self) -> dict[tuple[str, ...], float]:
@@ -85,15 +109,24 @@ class Observations:
         self.counts = [0] * (len(family.buckets) + 1)
         self.total = 0.0
         # Where no reader asks, the oldest go. They stay counted above.
-        self.unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
+        self._unseen: deque[float] = deque(maxlen=_MAX_OBSERVATIONS)
         self._owner = owner
+        self._is_noted = False
 
     def observe(self, value: float) -> None:
         """Count one observation."""
         self.counts[bisect.bisect_left(self.family.buckets, value)] += 1
         self.total += value
-        self.unseen.append(value)
-        self._owner.revision += 1
+        self._unseen.append(value)
+        if not self._is_noted:
+            self._is_noted = True
+            self._owner.changed.append(self)
+
+    def take(self, changes: Changes) -> None:
+        """Write down what it has observed since the last call."""
+        self._is_noted = False
+        if values := [self._unseen.popleft() for _ in range(len(self._unseen))]:
+            changes.observed[self.family.name] = values
 
 
 @dataclass(frozen=True)
@@ -113,9 +146,10 @@ def merge_changes(first: Changes | None, second: Changes | None) -> Changes | No
     """What changed at one of two parts of a worker that share no gauge and no histogram."""
     if first is None or second is None:
         return first or second
-    counters = {name: dict(numbers) for name, numbers in first.counters.items()}
-    for name, numbers in second.counters.items():
-        add_to(counters.setdefault(name, {}), numbers)
+    counters = {**first.counters, **second.counters}
+    for name in first.counters.keys() & second.counters.keys():
+        counters[name] = dict(first.counters[name])
+        add_to(counters[name], second.counters[name])
     return Changes(counters, {**first.gauges, **second.gauges}, {**first.observed, **second.observed})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -84,22 +85,24 @@ def summarize(
 class MetricSet:
     """The numbers of one part of a worker, exported through ``registry`` until ``retire``.
 
-    The families are those in the body of the class, alone or by a key. ``revision`` grows with every change,
-    after it.
+    The families are those in the body of the class, alone or by a key.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.registry = registry
-        self.revision = 0
+        self.changed: deque[Number | Observations] = deque()
         self.families: dict[str, Numbers] = {}
         self.histograms: dict[str, Observations] = {}
-        self._seen_revision = 0
-        self._seen: dict[str, dict[tuple[str, ...], float]] = {}
         for name, declared in self._bodies():
             if isinstance(declared, Family):
                 setattr(self, name, self._numbers(declared))
             else:
                 setattr(self, name, {key: self._numbers(family) for key, family in declared.items()})
+        self._gauges: dict[str, dict[str, float]] = {
+            name: {",".join(labels): value for labels, value in numbers.values().items()}
+            for name, numbers in self.families.items()
+            if numbers.family.kind == "gauge"
+        }
         _exporter_on(registry).add(self)
 
     @classmethod
@@ -122,26 +125,13 @@ class MetricSet:
 
     def changes(self) -> Changes | None:
         """What changed since the last call, or None. For one reader, on any one thread."""
-        revision = self.revision
-        if revision == self._seen_revision:
+        if not self.changed:
             return None
-        # Taken before the numbers: what is written meanwhile is reported now, and looked for again.
-        self._seen_revision = revision
-        counters: dict[str, dict[str, float]] = {}
-        gauges: dict[str, dict[str, float]] = {}
-        for name, numbers in self.families.items():
-            values = numbers.values()
-            if numbers.family.kind == "gauge":
-                gauges[name] = {",".join(labels): value for labels, value in values.items()}
-                continue
-            before = self._seen.get(name, {})
-            grown = {labels: value - before.get(labels, 0) for labels, value in values.items()}
-            self._seen[name] = values
-            if changed := {",".join(labels): growth for labels, growth in grown.items() if growth}:
-                counters[name] = changed
-        unseen = {name: one.unseen for name, one in self.histograms.items() if one.unseen}
-        observed = {name: [new.popleft() for _ in range(len(new))] for name, new in unseen.items()}
-        return Changes(counters, gauges, observed)
+        changes = Changes({}, self._gauges.copy(), {})
+        for _ in range(len(self.changed)):
+            self.changed.popleft().take(changes)
+        self._gauges = changes.gauges.copy()
+        return changes
 
     def retire(self) -> None:
         """The worker is gone: its counts stay in the registry, its gauges do not. Idempotent."""

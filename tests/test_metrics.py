@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import time
 
 import pytest
@@ -130,6 +132,47 @@ def test_the_changes_add_up_to_what_was_written(rounds):
     assert counters.keys() <= expected.keys()
     # A growth that is lost in the number it is added to is none.
     assert {key: counters.get(key, 0) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_what_was_reported_of_a_gauge_stays_as_it_was():
+    metrics = Metrics(CollectorRegistry())
+    metrics.leases.set(3)
+    metrics.link_rate.labels("shm")
+    before = metrics.changes()
+    metrics.leases.set(4)
+    metrics.link_rate.labels("tcp").set(5)
+    assert metrics.changes().gauges["link_bytes_per_second"] == {"shm": 0, "tcp": 5}
+    assert before.gauges["leases_held"] == {"": 3}
+    assert before.gauges["link_bytes_per_second"] == {"shm": 0}
+    before.gauges.clear()
+    metrics.loads.set(1)
+    assert metrics.changes().gauges["leases_held"] == {"": 4}
+
+
+def test_nothing_is_lost_that_is_written_while_changes_are_taken():
+    metrics, seen, observed = Metrics(CollectorRegistry()), 0, []
+
+    def write_much():
+        for number in range(20_000):
+            metrics.copies.labels("sent", "packed").inc()
+            if number % 10 == 0:
+                metrics.load_seconds.observe(number)
+
+    thread = threading.Thread(target=write_much)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        is_over = False
+        while not is_over:
+            is_over = not thread.is_alive()
+            changes = metrics.changes()
+            seen += changes.counters.get("copies", {}).get("sent,packed", 0) if changes else 0
+            observed += changes.observed.get("load_seconds", ()) if changes else ()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert (seen, observed) == (20_000, [*range(0, 20_000, 10)])
 
 
 def test_the_changes_of_both_parts_of_a_worker_are_told_as_one():
