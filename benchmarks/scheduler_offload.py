@@ -21,10 +21,11 @@ from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import OffloadReport, Orders, Results
+from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import Computed, Step
 
-_BLOCK_TOKENS = 16
-_PROMPT_TOKENS = 2048
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 2048
 _ROW_BYTES = 64
 _NUM_ROWS = 1 << 17
 # Everybody's, and longer than any request becomes.
@@ -32,7 +33,9 @@ _TOKENS = [*range(1 << 14)]
 
 
 @dataclass
-class _Request:
+class Running:
+    """A request, as a serving stack has it."""
+
     request_id: str
     num_tokens: int
     names: list[bytes]
@@ -41,7 +44,7 @@ class _Request:
 
 
 def _describe(request: Any, start: int, end: int, _: int) -> Described:
-    return Described(_TOKENS[start:end])
+    return {"token_ids": _TOKENS[start:end]}
 
 
 def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:
@@ -52,42 +55,57 @@ def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:
 class Keeping:
     """A node with ``running`` requests, to which ``changed`` come with a step, and as many end.
 
-    With ``has_events`` the events of each step are made too, as a router would get them.
+    With ``has_events`` the events of each step are made too, as a router would get them. The prompts of
+    ``known`` requests that have ended are kept, and are what makes room where there is none.
     """
 
-    def __init__(self, running: int, changed: int, *, has_events: bool = False) -> None:
+    def __init__(
+        self,
+        running: int,
+        changed: int,
+        *,
+        has_events: bool = False,
+        transfer: SchedulerConnector | None = None,
+        known: int = 64,
+        num_rows: int = _NUM_ROWS,
+    ) -> None:
         self.changed = changed
         self._serial = 0
-        groups = [KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))]
+        groups = [KVCacheGroup(("layer",), FullAttentionSpec(BLOCK_TOKENS, 1, 1, torch.int8))]
         offload = OffloadScheduler(
-            OffloadConfig(cpu_bytes=_NUM_ROWS * _ROW_BYTES),
+            OffloadConfig(cpu_bytes=num_rows * _ROW_BYTES),
             groups,
-            HitRequirements.of(groups, [0], _BLOCK_TOKENS),
+            HitRequirements.of(groups, [0], BLOCK_TOKENS),
             hashes=_hashes,
             row_bytes={0: _ROW_BYTES},
             clock=time.monotonic,
         )
         if has_events:
-            make = EventMaker(BlockStored, BlockRemoved, [{"kv_cache_spec_kind": "full_attention"}])
-            offload.announce(TierEvents(_describe, make))
-        self.half = SchedulerComposite(None, offload)
+            facts = {"kv_cache_spec_kind": "full_attention"}
+            offload.announce(TierEvents(EventMaker(BlockStored, BlockRemoved, [facts], _describe)))
+        self.half = SchedulerComposite(transfer, offload)
+        self.known = [self._made(PROMPT_TOKENS) for _ in range(known)]
         # Not all of them fill a block in the same step.
-        self.running = [self._made(_PROMPT_TOKENS + n % _BLOCK_TOKENS) for n in range(running)]
-        for request in self.running:
-            self._admit(request)
-            self._computed(request)
-        self.known = [self._made(_PROMPT_TOKENS) for _ in range(64)]
-        for request in self.known:
-            self._admit(request)
-            self._computed(request)
-        self._report(self.half.build_orders())
-        self._end(self.known)
-        self._report(self.half.build_orders())
+        self.running = [self._made(PROMPT_TOKENS + n % BLOCK_TOKENS) for n in range(running)]
+        for requests in (self.known, self.running):
+            for request in requests:
+                self._admit(request)
+                self._computed(request)
+            self._report(self.half.build_orders())
+            self._end([request for request in requests if request not in self.running])
+            self._report(self.half.build_orders())
 
     def decode(self) -> float:
         """Seconds of a step in which everybody gets a token and nobody comes or goes."""
         news = self._grow()
         start = time.perf_counter()
+        orders = self._launch(news)
+        self.half.update_results(stored(orders))
+        self.half.take_events()
+        return time.perf_counter() - start
+
+    def _launch(self, news: list[tuple[Running, tuple[list[int]] | None]]) -> Orders:
+        """A step is launched in which requests get a token, and some of them a block."""
         due = self.half.due
         self.half.launched(
             Step(
@@ -98,11 +116,7 @@ class Keeping:
                 ]
             )
         )
-        orders = self.half.build_orders()
-        results = _stored(orders)
-        self.half.update_results(results)
-        self.half.take_events()
-        return time.perf_counter() - start
+        return self.half.build_orders()
 
     def returning(self) -> float:
         """Seconds of such a step that also admits requests whose prompt is kept."""
@@ -111,7 +125,7 @@ class Keeping:
         for n in range(first, first + self.changed):
             old = self.known[n % len(self.known)]
             coming.append(
-                _Request(f"again{n}", _PROMPT_TOKENS, old.names[: len(old.names)], list(old.block_ids))
+                Running(f"again{n}", PROMPT_TOKENS, old.names[: len(old.names)], list(old.block_ids))
             )
         start = time.perf_counter()
         for request in coming:
@@ -124,7 +138,7 @@ class Keeping:
 
     def fresh(self) -> float:
         """Seconds of such a step that also admits requests with new prompts, and stores those."""
-        coming = [self._made(_PROMPT_TOKENS) for _ in range(self.changed)]
+        coming = [self._made(PROMPT_TOKENS) for _ in range(self.changed)]
         start = time.perf_counter()
         for request in coming:
             self._admit(request)
@@ -135,26 +149,26 @@ class Keeping:
         self._report(self.half.build_orders())
         return seconds
 
-    def _made(self, num_tokens: int) -> _Request:
+    def _made(self, num_tokens: int) -> Running:
         self._serial += 1
-        count = num_tokens // _BLOCK_TOKENS
+        count = num_tokens // BLOCK_TOKENS
         names = [b"%07d-%07d" % (self._serial, position) for position in range(count)]
-        return _Request(f"r{self._serial}", num_tokens, names, list(range(1, 2 + count)))
+        return Running(f"r{self._serial}", num_tokens, names, list(range(1, 2 + count)))
 
-    def _admit(self, request: _Request) -> None:
+    def _admit(self, request: Running) -> None:
         self.half.new_request(request)
         count, _ = self.half.matched_tokens(request, 0)
         self.half.update_after_alloc(request, (request.block_ids,), count or 0)
 
-    def _computed(self, request: _Request) -> None:
+    def _computed(self, request: Running) -> None:
         self.half.launched(Step([Computed(request.request_id, request.num_tokens, (request.block_ids,))]))
 
-    def _grow(self) -> list[tuple[_Request, tuple[list[int]] | None]]:
-        news: list[tuple[_Request, tuple[list[int]] | None]] = []
+    def _grow(self) -> list[tuple[Running, tuple[list[int]] | None]]:
+        news: list[tuple[Running, tuple[list[int]] | None]] = []
         for request in self.running:
             request.num_tokens += 1
             new_ids = None
-            if request.num_tokens % _BLOCK_TOKENS == 0:
+            if request.num_tokens % BLOCK_TOKENS == 0:
                 position = len(request.names)
                 request.names.append(b"%s+%05d" % (request.request_id.encode(), position))
                 new_ids = ([position + 1],)
@@ -162,15 +176,15 @@ class Keeping:
         return news
 
     def _report(self, orders: Orders) -> None:
-        self.half.update_results(_stored(orders))
+        self.half.update_results(stored(orders))
         self.half.take_events()
 
-    def _end(self, requests: list[_Request]) -> None:
+    def _end(self, requests: list[Running]) -> None:
         for request in requests:
             self.half.request_finished(request, (request.block_ids,), delivered=True)
 
 
-def _stored(orders: Orders) -> Results:
+def stored(orders: Orders) -> Results:
     """What workers report that have done everything at once."""
     stored: dict[int, tuple[bytes, ...]] = {store.job: () for store in orders.offload.stores}
     return Results(offload=(OffloadReport(0, stored=stored),) if stored else ())

@@ -9,12 +9,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.offload.events import DEVICE, Described, Run, TierEvents
+from kvconnect.offload.events import DEVICE, TierEvents
 
 NULL_BLOCK = 0
 HASH_SCHEME = "blake2b-128 of the chain so far and int32 tokens"
@@ -40,6 +41,12 @@ def extend_chain(chain: list[bytes], token_ids: Sequence[int], block_tokens: int
             previous + added[start : start + width], digest_size=_DIGEST_BYTES
         ).digest()
         chain.append(previous)
+
+
+class HasTokens(Protocol):
+    """What a request has for which blocks are remembered."""
+
+    token_ids: list[int]
 
 
 class BlockPool:
@@ -100,14 +107,15 @@ class BlockPool:
         if count > len(self._free):
             raise LocalError(f"{count} blocks wanted, {len(self._free)} of {self.total} are free")
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        gone = []
+        gone: dict[int, list[bytes]] = {}
         for block_id in taken:
             if key := self._key_of.pop(block_id, None):
                 del self._block_of[key]
-                gone.append(key)
+                gone.setdefault(key[0], []).append(key[1])
             self._references[block_id] = 1
         if self.events is not None:
-            self.events.removed(DEVICE, gone)
+            for group, names in gone.items():
+                self.events.removed(DEVICE, group, names)
         return taken
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -328,12 +336,12 @@ class BlockManager:
             ids[left:end] = [NULL_BLOCK] * (end - left)
             blocks.left[index] = end
 
-    def remember(self, blocks: RequestBlocks, token_ids: Sequence[int], num_computed: int) -> None:
+    def remember(self, blocks: RequestBlocks, view: HasTokens, num_computed: int) -> None:
         """Let later requests reuse the request's full blocks among the first ``num_computed`` tokens."""
         if not self.reuses_prefixes:
             return
         for index, group in enumerate(self._groups):
-            hashes, ids = blocks.content_hashes(token_ids, group.block_size), blocks.ids[index]
+            hashes, ids = blocks.content_hashes(view.token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
             new = [
                 position
@@ -342,10 +350,9 @@ class BlockManager:
                 and self.pool.remember((index, hashes[position]), ids[position])
             ]
             if new and self.pool.events is not None:
-                first, end, size = new[0], new[-1] + 1, group.block_size
-                tokens = Described(token_ids[first * size : end * size])
-                run = Run(index, hashes[first:end], hashes[first - 1] if first else None, size, tokens)
-                self.pool.events.stored_run(DEVICE, run, (position - first for position in new))
+                names = [hashes[at] for at in new]
+                origins = [(at, view, hashes[at - 1] if at else None, group.block_size) for at in new]
+                self.pool.events.gained(DEVICE, index, names, origins)
             blocks.remembered[index] = max(full, blocks.remembered[index])
 
     def free(self, blocks: RequestBlocks) -> None:

@@ -19,12 +19,11 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import ConfigError
-from kvconnect.node.request import Request
+from kvconnect.node.blocks import HasTokens
 from kvconnect.offload.events import Described, EventMaker, TierEvents
 from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
 from kvconnect.reading import read_struct
-from kvconnect.scheduler.stack import RequestView
 
 _KINDS = {
     FullAttentionSpec: "full_attention",
@@ -85,7 +84,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def tier_events(config: KVCacheConfig) -> TierEvents:
     """Events of a node with these caches."""
     groups = [_group_facts(group) for group in config.groups]
-    return TierEvents(_describe, EventMaker(BlockStored, BlockRemoved, groups, _name))
+    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, _describe, _name))
 
 
 def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
@@ -97,9 +96,8 @@ def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
     }
 
 
-def _describe(view: RequestView, start: int, end: int, _: int) -> Described:
-    assert isinstance(view, Request)
-    return Described(view.token_ids[start:end])
+def _describe(view: HasTokens, start: int, end: int, _: int) -> Described:
+    return {"token_ids": view.token_ids[start:end]}
 
 
 def _name(content: bytes) -> int:

@@ -319,7 +319,7 @@ class Scheduler:
             request = self.requests[chunk.request_id]
             assert request.blocks is not None
             request.num_computed_tokens = chunk.start + len(chunk.token_ids)
-            self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
+            self.manager.remember(request.blocks, request, request.num_computed_tokens)
             if not chunk.samples:
                 continue
             token, draft = sampled[chunk.request_id]
@@ -344,7 +344,7 @@ class Scheduler:
             if problem is None:
                 request.state = RequestState.WAITING
                 request.loaded = True
-                self.manager.remember(request.blocks, request.token_ids, request.num_computed_tokens)
+                self.manager.remember(request.blocks, request, request.num_computed_tokens)
                 self.waiting.appendleft(request)
                 continue
             name = request.request_id

@@ -1,24 +1,25 @@
 """What tiers have got and lost, with the tokens that it stands for: what routers index blocks by.
 
-A request's tokens are copied once, when its blocks are about to be kept, and let go when these are published
-and their orders are over. What has come and gone between two calls is no event.
+Of a block that is about to be kept it is noted whose it is. Its tokens are copied once there is an event of
+it, from the request itself. What has come and gone between two calls is no event.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
-from operator import itemgetter
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 
+from kvconnect.errors import LocalError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
-from kvconnect.offload.tier import DISK, HOST, STORE, Content
+from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.orders import CHANGES_AT_ONCE
-from kvconnect.scheduler.stack import RequestView
+
+V = TypeVar("V")
 
 DEVICE = "device"
 """What the tier above host memory is called."""
@@ -31,41 +32,25 @@ _PLACES: dict[str, dict[str, Any]] = {
 }
 """By tier where vLLM's events say that a block is."""
 
+Described = Mapping[str, Any]
+"""What blocks stand for, as fields of their event: ``token_ids``, and what else distinguishes them, if any.
 
-# Structs that the collector does not track: some are made in every step, and none is part of a cycle.
+Of ``extra_keys`` there is one for each block.
+"""
 
-
-class Described(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Tokens of a request that fill blocks, and what else distinguishes these: extra keys of each, if any."""
-
-    token_ids: Sequence[int]
-    extra_keys: Sequence[tuple[Any, ...] | None] | None = None
-    lora_id: int | None = None
-    lora_name: str | None = None
-    session_id: str | None = None
-
-
-_NOT_KNOWN = Described(())
-
-Describe = Callable[[RequestView, int, int, int], Described]
+Describe = Callable[[Any, int, int, int], Described]
 """Of a request the tokens from one to before another, which fill blocks of so many. Copies them."""
 
+# Plain tuples, since one is made of every block.
+Origin = tuple[int, Any, bytes | None, int]
+"""A block's number in a request, the request, the hash before it, and its tokens.
 
-class Run(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Blocks of a cache group that follow one another in a request. ``parent``: the hash before the first."""
-
-    group: int
-    hashes: Sequence[bytes]
-    parent: bytes | None = None
-    block_tokens: int = 0
-    described: Described = _NOT_KNOWN
-
-
-_OF_STORED = (
-    *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
-    *("lora_id", "lora_name", "extra_keys", "session_id"),
-)
-_Place = tuple[Run, int]
+Where it is known without a request what the block stands for, that is in its place.
+"""
+Part = tuple[Any, Sequence[bytes], int, int]
+"""A request, its hashes, and positions of blocks: the first, and the one after the last."""
+Run = tuple[Origin, list[bytes]]
+"""Blocks of a request that follow one another: the origin of the first, and the hashes of all."""
 
 
 class _Footer(msgspec.Struct, array_like=True, gc=False):
@@ -81,167 +66,147 @@ _FOOTERS = msgspec.msgpack.Decoder(_Footer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def _footer(run: Run, at: int, tokens: bytes) -> bytes:
-    described, length = run.described, 4 * run.block_tokens
-    return _ENCODER.encode(
-        _Footer(
-            tokens[at * length : (at + 1) * length],
-            run.hashes[at - 1] if at else run.parent,
-            described.extra_keys[at] if described.extra_keys else None,
-            described.lora_name,
-        )
-    )
-
-
-_LOST = (Run(-1, ()), 0)
-_UNKNOWN = (Run(-1, ()), 1)
-
-
 class TierEvents:
     """What all tiers have got and lost since it was taken last, as events that ``maker`` makes of it.
 
-    Takes time for what changes alone.
+    Takes time for what changes alone, and the least where a call has all of a step.
     """
 
-    def __init__(self, describe: Describe, maker: EventMaker) -> None:
-        self._describe, self._maker = describe, maker
-        # Of what is about to be kept, or being written.
-        self._places: dict[Content, _Place] = {}
-        self._changes: dict[str, OrderedDict[Content, _Place]] = {tier: OrderedDict() for tier in _PLACES}
+    def __init__(self, maker: EventMaker) -> None:
+        self._maker = maker
+        # By group, of what is about to be kept, or being written.
+        self._origins: dict[int, dict[bytes, Origin]] = defaultdict(dict)
+        # By tier and group what came and what went; no content is in both.
+        self._changes: dict[str, dict[int, tuple[dict[bytes, Origin | None], dict[bytes, None]]]]
+        self._changes = {tier: defaultdict(lambda: ({}, {})) for tier in _PLACES}
 
     def __bool__(self) -> bool:
-        return any(self._changes.values())
+        return any(any(map(any, by_group.values())) for by_group in self._changes.values())
 
     @property
     def num_described(self) -> int:
-        """Contents of which the tokens are remembered; 0 when idle."""
-        return len(self._places)
+        """Contents of which it is remembered what they are; 0 when idle."""
+        return sum(map(len, self._origins.values()))
 
-    def describe(
-        self,
-        view: RequestView,
-        group: HitGroup,
-        hashes: Sequence[bytes],
-        part: range,
-        wanted: Collection[bytes],
-    ) -> None:
-        """Copy what contents stand for: of the blocks at these places of ``hashes``, those ``wanted``."""
-        names, size = hashes[part.start : part.stop], group.block_tokens
-        places = [at for at, name in enumerate(names) if name in wanted]
-        if not places:
-            return
-        first, end = places[0], places[-1] + 1
-        start = part.start + first
-        run = Run(
-            group.group,
-            names[first:end],
-            hashes[start - 1] if start else None,
-            size,
-            self._describe(view, start * size, (part.start + end) * size, size),
-        )
-        for at in places:
-            self._places[group.group, names[at]] = run, at - first
+    def describe(self, group: HitGroup, parts: Iterable[Part], wanted: Collection[bytes]) -> None:
+        """Note what those of the contents at these positions are that are ``wanted``."""
+        origins, size = self._origins[group.group], group.block_tokens
+        # A draft's block is known by the hash of the block after it.
+        ahead = int(group.is_draft)
+        for view, hashes, first, end in parts:
+            for at in range(first + ahead, min(end + ahead, len(hashes))):
+                if (name := hashes[at]) in wanted:
+                    origins[name] = at, view, hashes[at - 1] if at else None, size
 
-    def footers(self, group: int, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+    def footers(self, group: int, hashes: Sequence[bytes]) -> tuple[bytes, ...]:
         """What contents stand for that were described, in the form that is kept with their rows."""
-        made, run, tokens = [], None, b""
-        for name in hashes:
-            place = self._places.get((group, name))
-            if place is None:
-                made.append(b"")
-                continue
-            if place[0] is not run:
-                run = place[0]
-                tokens = array("i", run.described.token_ids).tobytes()
-            made.append(_footer(run, place[1], tokens))
-        return tuple(made)
+        origins, made = self._origins[group], dict[bytes, bytes]()
+        for origin, names in _runs((name, origins[name]) for name in hashes if name in origins):
+            described, parent, width = self._maker.describe(origin, len(names)), origin[2], 4 * origin[3]
+            tokens, keys = array("i", described["token_ids"]).tobytes(), described.get("extra_keys")
+            for at, name in enumerate(names):
+                own = tokens[at * width : (at + 1) * width]
+                footer = _Footer(own, parent, keys[at] if keys else None, described.get("lora_name"))
+                made[name] = _ENCODER.encode(footer)
+                parent = name
+        return tuple(made.get(name, b"") for name in hashes)
 
     def learn(self, tier: str, group: int, footers: Mapping[bytes, bytes], hashes: Sequence[bytes]) -> None:
         """A tier had these contents from before, and what they stand for was kept with some of them."""
+        origins: list[Origin | None] = []
         for name in hashes:
             try:
-                footer = _FOOTERS.decode(footers[name])
+                footer = _FOOTERS.decode(footers.get(name, b""))
                 tokens = array("i", footer.tokens).tolist()
             except (msgspec.MsgspecError, ValueError):
-                self.stored(tier, [(group, name)])
+                origins.append(self._origins[group].get(name))
                 continue
-            described = Described(
-                tokens, [footer.extra_keys] if footer.extra_keys else None, None, footer.lora_name
-            )
-            self.stored_run(tier, Run(group, (name,), footer.parent, len(tokens), described), (0,))
+            described: dict[str, Any] = {"token_ids": tokens, "lora_name": footer.lora_name}
+            if footer.extra_keys:
+                described["extra_keys"] = [footer.extra_keys]
+            origins.append((0, described, footer.parent, len(tokens)))
+        self.gained(tier, group, hashes, origins)
 
     def forget(self, group: int, hashes: Iterable[bytes]) -> None:
         """The contents that were described come nowhere any more."""
+        origins = self._origins[group]
         for name in hashes:
-            self._places.pop((group, name), None)
+            origins.pop(name, None)
 
-    def stored(self, tier: str, contents: Iterable[Content]) -> None:
-        changes, places = self._changes[tier], self._places
-        for content in contents:
-            if changes.pop(content, None) is not _LOST:
-                changes[content] = places.get(content, _UNKNOWN)
+    def stored(self, tier: str, group: int, hashes: Collection[bytes]) -> None:
+        """A tier has got contents. Without tokens, unless they were described."""
+        self.gained(tier, group, hashes, map(self._origins[group].get, hashes))
 
-    def stored_run(self, tier: str, run: Run, places: Iterable[int]) -> None:
-        """A tier has got those blocks of a run that are at these places."""
-        changes = self._changes[tier]
-        for at in places:
-            if changes.pop((run.group, run.hashes[at]), None) is not _LOST:
-                changes[run.group, run.hashes[at]] = run, at
+    def gained(
+        self, tier: str, group: int, hashes: Collection[bytes], origins: Iterable[Origin | None]
+    ) -> None:
+        """A tier has got contents, and this is what they are."""
+        gained, lost = self._changes[tier][group]
+        if not lost or lost.keys().isdisjoint(hashes):
+            gained.update(zip(hashes, origins, strict=True))
+            return
+        for name, origin in zip(hashes, origins, strict=True):
+            if lost.pop(name, gained) is gained:
+                gained[name] = origin
 
-    def removed(self, tier: str, contents: Iterable[Content]) -> None:
-        changes = self._changes[tier]
-        for content in contents:
-            if changes.pop(content, _LOST) is _LOST:
-                changes[content] = _LOST
+    def removed(self, tier: str, group: int, hashes: Collection[bytes]) -> None:
+        gained, lost = self._changes[tier][group]
+        if gained:
+            hashes = [name for name in hashes if gained.pop(name, lost) is lost]
+        lost.update(dict.fromkeys(hashes))
 
     def take(self) -> list[Any]:
         """About ``CHANGES_AT_ONCE`` changes, the oldest; of each tier what it has got comes first."""
         taken: list[Any] = []
         left = CHANGES_AT_ONCE
-        for tier, changes in self._changes.items():
-            if changes and left > 0:
-                if len(changes) <= left:
-                    oldest = list(changes.items())
-                    changes.clear()
-                else:
-                    oldest = [changes.popitem(last=False) for _ in range(left)]
-                left -= len(oldest)
-                self._make_all(tier, oldest, taken.append)
+        for tier, by_group in self._changes.items():
+            for group, (gained, lost) in by_group.items():
+                if gained and left > 0:
+                    came = _oldest(gained, left)
+                    left -= len(came)
+                    # A disk begins with the end of what comes together.
+                    each = came.items() if tier in (DEVICE, HOST) else sorted(came.items(), key=_place)
+                    taken += self._maker.stored(tier, group, _runs(each))
+                if lost and left > 0:
+                    went = _oldest(lost, left)
+                    left -= len(went)
+                    taken.append(self._maker.removed(tier, group, list(went)))
         return taken
 
-    def _make_all(
-        self, tier: str, changes: Sequence[tuple[Content, _Place]], add: Callable[[Any], object]
-    ) -> None:
-        by_run: dict[Run, list[int]] = {}
-        lost: dict[int, list[bytes]] = {}
-        unknown: dict[int, list[bytes]] = {}
-        for (group, name), place in changes:
-            run, at = place
-            if place is _LOST:
-                lost.setdefault(group, []).append(name)
-            elif place is _UNKNOWN:
-                unknown.setdefault(group, []).append(name)
-            elif run in by_run:
-                by_run[run].append(at)
-            else:
-                by_run[run] = [at]
-        stored, removed = self._maker.stored, self._maker.removed
-        for run, places in by_run.items():
-            for first, end in _stretches(places):
-                add(stored(tier, run, first, end))
-        for group, names in unknown.items():
-            add(stored(tier, Run(group, names), 0, len(names)))
-        for group, names in lost.items():
-            add(removed(tier, group, names))
+
+_NOT_KNOWN: Origin = (0, {"token_ids": ()}, None, 0)
 
 
-def _stretches(places: list[int]) -> Iterable[tuple[int, int]]:
-    """Places that follow one another, as the first and the one after the last. A disk begins with the end."""
-    if len(places) == 1:
-        return ((places[0], places[0] + 1),)
-    places.sort()
-    ends = [at for at, (one, other) in enumerate(pairwise(places), 1) if other > one + 1]
-    return [(places[begin], places[end - 1] + 1) for begin, end in pairwise([0, *ends, len(places)])]
+def _oldest(changes: dict[bytes, V], most: int) -> dict[bytes, V]:
+    """So many, which are no changes any more."""
+    oldest = dict(islice(changes.items(), most))
+    if len(oldest) == len(changes):
+        changes.clear()
+    for name in oldest if changes else ():
+        del changes[name]
+    return oldest
+
+
+def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
+    """What is of one request and follows one another shares a run. What is not known is one more."""
+    runs: list[Run] = []
+    unknown: list[bytes] = []
+    last, end = None, 0
+    for name, origin in came:
+        if origin is None:
+            unknown.append(name)
+            continue
+        if origin[1] is last and origin[0] == end:
+            runs[-1][1].append(name)
+        else:
+            runs.append((origin, [name]))
+        last, end = origin[1], origin[0] + 1
+    return [*runs, (_NOT_KNOWN, unknown)] if unknown else runs
+
+
+def _place(one: tuple[bytes, Origin | None]) -> tuple[int, int]:
+    """By which blocks of one request are together, in their sequence there."""
+    return (0, 0) if one[1] is None else (id(one[1][1]), one[1][0])
 
 
 class EventMaker:
@@ -255,61 +220,58 @@ class EventMaker:
         stored: type[msgspec.Struct],
         removed: type[msgspec.Struct],
         groups: Sequence[Mapping[str, Any]],
+        describe: Describe,
         name: Callable[[bytes], Any] = bytes,
     ) -> None:
-        self._name = name
-        self._stored = _Template(stored, _OF_STORED, groups)
-        self._removed = _Template(removed, ("block_hashes",), [{} for _ in groups])
+        self._describe, self._name = describe, name
+        self._stored, self._removed = stored, removed
+        self._of_requests = frozenset(stored.__struct_fields__) - {*_OF_STORED}
+        self._of_stored = _constants(stored, _OF_STORED, groups)
+        self._of_removed = _constants(removed, _OF_REMOVED, [{} for _ in groups])
 
-    def stored(self, tier: str, run: Run, first: int, end: int) -> Any:
-        """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
-        name, described, size = self._name, run.described, run.block_tokens
-        parent = run.hashes[first - 1] if first else run.parent
-        return self._stored.made(
-            tier,
-            run.group,
-            [name(each) for each in run.hashes[first:end]],
-            None if parent is None else name(parent),
-            described.token_ids[first * size : end * size],
-            size,
-            described.lora_id,
-            described.lora_name,
-            described.extra_keys and described.extra_keys[first:end],
-            described.session_id,
-        )
+    def describe(self, origin: Origin, num_blocks: int) -> Described:
+        """What so many blocks of a request stand for, the first of them with this origin."""
+        first, view, _, size = origin
+        if isinstance(view, dict):
+            return view
+        return self._describe(view, first * size, (first + num_blocks) * size, size)
 
-    def removed(self, tier: str, group: int, hashes: list[bytes]) -> Any:
+    def stored(self, tier: str, group: int, runs: Iterable[Run]) -> list[Any]:
+        """A tier has got these blocks: an event of each run."""
+        name, make, constants, events = self._name, self._stored, self._of_stored[tier, group], []
+        for origin, hashes in runs:
+            described, parent = self.describe(origin, len(hashes)), origin[2]
+            published = None if parent is None else name(parent)
+            # By position, which takes a fraction of the time that keywords take.
+            event = make(list(map(name, hashes)), published, described["token_ids"], origin[3], *constants)
+            if len(described) > 1:
+                for field in self._of_requests & described.keys():
+                    setattr(event, field, described[field])
+            events.append(event)
+        return events
+
+    def removed(self, tier: str, group: int, hashes: Iterable[bytes]) -> Any:
         """A tier has these contents no more."""
-        return self._removed.made(tier, group, [self._name(each) for each in hashes])
+        return self._removed([self._name(each) for each in hashes], *self._of_removed[tier, group])
 
 
-class _Template:
-    """Makes a struct by position, which takes a third of the time that keywords take.
+_OF_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size")
+_OF_REMOVED = ("block_hashes",)
 
-    ``given`` are the fields that differ from event to event; what the class does not have is left out.
-    """
 
-    def __init__(
-        self, made: type[msgspec.Struct], given: Sequence[str], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._made, fields = made, msgspec.structs.fields(made)
-        self._order = itemgetter(
-            *(
-                given.index(field.name) if field.name in given else len(given) + at
-                for at, field in enumerate(fields)
+def _constants(
+    made: type[msgspec.Struct], given: Sequence[str], groups: Sequence[Mapping[str, Any]]
+) -> dict[tuple[str, int], tuple[Any, ...]]:
+    """By tier and group the fields after those that are ``given``, as far as they do not differ by event."""
+    fields = msgspec.structs.fields(made)
+    if tuple(field.name for field in fields[: len(given)]) != tuple(given):
+        raise LocalError(f"{made.__name__} begins with {made.__struct_fields__}, and must begin with {given}")
+    constants = {}
+    for tier, place in _PLACES.items():
+        for index, group in enumerate(groups):
+            known = {**place, **group, "group_idx": index}
+            constants[tier, index] = tuple(
+                known.get(field.name, None if field.required else field.default)
+                for field in fields[len(given) :]
             )
-        )
-        self._constants = {
-            (tier, index): tuple(
-                {**place, **group, "group_idx": index}.get(
-                    field.name, None if field.required else field.default
-                )
-                for field in fields
-            )
-            for tier, place in _PLACES.items()
-            for index, group in enumerate(groups)
-        }
-
-    def made(self, tier: str, group: int, *given: Any) -> Any:
-        """The struct with these values, in the order of ``given``."""
-        return self._made(*self._order(given + self._constants[tier, group]))
+    return constants

@@ -39,23 +39,22 @@ def event_maker(kv_cache_config: Any) -> EventMaker:
         for spec in specs
     ]
     return EventMaker(
-        BlockStored, BlockRemoved, groups, lambda name: maybe_convert_block_hash(BlockHash(name))
+        BlockStored, BlockRemoved, groups, describe, lambda name: maybe_convert_block_hash(BlockHash(name))
     )
 
 
 def describe(request: Request, start: int, end: int, block_tokens: int) -> Described:
     """What vLLM would publish of blocks of the device that hold these tokens of a request."""
-    lora, keys = request.lora_request, None
+    described: dict[str, Any] = {"token_ids": request.all_token_ids[start:end]}
+    lora = request.lora_request
     if lora or request.mm_features or request.cache_salt or request.prompt_embeds is not None:
         every, feature = [], 0
         for first in range(start, end, block_tokens):
             own, feature = generate_block_hash_extra_keys(request, first, first + block_tokens, feature)
             every.append(own)
-        keys = _PUBLISHED(every)
-    return Described(
-        request.all_token_ids[start:end],
-        keys,
-        lora.adapter_id if lora else None,
-        lora.lora_name if lora else None,
-        getattr(request, "session_id", None),
-    )
+        described["extra_keys"] = _PUBLISHED(every)
+    if lora:
+        described |= {"lora_id": lora.adapter_id, "lora_name": lora.lora_name}
+    if session_id := getattr(request, "session_id", None):
+        described["session_id"] = session_id
+    return described

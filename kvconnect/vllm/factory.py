@@ -22,7 +22,7 @@ from kvconnect.peer.messages import CacheMeaning
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
-from kvconnect.vllm.events import describe, event_maker, wants_events
+from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
 from kvconnect.vllm.meaning import fingerprint, head_counts
 from kvconnect.vllm.metadata import AddressMetadata
@@ -90,7 +90,7 @@ def make_scheduler_half(
             clock=time.monotonic,
         )
         if wants_events(vllm_config):
-            offload.announce(TierEvents(describe, event_maker(kv_cache_config)))
+            offload.announce(TierEvents(event_maker(kv_cache_config)))
     return SchedulerComposite(transfer, offload, zeroes_loads=zeroes_loads)
 
 

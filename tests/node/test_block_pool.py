@@ -1,5 +1,7 @@
 """The pool and the manager: no id is lost, none is given twice, hits are valid for every group."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,13 +81,13 @@ def test_blocks_are_never_lost_or_shared_by_accident(name, actions):
                 assert (pool.num_free, blocks.ids) == (free, [[] for _ in blocks.ids])
             if grown is not None:
                 live[key] = (tokens, blocks, end, hit.num_tokens)
-                manager.remember(blocks, tokens, end)
+                manager.remember(blocks, SimpleNamespace(token_ids=tokens), end)
         elif action == "grow" and key in live:
             tokens, blocks, computed, hit_tokens = live[key]
             end = min(400, computed + min(amount, 64))
             if manager.grow(blocks, None, computed, end) is not None:
                 live[key] = (tokens, blocks, end, hit_tokens)
-                manager.remember(blocks, tokens, end)
+                manager.remember(blocks, SimpleNamespace(token_ids=tokens), end)
         elif action == "free" and key in live:
             manager.free(live.pop(key)[1])
         check_pool(pool)
@@ -134,7 +136,7 @@ def test_a_window_hit_needs_only_its_tail():
     blocks = manager.new_request()
     for start in range(0, 400, 32):
         assert manager.grow(blocks, None, start, min(400, start + 32)) is not None
-        manager.remember(blocks, tokens, min(400, start + 32))
+        manager.remember(blocks, SimpleNamespace(token_ids=tokens), min(400, start + 32))
     assert blocks.ids[1][0] == 0
     manager.free(blocks)
     # Window blocks at the start of the sequence are given to somebody else.

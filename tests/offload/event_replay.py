@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvconnect.offload.events import DEVICE, Described, Run
+from kvconnect.offload.events import DEVICE
 from kvconnect.offload.index.class_rows import READY
 from kvconnect.offload.tier import HOST
 
 
 class Stored(NamedTuple):
-    """A tier has got the blocks ``first`` to ``end - 1`` of a run."""
+    """A tier has got blocks of ``size`` tokens that follow one another, and that of the hash ``parent``."""
 
     tier: str
-    run: Run
-    first: int
-    end: int
+    group: int
+    hashes: Sequence[bytes]
+    parent: bytes | None
+    size: int
+    tokens: Sequence[int]
 
 
 class Removed(NamedTuple):
@@ -28,9 +30,22 @@ class Removed(NamedTuple):
 
 
 class Plain:
-    """Stands for an ``EventMaker``: the events of these tests are what it is given."""
+    """Stands for an ``EventMaker``: events are what it is given. Requests have tokens alone."""
 
-    stored, removed = Stored, Removed
+    removed = Removed
+
+    def describe(self, origin, num_blocks):
+        first, view, _, size = origin
+        if isinstance(view, dict):
+            return view
+        tokens = view.token_ids if hasattr(view, "token_ids") else view.tokens
+        return {"token_ids": tokens[first * size : (first + num_blocks) * size]}
+
+    def stored(self, tier, group, runs):
+        return [
+            Stored(tier, group, hashes, origin[2], origin[3], self.describe(origin, len(hashes))["token_ids"])
+            for origin, hashes in runs
+        ]
 
 
 class Replay:
@@ -50,8 +65,7 @@ class Replay:
                 held.difference_update(event.hashes)
                 continue
             assert isinstance(event, Stored)
-            held = self.held.setdefault((event.tier, event.run.group), set())
-            names = event.run.hashes[event.first : event.end]
+            held, names = self.held.setdefault((event.tier, event.group), set()), event.hashes
             assert names
             assert len(set(names)) == len(names)
             assert held.isdisjoint(names), "announced twice"
@@ -59,13 +73,12 @@ class Replay:
             self._check(event, names)
 
     def _check(self, event, names) -> None:
-        run, size = event.run, event.run.block_tokens
+        size, before = event.size, event.parent
         if not size:
             self.num_unknown += len(names)
             return
-        before = run.hashes[event.first - 1] if event.first else run.parent
-        for at, name in enumerate(names, event.first):
-            tokens = run.described.token_ids[at * size : (at + 1) * size]
+        for at, name in enumerate(names):
+            tokens = event.tokens[at * size : (at + 1) * size]
             assert len(tokens) == size
             before = self.chain(self.root if before is None else before, tokens)
             assert before == name, "the tokens are not those of the block"
@@ -82,8 +95,3 @@ class Replay:
         for key in {*there, *self.held}:
             if key[0] != DEVICE:
                 assert self.held.get(key, set()) == there.get(key, set()), key
-
-
-def described(view, start, end, _):
-    """What the requests of these tests have: tokens alone."""
-    return Described(view.tokens[start:end])

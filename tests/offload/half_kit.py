@@ -13,7 +13,7 @@ from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
-from tests.offload.event_replay import Plain, Replay, described
+from tests.offload.event_replay import Plain, Replay
 from tests.offload.half_model import ROOT, ROW_BYTES, Clock, Device, Kind, Req, chained, name_of
 from tests.offload.half_ranks import GARBAGE, Ranks
 from tests.offload.index_kit import check_index
@@ -81,7 +81,7 @@ class Stack:
             num_ranks=num_ranks,
             clock=self.clock,
         )
-        self.half.announce(TierEvents(described, Plain()))
+        self.half.announce(TierEvents(Plain()))
         self.router = Replay(chained, name_of(ROOT))
         self.ranks = Ranks(self, num_ranks, self.rng, fail=fail, tiers=tiers, lag=lag)
 

@@ -13,7 +13,8 @@ def check_index(index: TierIndex) -> None:
     for rows in index.classes:
         held = np.flatnonzero(rows.state)
         assert sorted([*rows.free, *held.tolist()]) == list(range(rows.num_rows))
-        for row, (group, content) in zip(held.tolist(), rows.contents(held), strict=True):
+        for row, group in zip(held.tolist(), rows.group[held].tolist(), strict=True):
+            content = rows.hash[row]
             assert rows.row_of[group].get(content) == row
         is_pinned = rows.pins > 0
         assert not (rows.pins < 0).any()

@@ -14,7 +14,7 @@ from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index import age_order, class_rows
 from kvconnect.offload.index.budgets import plan_arena
 from kvconnect.offload.index.tier_index import ContentState, TierIndex
-from tests.offload.event_replay import Plain, Removed, described
+from tests.offload.event_replay import Plain, Removed
 from tests.offload.index_kit import check_index
 
 # Groups 0 and 1 share a class of 40 rows, of which 30 are those of group 0; group 2 has 12 rows of its own.
@@ -73,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.index = TierIndex(PLAN)
-        self.index.events = TierEvents(described, Plain())
+        self.index.events = TierEvents(Plain())
         self.model = Model()
         self.told = {group: set() for group in GROUPS}
         for sequence in range(3):
@@ -210,9 +210,8 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.told[event.group].issuperset(event.hashes)
                 self.told[event.group].difference_update(event.hashes)
             else:
-                names = event.run.hashes[event.first : event.end]
-                assert self.told[event.run.group].isdisjoint(names)
-                self.told[event.run.group].update(names)
+                assert self.told[event.group].isdisjoint(event.hashes)
+                self.told[event.group].update(event.hashes)
         for group in GROUPS:
             states = self.model.state[group]
             assert self.told[group] == {content for content in states if states[content] is READY}
@@ -399,11 +398,11 @@ def test_a_row_that_held_a_content_before_is_not_taken_for_its_row():
 
 def test_what_comes_and_goes_between_two_calls_is_not_written_down():
     index = small(4)
-    index.events = events = TierEvents(described, Plain())
+    index.events = events = TierEvents(Plain())
     for sequence in range(50):
         stored(index, 0, names(sequence, 0, 4))
     (told,) = events.take()
-    assert told.run.hashes == names(49, 0, 4)
+    assert told.hashes == names(49, 0, 4)
     stored(index, 0, names(50, 0, 4))
     stored(index, 0, names(49, 0, 4))
     assert not events.take()

@@ -15,7 +15,7 @@ import zmq
 from kvconnect.errors import ConfigError
 from kvconnect.node import serve
 from kvconnect.node.blocks import extend_chain
-from kvconnect.node.kv_events import KVEventsConfig, _describe, configured_publisher
+from kvconnect.node.kv_events import KVEventsConfig, configured_publisher
 from kvconnect.offload.events import DEVICE, TierEvents
 from kvconnect.offload.tier import DISK, HOST
 from tests.node.node_harness import make_client, make_prompt
@@ -36,7 +36,7 @@ class Heard:
     """Stands for a publisher, and hears it."""
 
     def __init__(self, *_):
-        self.events, self.router = TierEvents(_describe, Plain()), Replay(hashed, b"")
+        self.events, self.router = TierEvents(Plain()), Replay(hashed, b"")
         self.counts: Counter[str] = Counter()
 
     def publish(self):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.errors import ConfigError
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.host import JobKind
 from kvconnect.orders import CHANGES_AT_ONCE, OffloadReport, Results, TierChange
 from kvconnect.scheduler.stack import Computed, StateBlock, Step
-from tests.offload.event_replay import Removed
+from tests.offload.event_replay import Plain, Removed
 from tests.offload.half_kit import Kind, Req, Stack
 
 FULL = (Kind(4),)
@@ -433,8 +434,8 @@ def test_events_tell_what_came_and_went():
     stack.router.check = lambda half: None
     prefill(stack, "first", range(16))
     names = stack.done[-1].hashes(4)
-    assert [(event.tier, event.run.hashes[event.first : event.end]) for event in heard] == [("host", names)]
-    assert heard[0].run.described.token_ids == list(range(16))
+    assert [(event.tier, event.hashes) for event in heard] == [("host", names)]
+    assert heard[0].tokens == list(range(16))
     stack.half.reset()
     assert stack.half.take_events() == [Removed("host", 0, names)]
 
@@ -477,6 +478,26 @@ def test_without_events_a_hit_that_is_brought_is_worked_out_once(monkeypatch):
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_blocks_that_follow_one_another_share_an_event(tier):
+    """Also where a disk has written them in another sequence, as far as nothing else is between them."""
+    requests = [Req(name, list(range(first, first + 40)), 1, None) for name, first in (("a", 0), ("b", 500))]
+    events, group = TierEvents(Plain()), stack_of().half.host.requirements.groups[0]
+    names = [request.hashes(4) for request in requests]
+    for request, own in zip(requests, names, strict=True):
+        events.describe(group, [(request, own, 2, 9)], {*own} - {own[5]})
+    order = [names[0][2:5], names[0][6:9], names[1][2:5]]
+    given = [name for some in order for name in some]
+    events.stored(tier, 0, given if tier == "host" else [given[at] for at in (4, 8, 2, 0, 6, 3, 5, 1, 7)])
+    told = events.take()
+    assert sorted(event.hashes for event in told) == sorted(order)
+    for event in told:
+        request = requests[event.tokens[0] >= 500]
+        first = request.hashes(4).index(event.hashes[0])
+        assert event.parent == request.hashes(4)[first - 1]
+        assert event.tokens == request.tokens[4 * first : 4 * first + 12]
+
+
 def test_events_begin_with_what_the_disk_held_in_bounded_batches():
     """After a restart, when the disk has been looked through before anyone asks for events."""
     half = stack_of().half
@@ -488,9 +509,9 @@ def test_events_begin_with_what_the_disk_held_in_bounded_batches():
     announced = []
     for _ in range(3):
         (event,) = half.take_events()
-        assert event.end <= CHANGES_AT_ONCE
-        assert event.run.described.token_ids == (), "a router must not take them for a block without tokens"
-        announced += event.run.hashes
+        assert len(event.hashes) <= CHANGES_AT_ONCE
+        assert event.tokens == (), "a router must not take them for a block without tokens"
+        announced += event.hashes
         assert half.pending == (len(announced) < 4999), "vLLM steps as long as there is more"
     assert announced == names[1:]
     half.update_results(
@@ -542,7 +563,7 @@ def test_what_one_rank_has_read_and_another_missed_is_taken_back_and_announced_a
     assert not half.take_events()
     half.update_results(Results(offload=(OffloadReport(0, changes=there), OffloadReport(1, changes=there))))
     (event,) = half.take_events()
-    assert (event.tier, event.run.hashes) == ("store", [b"a"])
+    assert (event.tier, event.hashes) == ("store", [b"a"])
 
 
 def test_too_little_memory_for_one_hit_is_said():

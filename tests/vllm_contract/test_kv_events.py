@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvconnect.config import OffloadConfig
 from kvconnect.node.kv_events import EventBatch, tier_events
-from kvconnect.offload.events import DEVICE, Described, EventMaker, Run, TierEvents
+from kvconnect.offload.events import DEVICE, EventMaker, TierEvents
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.tier import HOST
 from kvconnect.orders import OffloadReport, Results, TierChange
@@ -63,7 +64,7 @@ def half_of(maker=None):
         row_bytes={0: 128, 1: 64},
         clock=lambda: 1.0,
     )
-    half.announce(TierEvents(describe, (maker or event_maker(CACHE))))
+    half.announce(TierEvents(maker or event_maker(CACHE)))
     return half
 
 
@@ -171,7 +172,7 @@ def test_a_release_without_a_field_gets_events_without_it():
     stored = msgspec.defstruct("BlockStored", [(name, object) for name in old])
     removed = msgspec.defstruct("BlockRemoved", [("block_hashes", list), ("medium", str)])
     groups = [{"kv_cache_spec_kind": "full_attention"}, {}]
-    events = keep(half_of(EventMaker(stored, removed, groups)), with_extras(2))
+    events = keep(half_of(EventMaker(stored, removed, groups, describe)), with_extras(2))
     assert {type(event) for event in events} == {stored}
     assert {event.lora_name for event in events} == {"tuned"}
 
@@ -214,15 +215,16 @@ def test_vllm_s_publisher_and_decoder_carry_them():
 
 def test_a_node_s_events_are_decoded_by_vllm_too():
     events = tier_events(scheduler_config(kept_config(CACHE)))
-    run = Run(1, (b"h" * 16, b"i" * 16), b"g" * 16, 4, Described([*range(8)]))
-    events.stored_run(DEVICE, run, (0, 1))
-    events.removed(HOST, [(0, b"h" * 16)])
+    view, hashes = SimpleNamespace(token_ids=[*range(4, 16)]), [b"h" * 16, b"i" * 16]
+    origins = [(0, view, b"g" * 16, 4), (1, view, hashes[0], 4)]
+    events.gained(DEVICE, 1, hashes, origins)
+    events.removed(HOST, 0, hashes[:1])
     payload = msgspec.msgpack.encode(EventBatch(1.0, events.take()))
     stored, removed = msgspec.msgpack.decode(payload, type=KVEventBatch).events
     names = [int.from_bytes(letter * 8, "big") for letter in (b"g", b"h", b"i")]
     assert isinstance(stored, BlockStored)
     assert (stored.parent_block_hash, stored.block_hashes) == (names[0], names[1:])
-    assert (stored.token_ids, stored.block_size, stored.medium) == ([*range(8)], 4, "GPU")
+    assert (stored.token_ids, stored.block_size, stored.medium) == ([*range(4, 12)], 4, "GPU")
     assert (stored.kv_cache_spec_kind, stored.kv_cache_spec_sliding_window) == ("sliding_window", 12)
     assert isinstance(removed, BlockRemoved)
     assert (removed.block_hashes, removed.medium, removed.group_idx) == ([names[1]], "CPU", 0)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvconnect.offload.index.age_order import AgeOrder, Rows
-from kvconnect.offload.tier import Content
 
 
 class ContentState(enum.IntEnum):
@@ -64,8 +63,12 @@ class ClassRows:
         self.ages.remove(rows)
         self.free += rows.tolist()
 
-    def contents(self, rows: Rows) -> Iterable[Content]:
-        return zip(self.group[rows].tolist(), map(self.hash.__getitem__, rows.tolist()), strict=True)
+    def contents(self, rows: Rows) -> dict[int, list[bytes]]:
+        """What rows hold, by group."""
+        by_group: dict[int, list[bytes]] = {}
+        for group, row in zip(self.group[rows].tolist(), rows.tolist(), strict=True):
+            by_group.setdefault(group, []).append(self.hash[row])
+        return by_group
 
     def find(self, group: int, hashes: Sequence[bytes]) -> Rows:
         """The row of each content, -1 for those that are not known; rows that are free are no content's."""

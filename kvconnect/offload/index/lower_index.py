@@ -65,13 +65,13 @@ class LowerIndex:
         if change.footers:
             events.learn(tier, group, dict(zip(change.added, change.footers, strict=False)), new)
         else:
-            events.stored(tier, [(group, name) for name in new])
+            events.stored(tier, group, new)
         self._lose(tier, group, change.removed)
 
     def _lose(self, tier: str, group: int, hashes: Iterable[bytes]) -> None:
         if self.events is not None:
             ranks = self._ranks.get((tier, group), {})
-            self.events.removed(tier, [(group, name) for name in hashes if ranks.get(name, 0) & 1])
+            self.events.removed(tier, group, [name for name in hashes if ranks.get(name, 0) & 1])
 
     def clear(self) -> None:
         for (tier, group), ranks in self._ranks.items():

@@ -118,7 +118,7 @@ class TierIndex:
         rows.ages.append(found[::-1])
         self._totals[group].stored_total += len(hashes)
         if self.events is not None:
-            self.events.stored(HOST, ((group, one) for one in hashes))
+            self.events.stored(HOST, group, hashes)
 
     def drop(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget contents: pending ones that failed, ready ones that are useless. Absent ones are skipped.
@@ -215,4 +215,5 @@ class TierIndex:
 
     def _lost(self, rows: ClassRows, gone: Rows) -> None:
         if self.events is not None:
-            self.events.removed(HOST, rows.contents(gone))
+            for group, hashes in rows.contents(gone).items():
+                self.events.removed(HOST, group, hashes)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.offload.events import TierEvents
+from kvconnect.offload.events import Part, TierEvents
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
@@ -168,15 +168,10 @@ class Host:
         self.events: TierEvents | None = None
         self._untaken: list[str] = []
 
-    def describe(
-        self, view: RequestView, group: HitGroup, parts: Iterable[range], wanted: Collection[bytes]
-    ) -> None:
-        """Of contents that are about to come here, note what they stand for, if events are published."""
+    def describe(self, group: HitGroup, parts: Iterable[Part], wanted: Collection[bytes]) -> None:
+        """Of contents that are about to come here, note what they are of, if events are published."""
         if self.events is not None:
-            hashes = self.hashes(view, group.block_tokens)
-            for part in parts:
-                at = range(part.start + group.is_draft, part.stop + group.is_draft)
-                self.events.describe(view, group, hashes, at, wanted)
+            self.events.describe(group, parts, wanted)
 
     def forget(self, jobs: Iterable[Job]) -> None:
         """Those of the jobs that are over bring nothing any more, nowhere."""

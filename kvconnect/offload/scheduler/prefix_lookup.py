@@ -351,7 +351,9 @@ class PrefixLookup:
                 self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
                 self._await(lookup, index, taken, tier)
         for group, parts, _ in needed if self._host.events is not None else ():
-            self._host.describe(request.view, group, parts, frozenset(coming.get(group.group, ())))
+            hashes = self._host.hashes(request.view, group.block_tokens)
+            each = ((request.view, hashes, part.start, part.stop) for part in parts)
+            self._host.describe(group, each, frozenset(coming.get(group.group, ())))
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
         for name in names:

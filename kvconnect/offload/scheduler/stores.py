@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvconnect.offload.events import Part
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
@@ -26,6 +27,7 @@ class _Part:
     """Positions of a request in one group, from ``first`` on, useless without the contents ``before``."""
 
     request: OffloadRequest
+    hashes: Sequence[bytes]
     first: int
     before: list[bytes]
     names: Sequence[bytes]
@@ -82,10 +84,11 @@ class Stores:
         if not is_decoded and num_tokens not in request.boundaries:
             return
         position = num_tokens // align - 1
-        names = group.names(self._host.hashes(request.view, align), position, position + 1)
+        hashes = self._host.hashes(request.view, align)
+        names = group.names(hashes, position, position + 1)
         if not names or not self._reserve(group, names, [state.block_id]):
             return
-        self._describe(request, group, [range(position, position + 1)])
+        self._describe(group, [(request.view, hashes, position, position + 1)])
         if is_decoded:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
@@ -188,7 +191,7 @@ class Stores:
         if 0 in block_ids:
             del block_ids[block_ids.index(0) :]
         before = [*group.names(hashes, 0, 1), *group.names(hashes, first - 1, first)] if first else []
-        return _Part(request, first, before, names[: len(block_ids)], block_ids)
+        return _Part(request, hashes, first, before, names[: len(block_ids)], block_ids)
 
     def _collect_whole(self, group: HitGroup, parts: Sequence[_Part]) -> None:
         """Take of each request the positions of its part; those after a missing one are useless."""
@@ -212,8 +215,10 @@ class Stores:
             return
         names = [name for part in wanted for name in part.names]
         taken = self._reserve(group, names, [block_id for part in wanted for block_id in part.block_ids])
-        for part in wanted:
-            self._describe(part.request, group, [range(part.first, part.first + len(part.names))])
+        self._describe(
+            group,
+            ((part.request.view, part.hashes, part.first, part.first + len(part.names)) for part in wanted),
+        )
         for part in wanted if taken < num_absent else ():
             states = self._host.index.states(group.group, part.names)
             if ContentState.ABSENT in states:
@@ -244,7 +249,7 @@ class Stores:
         if taken < len(absent):
             self._host.count("offload_rows_short")
         if taken:
-            self._describe(request, group, [range(absent[0], absent[taken - 1] + 1)])
+            self._describe(group, [(request.view, hashes, absent[0], absent[taken - 1] + 1)])
         for at in absent[:taken]:
             if at * group.block_tokens >= request.last_boundary:
                 trail = request.trail.setdefault(group.group, deque())
@@ -261,9 +266,9 @@ class Stores:
             batch.update(zip(taken, zip(block_ids, rows, strict=True), strict=True))
         return len(taken)
 
-    def _describe(self, request: OffloadRequest, group: HitGroup, parts: Sequence[range]) -> None:
-        """Note what those of these blocks stand for that are stored next."""
-        self._host.describe(request.view, group, parts, self._batches.get(group.group, ()))
+    def _describe(self, group: HitGroup, parts: Iterable[Part]) -> None:
+        """Note what those of these blocks are of that are stored next."""
+        self._host.describe(group, parts, self._batches.get(group.group, ()))
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
         """Forget what was kept of an answer for boundaries that are well behind its end."""
