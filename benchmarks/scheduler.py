@@ -7,6 +7,7 @@ are made beforehand: only the hooks are timed.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -19,12 +20,14 @@ import torch
 from benchmarks.options import Options as BaseOptions
 from benchmarks.options import option
 from benchmarks.report import Report
-from benchmarks.scheduler_offload import Keeping
+from benchmarks.scheduler_offload import Keeping, Running
+from benchmarks.scheduler_watched import Watched, watch_timings
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import TransferConfig
 from kvconnect.orders import RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
+from kvconnect.scheduler.stack import StackTraits
 
 _STEPS = 2000
 _KEEPING_STEPS = 200
@@ -40,6 +43,7 @@ class Options(BaseOptions):
     """Who runs."""
 
     requests: int = option(256, "Requests that run.", least=1)
+    turns: int = option(40, "Turns of 16 steps of each way to watch a step.", least=1)
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,13 @@ class _Request:
     block_ids: tuple[list[int], ...] = field(default_factory=tuple)
 
 
-def _half(role: str) -> SchedulerConnector:
+def _half(role: str, stack: StackTraits | None = None) -> SchedulerConnector:
     config = TransferConfig(kv_role=role, engine_id="bench")  # type: ignore[arg-type]
     group = KVCacheGroup(("layer",), FullAttentionSpec(_BLOCK_TOKENS, 1, 1, torch.int8))
     half = SchedulerConnector(
         config,
         KVCacheConfig(1 << 20, (group,)),
+        stack,
         directory=(RankAddress(0, "10.0.0.1", 5600),),
         handles=_HANDLES,
     )
@@ -207,6 +212,18 @@ def _timed(name: str, running: int, changed: int, step: Callable[[], float], ste
     return StepTiming(name, running, changed, round(min(times), 2), round(statistics.median(times), 2))
 
 
+def _watched(options: Options, watches: tuple[str, ...]) -> Watched:
+    half = _half("kv_consumer", StackTraits(clock=time.monotonic if "timeline" in watches else None))
+
+    def loaded(number: int) -> Running:
+        # Nothing of it is kept, as that would be another step than one of decoding requests.
+        params = {**_told(number), "max_offload_tokens": 0}
+        ids = [*range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS)]
+        return Running(f"loaded{number}", _PROMPT_TOKENS, [], ids, params)
+
+    return Watched(options.requests, watches, half, loaded, options.turns)
+
+
 def bench_scheduler(options: Options, report: Report) -> None:
     """Time steps of a node with so many requests that run: microseconds per step, best and median."""
     requests = options.requests
@@ -234,3 +251,5 @@ def bench_scheduler(options: Options, report: Report) -> None:
         ("offload with events, admits and stores", crowd, many_telling.fresh, _KEEPING_STEPS),
     ):
         report.add(_timed(name, requests, changed, step, steps))
+    for timing in watch_timings(functools.partial(_watched, options), options.turns):
+        report.add(timing, "what watching a step adds")

@@ -36,11 +36,13 @@ def test_every_name_is_a_command(name: str) -> None:
 
 
 def test_scheduler_measures_a_step_of_steady_decode_first() -> None:
-    done = benchmarks("scheduler", "--json")
+    done = benchmarks("scheduler", "--json", "--turns", "1")
     assert done.returncode == 0, done.stderr
     steady = json.loads(done.stdout.splitlines()[0])
     assert (steady["step"], steady["running"]) == ("steady decode", 256)
     assert steady["best_us"] > 0
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["watched_by"] == "all three"
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2() -> None:
