@@ -6,6 +6,17 @@ from typing import Annotated
 
 import typer
 
+_Events = Annotated[
+    list[str] | None, typer.Option(help="For policy prefix, URL=tcp://HOST:PORT of a node's KV events.")
+]
+_Replays = Annotated[
+    list[str] | None, typer.Option(help="URL=tcp://HOST:PORT that answers what was missed of them.")
+]
+_Sources = Annotated[
+    list[str] | None,
+    typer.Option(help="URL=HOST:PORT of a node's side channel, where its peers may pull what it has."),
+]
+
 
 def router(
     decode: Annotated[
@@ -28,16 +39,9 @@ def router(
             "prompt, in any tier, with regard to load. Of plain servers and of prefill nodes."
         ),
     ] = "least-loaded",
-    kv_event_source: Annotated[
-        list[str] | None, typer.Option(help="For policy prefix, URL=tcp://HOST:PORT of a node's KV events.")
-    ] = None,
-    kv_event_replay_source: Annotated[
-        list[str] | None, typer.Option(help="URL=tcp://HOST:PORT that answers what was missed of them.")
-    ] = None,
-    kv_source: Annotated[
-        list[str] | None,
-        typer.Option(help="URL=HOST:PORT of a node's side channel, where its peers may pull what it has."),
-    ] = None,
+    kv_event_source: _Events = None,
+    kv_event_replay_source: _Replays = None,
+    kv_source: _Sources = None,
     decode_fallback: Annotated[
         bool,
         typer.Option(
