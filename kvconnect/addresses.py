@@ -6,6 +6,8 @@ import contextlib
 import ipaddress
 import socket
 
+from kvconnect.errors import ConfigError
+
 
 def split_address(address: str) -> tuple[str, int] | None:
     """Host and port of ``host:port``, an IPv6 host without its brackets; None if it is something else."""
@@ -14,6 +16,14 @@ def split_address(address: str) -> tuple[str, int] | None:
     if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) <= 65535:
         return None
     return host, int(port)
+
+
+def read_address(address: str, where: str) -> tuple[str, int]:
+    """As ``split_address``. Raises ``ConfigError``: it is something else."""
+    split = split_address(address)
+    if split is None:
+        raise ConfigError(f"{where} is {address!r}; accepted: HOST:PORT of a side channel")
+    return split
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 from kvconnect.addresses import is_loopback, split_address
 from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
-from kvconnect.reading import read_fields, read_struct, refuse_unknown
+from kvconnect.reading import json_object, read_fields, read_struct, refuse_unknown
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
 _OFFLOAD = "kv_connector_extra_config.offload"
@@ -260,7 +260,7 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
     Raises:
         ConfigError: it is not valid; the text names the key, the value and what is accepted.
     """
-    given = _as_mapping(source)
+    given = source if isinstance(source, Mapping) else json_object(source, "kv_transfer_config")
     refuse_unknown(given, TransferConfig, "kv_transfer_config")
     extra = given.get("kv_connector_extra_config", {})
     if not isinstance(extra, Mapping):
@@ -293,18 +293,6 @@ def _parse_offload(given: Any) -> OffloadConfig | None:
     offload = read_struct(given, OffloadConfig, _OFFLOAD)
     _check_offload(offload)
     return offload
-
-
-def _as_mapping(source: str | bytes | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    try:
-        decoded = msgspec.json.decode(source)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"kv_transfer_config is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise ConfigError(f"kv_transfer_config is {decoded!r}, it must be a JSON object")
-    return decoded
 
 
 def _check_combination(config: TransferConfig) -> None:

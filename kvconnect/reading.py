@@ -1,9 +1,10 @@
-"""Reading a struct of settings from a JSON object: an error names key, value and what is accepted."""
+"""Reading settings from JSON, of a text or a file: an error names the key, the value and what is accepted."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,6 +12,34 @@ import msgspec
 from kvconnect.errors import ConfigError
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Parsed = TypeVar("_Parsed")
+
+_MOST_FILE_BYTES = 1 << 20
+
+
+def read_file(path: Path, parse: Callable[[Mapping[str, Any]], _Parsed]) -> _Parsed:
+    """Parse the JSON object of a file. Raises ``ConfigError``, which names the file, if it cannot be used."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_FILE_BYTES + 1)
+        if len(text) > _MOST_FILE_BYTES:
+            raise ConfigError(f"it has more than {_MOST_FILE_BYTES} bytes")
+        return parse(json_object(text, "it"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be read: {error.strerror or error}") from error
+
+
+def json_object(text: str | bytes, where: str) -> Mapping[str, Any]:
+    """The JSON object that a text, ``where`` it is, holds. Raises ``ConfigError``: it holds none."""
+    try:
+        decoded = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"{where} holds {type(decoded).__name__}; accepted: a JSON object")
+    return decoded
 
 
 def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:

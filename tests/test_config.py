@@ -125,7 +125,7 @@ def test_what_is_wrong_is_named(change, match):
 
 
 @pytest.mark.parametrize(
-    ("text", "match"), [("{", "not JSON"), ("[]", "must be a JSON object"), ("7", "JSON object")]
+    ("text", "match"), [("{", "not JSON"), ("[]", "a JSON object"), ("7", "JSON object")]
 )
 def test_text_that_is_no_object(text, match):
     with pytest.raises(ConfigError, match=match):

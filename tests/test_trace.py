@@ -175,18 +175,16 @@ def test_all_ranks_of_a_node_are_read_each_once(monkeypatch):
 
     def ask(extra, keyring, address, topic, argument=""):
         asked.append((address[1], topic))
-        if topic == "description":
-            return Reply(b"", 0.0, 1.0)
         timeline = Timeline()
         timeline.note(Moment.LATE)
         return Reply(write_page(timeline, "P", address[1] - 5600, argument), 0.0, 1.0)
 
-    directory = tuple(RankAddress(rank, "here", 5600 + rank) for rank in range(3))
+    told = SimpleNamespace(directory=tuple(RankAddress(rank, "here", 5600 + rank) for rank in range(3)))
     monkeypatch.setattr(runner, "ask", ask)
-    monkeypatch.setattr(runner, "read_description", lambda data: SimpleNamespace(directory=directory))
+    monkeypatch.setattr(runner, "describe", lambda *_: SimpleNamespace(description=told))
     workers = runner.read_workers(ExtraConfig(), None, ["here:5600", "here:5601"])
     assert [worker.name for worker in workers] == ["P rank 0", "P rank 1", "P rank 2"]
     assert all(worker.read_at >= worker.records[0][0] for worker in workers)
-    assert asked[:2] == [(5600, "timeline"), (5600, "description")]
-    with pytest.raises(ConfigError, match="'nowhere' is not an address"):
+    assert {topic for _, topic in asked} == {"timeline"}
+    with pytest.raises(ConfigError, match="the address is 'nowhere'"):
         runner.read_workers(ExtraConfig(), None, ["nowhere"])

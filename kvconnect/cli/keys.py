@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import read_address
 from kvconnect.cli.options import keys_at
 from kvconnect.errors import ConfigError, PeerError
 from kvconnect.peer import key_files
@@ -147,8 +147,7 @@ def check(
     typer.echo(described(keyring))
     is_well = True
     for address in peer or ():
-        if (split := split_address(address)) is None:
-            raise ConfigError(f"--peer is {address!r}; accepted: HOST:PORT")
+        split = read_address(address, "--peer")
         public = keyring.server_key(*split) if keyring else b""
         refusal = "no public key of it is known" if public is None else ""
         if allowed and not allowed.allows(*split):
@@ -165,11 +164,10 @@ def check(
 
 def _answer(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> str:
     """A peer's description, as a line of text. Raises ``PeerError``."""
-    from kvconnect.peer.asking import ask
-    from kvconnect.peer.description import TOPIC, read_description
+    from kvconnect.peer.asking import describe
     from kvconnect.peer.keyring import fingerprint
 
-    found = read_description(ask(extra, keyring, address, TOPIC).data)
+    found = describe(extra, keyring, address).description
     public = keyring.server_key(*address) if keyring else None
     known = f"has key {fingerprint(public)}" if public else "is insecure"
     return f"answers, {known}: {found.role}, kvconnect {found.release}, over {found.lane}"

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvconnect.config import CONNECTOR, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
+from kvconnect.reading import json_object, read_file
 
-_MOST_BYTES = 1 << 20
 _OF_VLLM = (
     *("kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
     *("enable_permute_local_kv", "kv_event_config"),
@@ -22,24 +20,8 @@ _OF_VLLM = (
 def read_configuration(given: str) -> TransferConfig:
     """What is ours of a configuration, that of a ``MultiConnector`` too. Raises ``ConfigError``."""
     if given.lstrip().startswith("{"):
-        return _ours(_decoded(given, "kv_transfer_config"))
-    path = Path(given).expanduser()
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{given!r} is neither JSON nor a file that can be read: {error}") from error
-    return _ours(_decoded(text, str(path)))
-
-
-def _decoded(text: str | bytes, where: str) -> Mapping[str, Any]:
-    try:
-        decoded = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
-        raise ConfigError(f"{where} is {decoded!r}, it must be a JSON object")
-    return decoded
+        return _ours(json_object(given, "kv_transfer_config"))
+    return read_file(Path(given).expanduser(), _ours)
 
 
 def _ours(given: Mapping[str, Any]) -> TransferConfig:

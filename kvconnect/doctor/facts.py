@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 
 from kvconnect.addresses import is_loopback
 from kvconnect.config import ExtraConfig, TransferConfig
-from kvconnect.doctor.machine import Machine, look
-from kvconnect.doctor.ports import PortState, look_at_port
+from kvconnect.doctor.machine import Machine, PortState, look, look_at_port
 from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import ConfigError, PeerError
-from kvconnect.peer import description
-from kvconnect.peer.asking import Reply, ask
-from kvconnect.peer.description import Description, read_description
+from kvconnect.peer.asking import TimedDescription, describe
 from kvconnect.peer.key_files import user_key_path
 from kvconnect.peer.keyring import KEY_VARIABLE, KEYS_DIR_VARIABLE, Keyring, described, load_keyring
 
@@ -33,16 +30,7 @@ class Probes:
     engines: Callable[[], Mapping[str, str]] = available_engines
     trial: Callable[..., Trial] = run_trial
     port: Callable[[str, int], PortState] = look_at_port
-    ask: Callable[..., Reply] = ask
-
-
-@dataclass(frozen=True)
-class TimedDescription:
-    """A worker's description, and between which times of our wall clock the worker made it."""
-
-    description: Description
-    asked_at: float
-    answered_at: float
+    describe: Callable[..., TimedDescription] = describe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +67,9 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
     """Find out everything about this machine and this configuration. Takes some seconds, for the engines."""
     extra = config.extra if config is not None else ExtraConfig()
     engines = probes.engines()
-    usable = [name for name in _CHOICE if not engines.get(name, "it is not registered")]
-    engine = extra.engine if extra.engine != "auto" else next(iter(usable), "")
+    engine = extra.engine
+    if engine == "auto":
+        engine = next((name for name in _CHOICE if engines.get(name) == ""), "")
     key = key_problem = own_problem = ""
     own, keyring = None, None
     try:
@@ -90,7 +79,7 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
     port = probes.port(extra.host, extra.port)
     if port.taken and not key_problem:
         try:
-            own = describe(probes, extra, keyring, (extra.host, extra.port))
+            own = probes.describe(extra, keyring, (extra.host, extra.port))
         except PeerError as error:
             own_problem = str(error)
     return Facts(
@@ -108,14 +97,6 @@ def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, 
         own=own,
         own_problem=own_problem,
     )
-
-
-def describe(
-    probes: Probes, extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]
-) -> TimedDescription:
-    """Ask the worker at an address for its description. Raises ``PeerError``."""
-    reply = probes.ask(extra, keyring, address, description.TOPIC)
-    return TimedDescription(read_description(reply.data), reply.asked_at, reply.answered_at)
 
 
 def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:

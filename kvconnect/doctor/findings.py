@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 
 class Level(enum.Enum):
@@ -29,16 +30,6 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-def well(about: str, found: str, figures: Mapping[str, float] | None = None) -> Finding:
-    """Nothing is to be done."""
-    return Finding(Level.PASS, about, found, figures=figures or {})
-
-
-def warning(about: str, found: str, advice: str, figures: Mapping[str, float] | None = None) -> Finding:
-    """It works, and not as it could."""
-    return Finding(Level.WARNING, about, found, advice, figures or {})
-
-
-def failure(about: str, found: str, advice: str) -> Finding:
-    """It does not work."""
-    return Finding(Level.FAILURE, about, found, advice)
+well = partial(Finding, Level.PASS)
+warning = partial(Finding, Level.WARNING)
+failure = partial(Finding, Level.FAILURE)

@@ -5,10 +5,12 @@ Everything below ``/sys``, ``/proc`` and ``/dev`` is read under a root that is a
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +53,6 @@ class Machine(Fabric):
     open_files: int | None = None
     shm_bytes: int = 0
     shm_free_bytes: int = 0
-    available_bytes: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,8 +62,7 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
     memlock, files = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
     )
-    capabilities = _field(root / "proc/self/status", "CapEff", "0")
-    available = _field(root / "proc/meminfo", "MemAvailable", "0 kB")
+    capabilities = re.search(r"^CapEff:\s*(\w+)$", read_text(root / "proc/self/status"), re.M)
     gpus = _gpus(root)
     fabric = look_at_fabric(root, with_gpus=len(gpus) > 1)
     return Machine(
@@ -74,19 +74,13 @@ def look(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Mac
         gpus=gpus,
         compiler=next(filter(None, map(shutil.which, (environ.get("CC", ""), "gcc", "clang", "cc"))), ""),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
-        may_lock=bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1),
+        may_lock=capabilities is not None and bool(int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1),
         open_files=None if files == resource.RLIM_INFINITY else files,
         shm_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
         shm_free_bytes=shm.f_frsize * shm.f_bavail if shm else 0,
-        available_bytes=int(available.split()[0]) << 10,
         # Others hold secrets.
         environ={name: value for name, value in environ.items() if name.startswith(VARIABLES)},
     )
-
-
-def _field(path: Path, name: str, default: str) -> str:
-    found = re.search(rf"^{name}:\s*(\S.*)$", read_text(path), re.M)
-    return found[1] if found else default
 
 
 def _gpus(root: Path) -> tuple[Gpu, ...]:
@@ -100,21 +94,37 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
         # Older torch does not say where a GPU is.
         numbers = [getattr(properties, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
         place = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+        others = (other for other in range(count) if other != index)
+        peers = tuple(other for other in others if torch.cuda.can_device_access_peer(index, other))
         try:
             has_dmabuf = supports_dmabuf(index)
         except EngineError:
             has_dmabuf = False
         found.append(
-            Gpu(
-                index,
-                properties.name,
-                numa_node(root / "sys/bus/pci/devices" / place),
-                has_dmabuf,
-                tuple(
-                    other
-                    for other in range(count)
-                    if other != index and torch.cuda.can_device_access_peer(index, other)
-                ),
-            )
+            Gpu(index, properties.name, numa_node(root / "sys/bus/pci/devices" / place), has_dmabuf, peers)
         )
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class PortState:
+    """``taken``: something listens there. ``problem``: why nothing of ours ever can."""
+
+    taken: bool = False
+    problem: str = ""
+
+
+def look_at_port(host: str, port: int) -> PortState:
+    """Try to listen as a node would, for a moment; on any port where it is 0."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            # As ZeroMQ does: what only waits for its time to pass is not in the way.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            tried.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return PortState(taken=True)
+        return PortState(problem=error.strerror or str(error))
+    return PortState()

@@ -16,14 +16,14 @@ import torch
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.doctor.facts import Facts, TimedDescription
+from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.rates import Rates
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
 from kvconnect.pack.arena import ALIGN_BYTES, Arena
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.asking import asking_channel
+from kvconnect.peer.asking import TimedDescription, asking_channel
 from kvconnect.peer.channel import LinkLost
 from kvconnect.peer.messages import Introduction, Measure, Measured, Side
 from kvconnect.peer.session import Ended, Misused, Ready, Received, Session

@@ -40,9 +40,9 @@ def check_rates(facts: Facts, rates: Rates) -> Iterator[Finding]:
         advice = "look at the rows above, at other traffic, and at where the processes run (NUMA)"
         yield warning("contiguous", found, advice, figures)
     else:
-        yield well("contiguous", found, figures)
+        yield well("contiguous", found, figures=figures)
     if not rates.sent:
-        yield warning("packed", "the peer has no slots, or only fetches", "ask a node that prefills", {})
+        yield warning("packed", "the peer has no slots, or only fetches", "ask a node that prefills")
         return
     found = (
         f"{rates.packed / 1e9:.3g} GB/s: the peer packs and sends at {rates.sent / 1e9:.3g}, here it is "
@@ -54,4 +54,4 @@ def check_rates(facts: Facts, rates: Rates) -> Iterator[Finding]:
             "packed", found, "larger slots (slot_bytes), or look at what else uses the GPUs", figures
         )
     else:
-        yield well("packed", found, figures)
+        yield well("packed", found, figures=figures)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import read_address
 from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.facts import Facts, Probes, gather
 from kvconnect.doctor.findings import Finding, Level, failure, warning
@@ -28,24 +28,31 @@ _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
 def run_doctor(
-    configuration: str | None, peers: Sequence[str] = (), *, measured: bool = False, json_output: bool = False
+    configuration: str | None,
+    peers: Sequence[str],
+    *,
+    measured: bool,
+    json_output: bool,
 ) -> int:
-    """Print what was found; 1 if anything of it is a failure."""
+    """Print what was found; 1 if anything of it is a failure. Raises as ``examine`` does."""
     findings = examine(configuration, Probes(), peers, measured=measured)
+    works = all(finding.level is not Level.FAILURE for finding in findings)
     if json_output:
-        print(as_json(findings))
+        print(msgspec.json.encode({"works": works, "findings": findings}).decode())
     else:
         _print(findings)
-    return int(any(finding.level is Level.FAILURE for finding in findings))
+    return 0 if works else 1
 
 
 def examine(
-    configuration: str | None, probes: Probes, peers: Sequence[str] = (), *, measured: bool = False
+    configuration: str | None,
+    probes: Probes,
+    peers: Sequence[str] = (),
+    *,
+    measured: bool = False,
 ) -> list[Finding]:
     """Look at everything. Raises ``ConfigError``: a peer is no address."""
-    addresses = [split_address(peer) for peer in peers]
-    if None in addresses:
-        raise ConfigError(f"--peer is {peers[addresses.index(None)]!r}; accepted: HOST:PORT")
+    addresses = [read_address(peer, "--peer") for peer in peers]
     findings, config = [], None
     try:
         config = read_configuration(configuration) if configuration is not None else None
@@ -53,35 +60,27 @@ def examine(
         findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
     facts = gather(config, probes)
     for check in (check_node, check_software, check_hardware):
-        findings.extend(check(facts))
-    for address in filter(None, addresses if not facts.key_problem else ()):
+        findings += check(facts)
+    for address in addresses if not facts.key_problem else ():
         pair = meet(address, facts, probes)
-        findings.extend(check_pair(facts, pair))
+        findings += check_pair(facts, pair)
         if measured and pair.speaks_with_us:
-            findings.extend(_measured(facts, pair, address))
+            findings += _measured(facts, pair, address)
     return findings
 
 
 def _measured(facts: Facts, pair: Pair, address: tuple[str, int]) -> Iterator[Finding]:
     if not pair.peer[0].description.introduction.scratch_bytes:
-        yield warning(
-            "rate", "the peer has no scratch memory: not measured", "path: auto or packed, with slots"
-        )
+        found = "the peer has no scratch memory: not measured"
+        yield warning("rate", found, "path: auto or packed, with slots")
         return
     try:
         rates = measure(facts, pair.peer[0], address)
     except KVConnectError as error:
-        yield failure(
-            "rate", f"nothing came over: {error}", "look at the rows of engine, transport and caches"
-        )
+        advice = "look at the rows of engine, transport and caches"
+        yield failure("rate", f"nothing came over: {error}", advice)
         return
     yield from check_rates(facts, rates)
-
-
-def as_json(findings: Sequence[Finding]) -> str:
-    """One object: whether it ``works``, and the ``findings``."""
-    works = all(finding.level is not Level.FAILURE for finding in findings)
-    return msgspec.json.encode({"works": works, "findings": findings}).decode()
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,22 +34,13 @@ class TrialSettings(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
 
 
-class TrialReport(msgspec.Struct, frozen=True):
-    """What the child process prints last. ``error`` is empty if bytes arrived."""
-
-    engine: str = ""
-    lane: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of a trial. ``wire`` is UCX's name for what carried the bytes, empty without UCX."""
+class Trial(msgspec.Struct, frozen=True):
+    """The result. ``wire`` is UCX's name for what carried the bytes; ``error`` is empty if they arrived."""
 
     engine: str
-    lane: str
-    wire: str
-    error: str
+    lane: str = ""
+    wire: str = ""
+    error: str = ""
 
 
 def run_trial(
@@ -64,16 +54,15 @@ def run_trial(
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_S, env=surroundings)
     except subprocess.TimeoutExpired:
-        return Trial(settings.engine, "", "", f"it did not start within {_CHILD_S:g} s")
+        return Trial(settings.engine, error=f"it did not start within {_CHILD_S:g} s")
     lines = done.stdout.splitlines()
     try:
-        report = msgspec.json.decode(lines[-1] if lines else "", type=TrialReport)
+        tried = msgspec.json.decode(lines[-1] if lines else "", type=Trial)
     except msgspec.MsgspecError:
         last_line = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        return Trial(
-            settings.engine, "", "", f"its process ended with {done.returncode}; its output ends: {last_line}"
-        )
-    return Trial(report.engine or settings.engine, report.lane, wire_of(lines), report.error)
+        error = f"its process ended with {done.returncode}; its output ends: {last_line}"
+        return Trial(settings.engine, error=error)
+    return msgspec.structs.replace(tried, wire=wire_of(lines))
 
 
 def wire_of(lines: list[str]) -> str:
@@ -91,16 +80,16 @@ def main() -> None:
     """The child process; its argument is the ``TrialSettings``."""
     settings = msgspec.json.decode(sys.argv[1], type=TrialSettings)
     try:
-        report = _try(settings)
+        tried = _try(settings)
     except Exception as error:
-        report = TrialReport(error=str(error) or repr(error))
+        tried = Trial(settings.engine, error=str(error) or repr(error))
     sys.stdout.flush()
-    print(f"\n{msgspec.json.encode(report).decode()}", flush=True)
+    print(f"\n{msgspec.json.encode(tried).decode()}", flush=True)
     # Libraries that were left half made may not end.
     os._exit(0)
 
 
-def _try(settings: TrialSettings) -> TrialReport:
+def _try(settings: TrialSettings) -> Trial:
     import numpy as np
     import torch
 
@@ -109,12 +98,9 @@ def _try(settings: TrialSettings) -> TrialReport:
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     memory = [torch.full((_BYTES,), value, dtype=torch.uint8, device=device) for value in (7, 0)]
-    engines = [
-        create_engine(
-            settings.engine, host=settings.host, protocol=settings.protocol, options=settings.options
-        )
-        for _ in memory
-    ]
+    given: dict[str, Any] = msgspec.structs.asdict(settings)
+    name = given.pop("engine")
+    engines = [create_engine(name, **given) for _ in memory]
     for engine, tensor in zip(engines, memory, strict=True):
         engine.register([Span(tensor.data_ptr(), _BYTES, device)])
     source, target = engines
@@ -131,7 +117,7 @@ def _try(settings: TrialSettings) -> TrialReport:
     error = done[0].error if done else "a write did not end"
     if not error and not bool((memory[1] == 7).all()):
         error = "a write ended, and other bytes arrived"
-    return TrialReport(source.capabilities.name, lane, error)
+    return Trial(source.capabilities.name, lane, error=error)
 
 
 if __name__ == "__main__":

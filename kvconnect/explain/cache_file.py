@@ -13,9 +13,8 @@ An object with these keys; the first two are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -31,8 +30,6 @@ Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]
-
-_MAX_FILE_BYTES = 1 << 20
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,28 +122,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     pack_bytes_per_s: Rate | None = None
     unpack_bytes_per_s: Rate | None = None
     round_trip_s: Seconds | None = None
-
-
-_Parsed = TypeVar("_Parsed")
-
-
-def read_file(path: Path, parse: Callable[[Mapping[str, Any]], _Parsed]) -> _Parsed:
-    """Parse the JSON object of a file. Raises ``ConfigError``, which names the file, if it cannot be used."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"it has more than {_MAX_FILE_BYTES} bytes")
-        decoded = msgspec.json.decode(text)
-        if not isinstance(decoded, dict):
-            raise ConfigError(f"it holds {type(decoded).__name__}; accepted: a JSON object")
-        return parse(decoded)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: it cannot be read: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: it is not JSON: {error}") from error
 
 
 def parse_rates(given: Mapping[str, Any]) -> Rates:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import Dtype
+from kvconnect.explain.cache_file import CacheFile, Dtype, parse_cache
+from kvconnect.reading import read_file
 
 USUAL_BLOCK_SIZE = 16
 
 _KINDS = {"full_attention": "gqa", "sliding_attention": "sliding"}
 """Of ``layer_types``. The size of a recurrent state each model states in its own way."""
+
+
+def read_cache(path: Path, sizes: Mapping[str, int]) -> CacheFile:
+    """The cache of a file, or of a model's folder; ``sizes`` replace ``tp_size`` and ``block_size``.
+
+    Raises ``ConfigError``.
+    """
+
+    def parse(given: Mapping[str, Any]) -> CacheFile:
+        return parse_cache({**(cache_of(given) if is_model_config(given) else given), **sizes})
+
+    return read_file(path / "config.json" if path.is_dir() else path, parse)
 
 
 def is_model_config(given: Mapping[str, Any]) -> bool:

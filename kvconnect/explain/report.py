@@ -5,30 +5,22 @@ The same functions that workers use line up the tables and cut the request; noth
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import partner_ranks, shard_heads
-from kvconnect.errors import LayoutError
 from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates, StateLayers
+from kvconnect.explain.paths import PathEnd, paths_between, reasons_in
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
-from kvconnect.plan.align import TableCard, align_tables
+from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunker, RequestCutter
 from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, EngineRates, LinkCost
 from kvconnect.plan.transfer import plan_size
-from kvconnect.plan.wire import align_wire
 
 CUDA_SLOT_BYTES = 128 << 20
 """What is taken for the size that suits a GPU: a 512th of the memory of one with 64 GiB."""
-
-
-_PREFIX = "the two caches cannot be matched: "
-_LAYER_REASON = re.compile(r"layer '([^']*)': (.*)")
-_NEXT_REASON = re.compile(r"; (?=layer '|cache group \d)")
 
 
 @dataclass
@@ -154,23 +146,24 @@ class _Sides:
     def explain(self, source_rank: int, target_rank: int, may: bool) -> Pair:
         """What one rank fetches from another; no path is taken where they ``may`` not."""
         source, target = (self._card(side, rank) for side, rank in enumerate((source_rank, target_rank)))
-        closed = self._closed_by_settings()
-        link = chunker = None
-        with _reasons_in(closed["direct"]):
-            link = align_tables(source, target)
-        with _reasons_in(closed["packed"]):
-            chunker = Chunker(align_wire(source, target, convert=self._convert))
+        ends = (
+            PathEnd(side.extra.path, side.extra.num_slots != 0, card)
+            for side, card in zip(self._files, (source, target), strict=True)
+        )
+        found = paths_between(*ends, convert=self._convert)
+        closed, link = found.closed, found.link
+        chunker = None if found.wire is None else Chunker(found.wire)
         order = chunker.wire.order if chunker and not closed["packed"] else ""
         cases = []
         for name, (held, wanted) in self._blocks.items():
             case, cost, size, chunk_bytes = Case(name), self._cost, None, []
-            with _reasons_in(closed["direct"]):
+            with reasons_in(closed["direct"]):
                 if link is not None and not closed["direct"]:
                     size = plan_size(link, held, wanted, self._tokens)
                     case.copies, case.direct_bytes = size.copies, size.total_bytes
                     case.least_copy_bytes, case.most_copy_bytes = size.least_bytes, size.most_bytes
                     case.direct_s = cost.predict_direct(size.copies, size.total_bytes)
-            with _reasons_in(closed["packed"]):
+            with reasons_in(closed["packed"]):
                 if chunker is not None and not closed["packed"]:
                     cutter = RequestCutter(chunker, source, target, self._slot_bytes, self._pack_rate)
                     chunk_bytes = [
@@ -203,41 +196,6 @@ class _Sides:
                 shared = held.intersect(wanted)
                 heads[kind.name] = (shared.start, shared.stop - 1)
         return heads
-
-    def _closed_by_settings(self) -> dict[str, list[str]]:
-        """By path, the settings that close it."""
-        closed: dict[str, list[str]] = {"direct": [], "packed": []}
-        for name, side in zip(("source", "target"), self._files, strict=True):
-            if side.extra.path != "auto":
-                other = "packed" if side.extra.path == "direct" else "direct"
-                closed[other].append(f"the {name}'s path is {side.extra.path!r}")
-            if side.extra.path != "direct" and not side.extra.num_slots:
-                closed["packed"].append(f"the {name} has no slots: num_slots is 0")
-        return closed
-
-
-@contextlib.contextmanager
-def _reasons_in(closed: list[str]) -> Iterator[None]:
-    """Add the reasons of a ``LayoutError`` to those for which a path is closed."""
-    try:
-        yield
-    except LayoutError as error:
-        closed.extend(reasons_of(error))
-
-
-def reasons_of(error: LayoutError) -> list[str]:
-    """The reasons that an error lists, layers with the same one together."""
-    found: dict[str, list[str]] = {}
-    for reason in _NEXT_REASON.split(str(error).removeprefix(_PREFIX)):
-        if of_layer := _LAYER_REASON.fullmatch(reason):
-            found.setdefault(of_layer[2], []).append(of_layer[1])
-        else:
-            found.setdefault(reason, [])
-    lines = []
-    for reason, layers in found.items():
-        many = f"layers {layers[0]} to {layers[-1]} ({len(layers)}): " if len(layers) > 1 else ""
-        lines.append((many or "".join(f"layer {layer}: " for layer in layers)) + reason)
-    return lines
 
 
 def _link_cost(rates: Rates | None) -> LinkCost:

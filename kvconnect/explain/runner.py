@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -14,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import CacheFile, parse_cache, parse_rates, read_file
-from kvconnect.explain.hugging_face import cache_of, is_model_config
+from kvconnect.explain.cache_file import parse_rates
+from kvconnect.explain.hugging_face import read_cache
 from kvconnect.explain.report import Case, Pair, Report, make_report
+from kvconnect.reading import read_file
 
 MAX_TOKENS = 1 << 20
 
@@ -42,19 +41,13 @@ def run_explain(
     if not 1 <= tokens <= MAX_TOKENS:
         raise ConfigError(f"tokens is {tokens}; accepted: 1 to {MAX_TOKENS}")
     measured = read_file(rates, parse_rates) if rates else None
-    held, wanted = (
-        read_file(path, partial(_parse, own=own)) for path, own in zip((source, target), sizes, strict=True)
-    )
+    held, wanted = map(read_cache, (source, target), sizes)
     report = make_report(held, wanted, tokens, measured)
     if json_output:
         print(msgspec.json.encode({**asdict(report), "works": report.works}).decode())
     else:
         _print(report, source.name, target.name)
     return 0 if report.works else 1
-
-
-def _parse(given: Mapping[str, Any], own: Mapping[str, int]) -> CacheFile:
-    return parse_cache({**(cache_of(given) if is_model_config(given) else given), **own})
 
 
 def _print(report: Report, source: str, target: str) -> None:

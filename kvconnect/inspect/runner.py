@@ -10,13 +10,12 @@ from collections.abc import Callable
 import msgspec
 from rich.console import Console, Group, RenderableType
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import read_address
 from kvconnect.config import ExtraConfig
-from kvconnect.errors import ConfigError, PeerError
+from kvconnect.errors import PeerError
 from kvconnect.inspect.tables import WIDTH, tables
-from kvconnect.peer.asking import ask
-from kvconnect.peer.description import TOPIC as DESCRIPTION
-from kvconnect.peer.description import Description, read_description
+from kvconnect.peer.asking import ask, describe
+from kvconnect.peer.description import Description
 from kvconnect.peer.inspection import TOPIC, Inspection, read_inspection
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.showing import printable
@@ -32,9 +31,7 @@ def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: b
         ConfigError: the address or a key cannot be used.
         PeerError: it does not answer.
     """
-    split = split_address(address)
-    if split is None:
-        raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+    split = read_address(address, "the address")
     keyring, console = load_keyring(extra, os.environ), Console(width=WIDTH, highlight=False)
 
     def show() -> None:
@@ -73,7 +70,7 @@ def look(
 
     Raises ``PeerError``, which names the release of a worker that cannot say what it holds.
     """
-    described = read_description(ask(extra, keyring, address, DESCRIPTION).data)
+    described = describe(extra, keyring, address).description
     try:
         found = read_inspection(ask(extra, keyring, address, TOPIC).data)
     except PeerError as error:

@@ -12,6 +12,8 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Channel, LinkLost
+from kvconnect.peer.description import TOPIC as DESCRIPTION
+from kvconnect.peer.description import Description, read_description
 from kvconnect.peer.keyring import Keyring
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Answer, Bad, Question, Refused, Side, decode, encode
@@ -42,6 +44,21 @@ def ask(
         return _exchange(channel, address, Question(next(_numbers), topic, argument), extra)
     finally:
         channel.close()
+
+
+@dataclass(frozen=True)
+class TimedDescription:
+    """A worker's description, and between which times of our wall clock the worker made it."""
+
+    description: Description
+    asked_at: float
+    answered_at: float
+
+
+def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> TimedDescription:
+    """Ask the worker at an address what it is. Raises ``PeerError``."""
+    reply = ask(extra, keyring, address, DESCRIPTION)
+    return TimedDescription(read_description(reply.data), reply.asked_at, reply.answered_at)
 
 
 def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:

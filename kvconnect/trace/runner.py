@@ -7,12 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import read_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
-from kvconnect.peer.asking import ask
-from kvconnect.peer.description import TOPIC as DESCRIPTION
-from kvconnect.peer.description import read_description
+from kvconnect.peer.asking import ask, describe
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.peer.timeline_page import TOPIC, read_page
 from kvconnect.timeline import Record
@@ -47,12 +45,10 @@ def read_workers(extra: ExtraConfig, keyring: Keyring | None, addresses: Sequenc
     """These workers and the other ranks of their nodes, each once. Raises as ``run_trace`` does."""
     found: dict[str, Worker] = {}
     for address in addresses:
-        split = split_address(address)
-        if split is None:
-            raise ConfigError(f"{address!r} is not an address; accepted: HOST:PORT of a side channel")
+        split = read_address(address, "the address")
         worker = read_worker(extra, keyring, split)
         found[worker.name] = worker
-        for other in read_description(ask(extra, keyring, split, DESCRIPTION).data).directory:
+        for other in describe(extra, keyring, split).description.directory:
             if other.rank != worker.rank:
                 rank = read_worker(extra, keyring, (other.host, other.port))
                 found.setdefault(rank.name, rank)

@@ -61,7 +61,6 @@ def make_root(folder: Path, *, state: str = "4: ACTIVE", modules: str = "", verb
     (folder / "sys/class/infiniband/mlx5_0/device/numa_node").write_text("1\n")
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/status").write_text("Name:\tx\nCapEff:\t0000000000000000\n")
-    (folder / "proc/meminfo").write_text("MemAvailable:   1048576 kB\n")
     (folder / "proc/modules").write_text(modules)
     (folder / "dev/infiniband").mkdir(parents=True)
     if verbs:

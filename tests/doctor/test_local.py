@@ -257,7 +257,7 @@ def test_an_engine_whose_process_dies_is_an_error_and_not_ours(monkeypatch):
     [
         ('{"kv_role": "kv_producer", "kv_rol": 1}', "did you mean 'kv_role'"),
         ("{", "not JSON"),
-        ("/nowhere/file.json", "neither JSON nor a file"),
+        ("/nowhere/file.json", "it cannot be read: No such file"),
         ('{"kv_connector": "MultiConnector", "kv_role": "kv_both"}', "0 connectors named 'KVConnect'"),
     ],
 )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvconnect.cli import app
 from kvconnect.doctor import measure, runner
 from kvconnect.doctor.configuration import read_configuration
-from kvconnect.doctor.facts import Facts, describe, gather
+from kvconnect.doctor.facts import Facts, gather
 from kvconnect.doctor.findings import Level, well
 from kvconnect.doctor.machine import Machine
 from kvconnect.doctor.rates import Rates, check_rates
@@ -30,8 +30,8 @@ from kvconnect.orders import Orders
 from kvconnect.pack.arena import Arena
 from kvconnect.pack.packer import Packer
 from kvconnect.peer import messages
-from kvconnect.peer.asking import ask
-from kvconnect.peer.description import introduced, read_description
+from kvconnect.peer.asking import describe
+from kvconnect.peer.description import introduced
 from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
@@ -96,14 +96,12 @@ def changed(**changes):
     """What asks, and reads other facts than the peer told."""
 
     def altered(*arguments):
-        reply = ask(*arguments)
-        told = read_description(reply.data)
+        timed = describe(*arguments)
+        told = timed.description
         fields = {name: value(told) if callable(value) else value for name, value in changes.items()}
-        return dataclasses.replace(
-            reply, data=msgspec.msgpack.encode(msgspec.structs.replace(told, **fields))
-        )
+        return dataclasses.replace(timed, description=msgspec.structs.replace(told, **fields))
 
-    return dataclasses.replace(MEMORY, ask=altered)
+    return dataclasses.replace(MEMORY, describe=altered)
 
 
 def test_a_good_pair_over_nixl_passes_whole(node):
@@ -168,7 +166,7 @@ def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
     facts = gather(None, MEMORY)
     facts = dataclasses.replace(facts, keyring=load_keyring(facts.extra, os.environ))
     port = prefill.workers[0].address().port
-    told = describe(MEMORY, facts.extra, facts.keyring, ("127.0.0.1", port))
+    told = describe(facts.extra, facts.keyring, ("127.0.0.1", port))
     engine, arena = MemoryEngine(), Arena("cpu", 1 << 16, 1, 1 << 20)
     engine.register([Span(arena.address, arena.length_bytes)])
     ours = msgspec.structs.replace(
@@ -236,11 +234,11 @@ def test_a_rate_is_held_against_what_carries_it(wire, machine, should, why):
     facts = Facts(config=None, machine=Machine(**machine), engines={}, engine="nixl", trials={"nixl": trial})
     for share, level in ((0.9, Level.PASS), (0.4, Level.WARNING if should else Level.PASS)):
         rates = Rates((should or 1e9) * share, 1e9, 2e9, 4e9)
-        assert rates.packed == 1e9
         said = {one.about: one for one in check_rates(facts, rates)}
         assert why in said["contiguous"].found
         assert said["contiguous"].level is level
         assert said["contiguous"].figures == {"bytes_per_s": rates.contiguous}
+        assert said["packed"].figures == {"bytes_per_s": 1e9}
 
 
 def test_all_ranks_are_asked_and_each_pair_of_them_is_lined_up(node):
