@@ -33,3 +33,16 @@ class Finding:
 well = partial(Finding, Level.PASS)
 warning = partial(Finding, Level.WARNING)
 failure = partial(Finding, Level.FAILURE)
+
+
+def failure_if(wrong: object, about: str, found: str, advice: str) -> Finding:
+    """A failure where something is ``wrong``; else that was found, and it is well."""
+    return failure(about, found, advice) if wrong else well(about, found)
+
+
+def warning_if(
+    slow: object, about: str, found: str, advice: str, figures: Mapping[str, float] | None = None
+) -> Finding:
+    """As ``failure_if``, with a warning."""
+    level, shown = (Level.WARNING, advice) if slow else (Level.PASS, "")
+    return Finding(level, about, found, shown, figures or {})

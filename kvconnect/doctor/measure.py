@@ -1,4 +1,4 @@
-"""How fast KV comes from a peer that serves: what it writes to us, and how fast we would unpack it.
+"""How fast KV comes from a peer that serves: what it writes to us, and that while we unpack it.
 
 For a moment this process is a decode node without a scheduler: it greets with the peer's own meaning, lends
 scratch memory, and asks for nothing that is held.
@@ -6,10 +6,10 @@ scratch memory, and asks for nothing that is held.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import time
 import uuid
-from collections.abc import Callable
+from contextlib import ExitStack, closing
 
 import msgspec
 import torch
@@ -21,25 +21,26 @@ from kvconnect.doctor.rates import Rates
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
-from kvconnect.pack.arena import ALIGN_BYTES, Arena
+from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
+from kvconnect.pack.batches import PackTicket
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.asking import TimedDescription, asking_channel
 from kvconnect.peer.channel import LinkLost
-from kvconnect.peer.messages import Introduction, Measure, Measured, Side
+from kvconnect.peer.messages import Introduction, Landed, Measure, Measured, Side
 from kvconnect.peer.session import Ended, Misused, Ready, Received, Session
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import align_wire
+from kvconnect.worker.calibration import copy_bytes_per_s
 from kvconnect.worker.measuring import LEAST_PAUSE_S, LONGEST_S, any_blocks
 
 _LINK = "measured"
 _WARM_UP_S, _MEASURED_S = 0.1, 1.0
 _SCRATCH_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 _CACHE_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
-_MOST_TOKENS = 4096
+_MOST_KERNELS = 4
 _NAP_S = 1e-6
 """As a worker that waits for writes."""
-_TURNS = 6
 
 
 def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> Rates:
@@ -47,13 +48,17 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
     extra, theirs = facts.extra, peer.description.introduction
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     like = facts.own.description.introduction if facts.own is not None else theirs
-    cache, table = _cache_like(like.table, device)
-    slot_bytes = theirs.slot_bytes or ALIGN_BYTES
+    _memory, table = _cache_like(like.table, device)
+    slot_bytes = theirs.slot_bytes or auto_slot_bytes(device)
     arena = Arena(device, slot_bytes, 1, max(slot_bytes, _SCRATCH_BYTES[device.type]))
-    engine = create_engine(
-        theirs.engine, host=extra.host, protocol=extra.protocol, options=extra.all_engine_options
-    )
-    try:
+    with ExitStack() as opened:
+        engine = opened.enter_context(
+            closing(
+                create_engine(
+                    theirs.engine, host=extra.host, protocol=extra.protocol, options=extra.all_engine_options
+                )
+            )
+        )
         engine.register([Span(arena.address, arena.length_bytes, str(device))])
         ours = msgspec.structs.replace(
             theirs,
@@ -64,50 +69,59 @@ def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> R
             scratch_address=arena.scratch_address,
             scratch_bytes=arena.scratch_bytes,
         )
-        contiguous, sent = _Asking(facts, engine, ours, address).rates()
-    finally:
-        engine.close()
-    unpacked = _unpack_rate(table, theirs, facts, arena) if sent else 0.0
-    copied = torch.empty_like(cache)
-    return Rates(contiguous, sent, unpacked, _rate(lambda: copied.copy_(cache), cache.nbytes, device))
+        asking = _Asking(facts, engine, ours, address)
+        opened.callback(asking.close)
+        asking.greet()
+        contiguous, sent, packed = asking.rate(None), 0.0, 0.0
+        if theirs.slot_bytes:
+            unpacking = _Unpacking(table, theirs, facts, arena)
+            sent = asking.rate(unpacking)
+            packed = sent * unpacking.share
+    return Rates(contiguous, sent, packed, copy_bytes_per_s(arena))
 
 
 class _Asking:
     """One connection to the peer, and the engine that it writes to."""
 
     def __init__(self, facts: Facts, engine: Engine, ours: Introduction, address: tuple[str, int]) -> None:
-        extra = facts.extra
-        self._engine, self._address, self._has_slots = engine, address, ours.slot_bytes > 0
-        self._session = Session(Side.DECODE, ours, extra)
-        self._channel = asking_channel(extra, facts.keyring)
+        self._engine, self._address = engine, address
+        self._session = Session(Side.DECODE, ours, facts.extra)
+        self._channel = asking_channel(facts.extra, facts.keyring)
+        self._pause_s = 0.0
 
-    def rates(self) -> tuple[float, float]:
-        """Contiguous and packed; 0 for packed where the peer has no slots."""
-        try:
-            self._channel.connect(_LINK, *self._address)
-            self._session.greet(time.monotonic())
-            self._until(Ready)
-            self._written(packed=False, seconds=_WARM_UP_S)
-            contiguous = self._written(packed=False, seconds=_MEASURED_S)
-            if not self._has_slots:
-                return contiguous, 0.0
-            self._written(packed=True, seconds=_WARM_UP_S)
-            return contiguous, self._written(packed=True, seconds=_MEASURED_S)
-        finally:
-            self._channel.close()
+    def close(self) -> None:
+        """Disconnect."""
+        self._channel.close()
 
-    def _written(self, *, packed: bool, seconds: float) -> float:
-        self._session.send(Measure(packed, seconds))
-        event = self._until(Received)
-        # The peer begins the next one no sooner.
-        time.sleep(max(seconds, LEAST_PAUSE_S))
+    def greet(self) -> None:
+        """Meet the peer. Raises ``PeerError``."""
+        self._channel.connect(_LINK, *self._address)
+        self._session.greet(time.monotonic())
+        self._until(Ready)
+
+    def rate(self, unpacking: _Unpacking | None) -> float:
+        """Bytes a second that the peer writes, packed if we unpack, after a moment that does not count."""
+        self._written(unpacking, _WARM_UP_S)
+        measured = self._written(unpacking, _MEASURED_S)
+        return measured.total_bytes / measured.seconds
+
+    def _written(self, unpacking: _Unpacking | None, seconds: float) -> Measured:
+        # The peer begins no sooner.
+        time.sleep(self._pause_s)
+        self._pause_s = max(seconds, LEAST_PAUSE_S)
+        self._session.send(Measure(unpacking is not None, seconds))
+        if unpacking is not None:
+            unpacking.landed_bytes = unpacking.unpacked_bytes = 0
+        event = self._until(Received, unpacking)
         assert isinstance(event, Received)
         assert isinstance(event.message, Measured)
         if event.message.error or event.message.seconds <= 0:
             raise PeerError(f"it cannot be measured: {event.message.error or 'no time passed'}")
-        return event.message.total_bytes / event.message.seconds
+        return event.message
 
-    def _until(self, kind: type[Ready] | type[Received]) -> Ready | Received:
+    def _until(
+        self, kind: type[Ready] | type[Received], unpacking: _Unpacking | None = None
+    ) -> Ready | Received:
         """Take what comes, and let the engine work, until this comes. Raises ``PeerError``."""
         deadline = time.monotonic() + 2 * LONGEST_S
         while (now := time.monotonic()) < deadline:
@@ -115,35 +129,31 @@ class _Asking:
                 self._channel.send(_LINK, frame)
             # What is under way to us advances only while we look.
             self._engine.poll()
-            time.sleep(_NAP_S)
+            if unpacking is None or not unpacking.advance():
+                time.sleep(_NAP_S)
             for arrival in self._channel.receive():
                 if isinstance(arrival, LinkLost):
                     raise PeerError(f"the connection was lost: {arrival.reason or arrival.loss.value}")
                 for event in self._session.receive(arrival.data, now):
-                    if isinstance(event, Ended | Misused):
-                        raise PeerError(event.reason)
-                    if isinstance(event, Received) and not isinstance(event.message, Measured):
-                        continue
-                    if isinstance(event, kind):
-                        return event
+                    match event:
+                        case Ended() | Misused():
+                            raise PeerError(event.reason)
+                        case Received(message=Landed(length_bytes=length)) if unpacking is not None:
+                            unpacking.landed_bytes += length
+                        case Ready() | Received(message=Measured()) if isinstance(event, kind):
+                            return event
         raise PeerError(f"it did not answer within {2 * LONGEST_S:g} s")
 
 
 def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, RegionTable]:
     """Memory with regions like those of a card, of fewer blocks, and their table."""
-    groups = card.geometry()
-    each = {
-        number: 2 * group.blocks_per_kv_block
-        if group.is_state
-        else div_ceil(_MOST_TOKENS, group.block_tokens)
-        for number, group in groups.items()
-    }
-    wanted = sum(each[region.group] * region.block_stride for region in card.regions)
-    share = min(1.0, _CACHE_BYTES[device.type] / max(wanted, 1))
+    ratios = {number: group.blocks_per_kv_block for number, group in card.geometry().items()}
+    whole = sum(region.num_blocks * region.block_stride for region in card.regions)
+    share = min(1.0, _CACHE_BYTES[device.type] / max(whole, 1))
     regions, at = [], 0
     for region in card.regions:
-        ratio = groups[region.group].blocks_per_kv_block
-        blocks = max(2 * ratio, int(each[region.group] * share) // ratio * ratio)
+        ratio = ratios[region.group]
+        blocks = max(2 * ratio, int(region.num_blocks * share) // ratio * ratio)
         regions.append(msgspec.structs.replace(region, address=at, num_blocks=blocks))
         at += div_ceil(blocks * region.block_stride, ALIGN_BYTES) * ALIGN_BYTES
     memory = torch.zeros(at + ALIGN_BYTES, dtype=torch.uint8, device=device)
@@ -152,30 +162,37 @@ def _cache_like(card: TableCard, device: torch.device) -> tuple[torch.Tensor, Re
     return memory, RegionTable(placed, card.groups, ())
 
 
-def _unpack_rate(table: RegionTable, theirs: Introduction, facts: Facts, arena: Arena) -> float:
-    """Bytes a second of unpacking chunks of a request with all blocks of the table."""
-    wire = align_wire(theirs.table, TableCard.of(table), convert=facts.extra.convert_dtype)
-    sample = 1 if arena.device.type == "cuda" else theirs.digest_sample
-    packer = Packer(table, wire, side="target", device=arena.device, digest_sample=sample)
-    blocks, tokens = any_blocks(table)
-    spans = [TokenSpan(group.group, 0, 1 if group.is_state else tokens) for group in table.groups]
-    chunks = packer.chunker.cut(spans, arena.slot_bytes)
-    staged = packer.stage(blocks, chunks, tokens)
+class _Unpacking:
+    """Unpacks as much as has landed, out of scratch memory, into all blocks of a table."""
 
-    def unpack() -> None:
-        for ticket in [packer.unpack(arena.addresses[0], chunk, 1) for chunk in staged]:
-            ticket.wait()
+    def __init__(self, table: RegionTable, theirs: Introduction, facts: Facts, arena: Arena) -> None:
+        wire = align_wire(theirs.table, TableCard.of(table), convert=facts.extra.convert_dtype)
+        sample = 1 if arena.device.type == "cuda" else theirs.digest_sample
+        self._packer = Packer(table, wire, side="target", device=arena.device, digest_sample=sample)
+        blocks, tokens = any_blocks(table)
+        spans = [TokenSpan(group.group, 0, 1 if group.is_state else tokens) for group in table.groups]
+        chunks = self._packer.chunker.cut(spans, arena.slot_bytes)
+        staged = self._packer.stage(blocks, chunks, tokens)
+        # The first time memory is mapped, and kernels are compiled.
+        for chunk in staged:
+            self._packer.unpack(arena.scratch_address, chunk, 1).wait()
+        self._staged = itertools.cycle(staged)
+        starts = range(0, arena.scratch_bytes - arena.slot_bytes + 1, arena.slot_bytes)
+        self._sources = itertools.cycle([arena.scratch_address + start for start in starts])
+        self._kernels: list[PackTicket] = []
+        self.landed_bytes = self.unpacked_bytes = 0
 
-    return _rate(unpack, sum(chunk.total_bytes for chunk in staged), arena.device)
+    @property
+    def share(self) -> float:
+        """Of what has landed."""
+        return min(1.0, self.unpacked_bytes / max(1, self.landed_bytes))
 
-
-def _rate(work: Callable[[], object], total_bytes: int, device: torch.device) -> float:
-    """Bytes a second of the median of a few turns, after one that does not count."""
-    seconds = []
-    for _ in range(_TURNS):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return total_bytes / statistics.median(seconds[1:])
+    def advance(self) -> bool:
+        """Unpack a chunk, if one is due; whether it was."""
+        self._kernels = [ticket for ticket in self._kernels if not ticket.done]
+        if self.unpacked_bytes >= self.landed_bytes or len(self._kernels) >= _MOST_KERNELS:
+            return False
+        staged = next(self._staged)
+        self._kernels.append(self._packer.unpack(next(self._sources), staged, 1))
+        self.unpacked_bytes += staged.total_bytes
+        return True

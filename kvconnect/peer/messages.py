@@ -312,7 +312,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 class Measure(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
     """D to P: write to my scratch memory for so long, as fast as you can; ``packed``: packing beside it.
 
-    One at a time. Answered by ``Measured``.
+    One at a time. Answered by ``Measured``; of packed chunks each is ``Landed``, of transfer -1.
     """
 
     packed: bool

@@ -86,7 +86,12 @@ def probe_bytes(slot_bytes: int, on_cuda: bool) -> int:
 
 
 def pack_bytes_per_s(arena: Arena) -> float:
-    """About how fast pages are packed here: a plain copy into a slot, and the usual part of it."""
+    """About how fast pages are packed here: a plain copy, and the usual part of it."""
+    return copy_bytes_per_s(arena) * (_CUDA_SHARE if arena.device.type == "cuda" else _CPU_SHARE)
+
+
+def copy_bytes_per_s(arena: Arena) -> float:
+    """How fast a plain copy into a slot is."""
     on_cuda = arena.device.type == "cuda"
     target: Any = arena.view(arena.addresses[0], arena.slot_bytes)
     sources: Any
@@ -108,7 +113,7 @@ def pack_bytes_per_s(arena: Arena) -> float:
         if on_cuda:
             torch.cuda.synchronize(arena.device)
         seconds = min(seconds, time.perf_counter() - start)
-    return int(sources.nbytes) / seconds * (_CUDA_SHARE if on_cuda else _CPU_SHARE)
+    return int(sources.nbytes) / seconds
 
 
 def typical_page_bytes(link: TableAlignment) -> int:

@@ -22,7 +22,7 @@ from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Grant, Introduction, Measure
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.worker.local import Local
-from kvconnect.worker.outbox import Columns, Outbox, PageOutbox, SlotOutbox
+from kvconnect.worker.outbox import Columns, Outbox, PageOutbox, Parcel, SlotOutbox
 from kvconnect.worker.slots import SlotEvent
 from kvconnect.worker.supply import ChunkSupply
 from kvconnect.worker.way import Way
@@ -148,6 +148,9 @@ class _PackedOutbox(SlotOutbox):
         columns = super().peek()
         return columns and (self._source, *columns[1:])
 
-    def ended(self, completion: Completion) -> None:
+    def ended(self, completion: Completion) -> Parcel | None:
+        parcel = self._in_flight.pop(completion.batch_id)
         # However it ended: the engine was given no slot that it might still read.
-        self._pool.move(self._in_flight.pop(completion.batch_id).slot, SlotEvent.RETURN)
+        self._pool.move(parcel.slot, SlotEvent.RETURN)
+        # As of a load the peer is told of each chunk, and unpacks as much.
+        return parcel if completion.quiescent else None

@@ -161,6 +161,21 @@ def test_what_is_measured_has_nothing_of_the_cache_in_it(node, monkeypatch):
     assert worker.state()["leases"] == 0
 
 
+def test_the_packed_rate_is_that_of_the_side_that_is_slower(node, monkeypatch):
+    prefill = node("kv_producer")
+    unpack = Packer.unpack
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        return unpack(*arguments)
+
+    monkeypatch.setattr(Packer, "unpack", slow)
+    given = configured("kv_consumer", engine="memory")
+    said = found(given, probes=MEMORY, peers=(prefill.address,), measured=True)
+    # A slot of 64 KiB each 20 ms.
+    assert 0 < said["packed"].figures["bytes_per_s"] < (1 << 16) / 0.02
+
+
 def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
     prefill = node("kv_producer")
     facts = gather(None, MEMORY)
@@ -233,7 +248,7 @@ def test_a_rate_is_held_against_what_carries_it(wire, machine, should, why):
     trial = Trial("nixl", "UCX", wire, "")
     facts = Facts(config=None, machine=Machine(**machine), engines={}, engine="nixl", trials={"nixl": trial})
     for share, level in ((0.9, Level.PASS), (0.4, Level.WARNING if should else Level.PASS)):
-        rates = Rates((should or 1e9) * share, 1e9, 2e9, 4e9)
+        rates = Rates((should or 1e9) * share, 2e9, 1e9, 4e9)
         said = {one.about: one for one in check_rates(facts, rates)}
         assert why in said["contiguous"].found
         assert said["contiguous"].level is level

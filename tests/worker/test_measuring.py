@@ -32,5 +32,6 @@ def test_however_a_batch_of_a_measurement_ends_its_slot_is_free(quiescent):
     assert pool.taken == 3, "never the last one"
     supply.has_next = False
     for number in submitted:
-        assert outbox.ended(Completion(number, False, quiescent, 0, 0.0, "cut")) is None
+        parcel = outbox.ended(Completion(number, False, quiescent, 0, 0.0, "cut"))
+        assert (parcel is not None) == quiescent, "nobody waits for its slot"
     assert pool.free == 4
