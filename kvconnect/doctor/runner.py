@@ -16,6 +16,7 @@ from kvconnect.doctor.facts import Facts, Probes, gather
 from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.measure import measure
+from kvconnect.doctor.model import ModelAsked, check_model
 from kvconnect.doctor.node import check_node
 from kvconnect.doctor.pair import Pair, check_pair, meet
 from kvconnect.doctor.rates import check_rates
@@ -30,12 +31,13 @@ _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 def run_doctor(
     configuration: str | None,
     peers: Sequence[str],
+    model: ModelAsked | None,
     *,
     measured: bool,
     json_output: bool,
 ) -> int:
     """Print what was found; 1 if anything of it is a failure. Raises as ``examine`` does."""
-    findings = examine(configuration, Probes(), peers, measured=measured)
+    findings = examine(configuration, Probes(), peers, model, measured=measured)
     works = all(finding.level is not Level.FAILURE for finding in findings)
     if json_output:
         print(msgspec.json.encode({"works": works, "findings": findings}).decode())
@@ -48,6 +50,7 @@ def examine(
     configuration: str | None,
     probes: Probes,
     peers: Sequence[str] = (),
+    model: ModelAsked | None = None,
     *,
     measured: bool = False,
 ) -> list[Finding]:
@@ -61,6 +64,8 @@ def examine(
     facts = gather(config, probes)
     for check in (check_node, check_software, check_hardware):
         findings += check(facts)
+    if model is not None:
+        findings += check_model(facts, model)
     for address in addresses if not facts.key_problem else ():
         pair = meet(address, facts, probes)
         findings += check_pair(facts, pair)
