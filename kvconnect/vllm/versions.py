@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST = (0, 30)
 NEWEST = (0, 33)
-_RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def vllm_version() -> str:
@@ -37,17 +37,22 @@ def check_vllm(base: Any) -> None:
     if not hasattr(base, "KVConnectorTransferResults"):
         raise ConfigError(
             f"vLLM {version or 'of an unknown version'} cannot be told that the KV of a request failed to "
-            f"load; kvconnect accepts vLLM {_RANGE}"
+            f"load; kvconnect accepts vLLM {RANGE}"
         )
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    if not is_tested(version):
         _warn_once(version)
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of vLLM is one that we test."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 @functools.cache
 def _warn_once(version: str) -> None:
     logger.warning(
         "kvconnect is tested with vLLM %s, this is %s: its connector interface may have changed",
-        _RANGE,
+        RANGE,
         version or "a vLLM of an unknown version",
     )
