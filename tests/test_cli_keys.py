@@ -127,6 +127,10 @@ def test_check_says_whether_a_node_would_start_and_reach_its_peers(keys, tmp_pat
     public = public_key(keys("node", tmp_path / "n"))
     keys("add", tmp_path / "n", "p", public, "--at", "10.0.0.2:5")
     given = config(host="10.0.0.1", keys_dir=str(tmp_path / "n"), allow_peers=["10.0.0.0/24"])
+    (tmp_path / "vllm.json").write_text(json.dumps({**json.loads(given), "kv_rank": 0}))
+    assert keys("check", "--kv-transfer-config", tmp_path / "vllm.json") == keys(
+        "check", "--kv-transfer-config", given
+    )
     said = keys(
         "check", "--kv-transfer-config", given, "--peer", "10.0.0.2:6", "--peer", "10.1.0.1:5", code=1
     )

@@ -132,17 +132,17 @@ def show(
 @keys_app.command()
 def check(
     kv_transfer_config: Annotated[
-        str, typer.Option(metavar="JSON", help="The node's configuration, as it is started with.")
+        str, typer.Option(metavar="JSON|FILE", help="The node's configuration, as it is started with.")
     ],
     peer: Annotated[
         list[str] | None, typer.Option(help="HOST:PORT that the node is to fetch from (repeatable).")
     ] = None,
 ) -> None:
     """Report whether a node could start with these keys, and ask its peers; exit 1 if not all answer."""
-    from kvconnect.config import parse_kv_transfer_config
     from kvconnect.peer.keyring import described, load_keyring
+    from kvconnect.vllm.configuration import read_configuration
 
-    extra = parse_kv_transfer_config(kv_transfer_config).extra
+    extra = read_configuration(kv_transfer_config).extra
     keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
     typer.echo(described(keyring))
     is_well = True

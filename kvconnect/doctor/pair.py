@@ -9,8 +9,8 @@ from functools import partial
 from kvconnect import __version__
 from kvconnect.cache.shard import partner_ranks
 from kvconnect.doctor.facts import Facts, Probes
-from kvconnect.doctor.findings import Finding, failure, warning, well
-from kvconnect.errors import PeerError
+from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
+from kvconnect.errors import KVConnectError
 from kvconnect.explain.paths import PathEnd, paths_between
 from kvconnect.peer.asking import TimedDescription
 from kvconnect.peer.messages import PROTOCOL_VERSION, disagreement, other_weights
@@ -30,61 +30,55 @@ Ranks = Mapping[int, TimedDescription]
 
 @dataclass(frozen=True)
 class Pair:
-    """The ranks of the peer, and those of this node if it runs; ``problem``: why the peer cannot be asked."""
+    """The ranks of the peer, and those of this node if it runs."""
 
     address: str
     peer: Ranks
     own: Ranks
-    problem: str = ""
 
     @property
-    def speaks_with_us(self) -> bool:
-        """It was reached, and has our protocol."""
-        return not self.problem and self.peer[0].description.protocol == PROTOCOL_VERSION
+    def has_one_protocol(self) -> bool:
+        """The peer's protocol is ours."""
+        return self.peer[0].description.protocol == PROTOCOL_VERSION
 
 
 def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
-    """Ask all ranks of a peer, and of this node."""
-    extra, shown, own = facts.extra, f"{address[0]}:{address[1]}", {}
+    """Ask all ranks of a peer, and of this node. Raises ``PeerError``: one does not answer."""
+    extra, own = facts.extra, {}
     ask = partial(probes.describe, extra, facts.keyring)
-    try:
-        peer = {0: ask(address)}
-        first = peer[0].description
-        if first.protocol == PROTOCOL_VERSION:
-            peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
-        if facts.own is not None:
-            world_size = facts.own.description.introduction.meaning.world_size
-            own = {rank: ask((extra.host, extra.port + rank)) for rank in range(world_size)}
-    except PeerError as error:
-        return Pair(shown, {}, {}, str(error))
-    return Pair(shown, peer, own)
+    peer = {0: ask(address)}
+    first = peer[0].description
+    if first.protocol == PROTOCOL_VERSION:
+        peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
+    if facts.own is not None:
+        world_size = facts.own.description.introduction.meaning.world_size
+        own = {rank: ask((extra.host, extra.port + rank)) for rank in range(world_size)}
+    return Pair(f"{address[0]}:{address[1]}", peer, own)
+
+
+def unreached(address: str, error: KVConnectError) -> Finding:
+    """A peer that does not answer, or not as one does, and what may be the matter."""
+    advice = next((advice for part, advice in _UNREACHED.items() if part in str(error)), _BLOCKED)
+    about = "release" if "answers no such question" in str(error) else "peer"
+    return failure(about, f"{address}: {error}", advice)
 
 
 def check_pair(facts: Facts, pair: Pair) -> Iterator[Finding]:
     """Whether KV would come over, and how."""
-    if pair.problem:
-        advice = next((advice for part, advice in _UNREACHED.items() if part in pair.problem), _BLOCKED)
-        about = "release" if "answers no such question" in pair.problem else "peer"
-        yield failure(about, f"{pair.address}: {pair.problem}", advice)
-        return
     theirs = pair.peer[0].description
     packages = ", ".join(f"{name} {version}" for name, version in theirs.versions.items() if name != "python")
     yield well("peer", f"{pair.address}: {theirs.role}, {len(pair.peer)} ranks, {packages}")
     yield _clock(pair.peer[0])
-    both = (
-        f"the peer has {theirs.release} (protocol {theirs.protocol}), "
-        f"here is {__version__} ({PROTOCOL_VERSION})"
-    )
-    if not pair.speaks_with_us:
+    there = f"{theirs.release} (protocol {theirs.protocol})"
+    both = f"the peer has {there}, here is {__version__} ({PROTOCOL_VERSION})"
+    if not pair.has_one_protocol:
         yield failure("release", both, "install releases of one protocol on both, see CHANGELOG.md")
         return
     yield well("release", both)
     role = facts.config.kv_role if facts.config is not None else "kv_both"
-    if role == theirs.role != "kv_both":
-        advice = "kv_producer on one, kv_consumer on the other"
-        yield failure("roles", f"both are {role}: nothing would come over", advice)
-    else:
-        yield well("roles", f"{role} here, {theirs.role} there")
+    alike = role == theirs.role != "kv_both"
+    found = f"both are {role}: nothing would come over" if alike else f"{role} here, {theirs.role} there"
+    yield failure_if(alike, "roles", found, "kv_producer on one, kv_consumer on the other")
     engine, weights = theirs.introduction.engine, theirs.introduction.meaning.weights
     yield well("peer's weights", weights or "not named")
     if pair.own:
@@ -117,20 +111,11 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
     refusal = disagreement(ours.introduction, theirs.introduction)
     here, there = ours.introduction.meaning, theirs.introduction.meaning
     weights = other_weights(here, there)
-    if weights:
-        yield failure(
-            "weights",
-            f"here {here.weights!r}, peer {there.weights!r}",
-            "load the same checkpoint and revision on both",
-        )
-    else:
-        yield well("weights", "the same on both")
+    found = f"here {here.weights!r}, peer {there.weights!r}" if weights else "the same on both"
+    yield failure_if(weights, "weights", found, "load the same checkpoint and revision on both")
     if refusal and refusal != weights:
-        yield failure(
-            "model",
-            f"the peer asks, here it is asked: {refusal}",
-            "serve the same model, cache dtype and engine on both",
-        )
+        advice = "serve the same model, cache dtype and engine on both"
+        yield failure("model", f"the peer asks, here it is asked: {refusal}", advice)
         return
     yield well("lane", f"the peer's engine: {theirs.lane}; here: {ours.lane}")
     # KV goes to this node, unless it only sends.
@@ -142,11 +127,11 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
         for partner in partner_ranks(rank, len(targets), source.world_size, target.num_heads):
             if partner in sources:
                 ends = map(_path_end, (sources[partner], targets[rank]))
-                found = paths_between(*ends, convert=facts.extra.convert_dtype)
-                closed[f"{partner} > {rank}"] = found.closed
+                paths = paths_between(*ends, convert=facts.extra.convert_dtype)
+                closed[f"{partner} > {rank}"] = paths.closed
             else:
-                found_not = f"rank {partner} of the prefill node is not known"
-                yield failure("ranks", found_not, "ask again once it has served a request")
+                found = f"rank {partner} of the prefill node is not known"
+                yield failure("ranks", found, "ask again once it has served a request")
     yield from check_paths("caches", closed.items())
 
 
@@ -164,7 +149,4 @@ def check_paths(about: str, closed: Iterable[tuple[str, Mapping[str, list[str]]]
         alike.setdefault((usable, f" (closed: {why})" if why else ""), []).append(ranks)
     for (usable, why), names in alike.items():
         found = f"rank to rank {', '.join(names)}: {usable or 'no path'}{why}"
-        if usable:
-            yield well(about, found)
-        else:
-            yield failure(about, found, "mend what differs, or path: packed on both")
+        yield failure_if(not usable, about, found, "mend what differs, or path: packed on both")

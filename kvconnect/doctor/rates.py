@@ -34,7 +34,7 @@ def check_rates(facts: Facts, rates: Rates) -> Iterator[Finding]:
     found, figures = f"{rates.contiguous / 1e9:.3g} GB/s, {beside}", {"bytes_per_s": rates.contiguous}
     advice = "look at the rows above, at other traffic, and at where the processes run (NUMA)"
     yield warning_if(share < LEAST_SHARE, "contiguous", found, advice, figures)
-    found = f"{rates.packed / 1e9:.3g} GB/s unpacked here, of {rates.sent / 1e9:.3g} that the peer packs and sends"
+    found = f"{rates.packed / 1e9:.3g} GB/s unpacked here, of {rates.sent / 1e9:.3g} that the peer sends"
     if not rates.sent:
         yield warning("packed", "the peer has no slots, or only fetches", "ask a node that prefills")
         return

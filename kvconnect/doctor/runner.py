@@ -11,18 +11,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.addresses import read_address
-from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.facts import Facts, Probes, gather
 from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.measure import measure
 from kvconnect.doctor.model import ModelAsked, check_model
 from kvconnect.doctor.node import check_node
-from kvconnect.doctor.pair import Pair, check_pair, meet
+from kvconnect.doctor.pair import check_pair, meet, unreached
 from kvconnect.doctor.rates import check_rates
 from kvconnect.doctor.software import check_software
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.showing import printable
+from kvconnect.vllm.configuration import read_configuration
 
 _WIDTH = 80
 _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
@@ -66,26 +66,32 @@ def examine(
         findings += check(facts)
     if model is not None:
         findings += check_model(facts, model)
-    for address in addresses if not facts.key_problem else ():
-        pair = meet(address, facts, probes)
-        findings += check_pair(facts, pair)
-        if measured and pair.speaks_with_us:
-            findings += _measured(facts, pair, address)
+    for peer, address in zip(peers, addresses, strict=True):
+        if not facts.key_problem:
+            findings += _ask(facts, probes, peer, address, measured=measured)
     return findings
 
 
-def _measured(facts: Facts, pair: Pair, address: tuple[str, int]) -> Iterator[Finding]:
+def _ask(
+    facts: Facts, probes: Probes, peer: str, address: tuple[str, int], *, measured: bool
+) -> Iterator[Finding]:
+    try:
+        pair = meet(address, facts, probes)
+        yield from check_pair(facts, pair)
+    except KVConnectError as error:
+        yield unreached(peer, error)
+        return
+    if not measured or not pair.has_one_protocol:
+        return
     if not pair.peer[0].description.introduction.scratch_bytes:
         found = "the peer has no scratch memory: not measured"
         yield warning("rate", found, "path: auto or packed, with slots")
         return
     try:
-        rates = measure(facts, pair.peer[0], address)
+        yield from check_rates(facts, measure(facts, pair.peer[0], address))
     except KVConnectError as error:
         advice = "look at the rows of engine, transport and caches"
         yield failure("rate", f"nothing came over: {error}", advice)
-        return
-    yield from check_rates(facts, rates)
 
 
 def _print(findings: Sequence[Finding]) -> None:

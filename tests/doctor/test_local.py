@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.findings import Level
 from kvconnect.doctor.machine import Gpu, Machine, look
 from kvconnect.doctor.model import ModelAsked
@@ -21,6 +20,7 @@ from kvconnect.doctor.trial import Trial, TrialSettings, run_trial, wire_of
 from kvconnect.engine.fabric import read_topology
 from kvconnect.errors import ConfigError
 from kvconnect.peer.key_files import new_secret, write
+from kvconnect.vllm.configuration import read_configuration
 from tests.doctor.kit import QUICK, RDMA, configured, failures, found, make_root
 from tests.ports import free_port
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from kvconnect.cli import app
 from kvconnect.doctor import measure, runner
-from kvconnect.doctor.configuration import read_configuration
 from kvconnect.doctor.facts import Facts, gather
 from kvconnect.doctor.findings import Level, well
 from kvconnect.doctor.machine import Machine
@@ -36,6 +35,7 @@ from kvconnect.peer.key_files import new_secret
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
 from kvconnect.peer.session import Ready, Received
+from kvconnect.vllm.configuration import read_configuration
 from kvconnect.worker.connector import WorkerConnector
 from tests.doctor.kit import QUICK, configured, failures, found
 from tests.ports import free_port
@@ -339,6 +339,14 @@ def test_another_release_is_a_failure_that_names_both(node):
     said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
     assert list(said) == ["release"]
     assert f"9.0 (protocol {PROTOCOL_VERSION + 1})" in said["release"]
+
+
+def test_a_peer_that_answers_nonsense_is_a_failure_beside_all_others(node):
+    prefill = node("kv_producer")
+    probes = changed(introduced=msgspec.Raw(b"\xc0"))
+    said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address, probes))
+    assert list(said) == ["peer"]
+    assert "its introduction cannot be read" in said["peer"]
 
 
 def test_a_release_that_answers_no_questions_is_named(node, monkeypatch):

@@ -1,4 +1,4 @@
-"""The ``kv_transfer_config`` that a node is started with, as vLLM takes it: JSON, or a file with it."""
+"""A ``kv_transfer_config`` as a tool is given what vLLM takes: JSON, or a file with it. Imports no vLLM."""
 
 from __future__ import annotations
 
