@@ -48,7 +48,9 @@ def _adapters(names: str) -> list[str]:
 def _rdma(facts: Facts) -> Iterator[Finding]:
     ports, asked = facts.machine.rdma, asks_rdma(facts)
     if not ports:
-        found = f"{asked} asks for it, and this machine has no RDMA device" if asked else "no device"
+        found = "no device; between machines bytes go over TCP"
+        if asked:
+            found = f"{asked} asks for it, and this machine has no RDMA device"
         advice = "load its driver, give a container its devices, or set protocol to tcp (Mooncake) or auto"
         yield failure_if(asked, "RDMA", found, advice)
         return
