@@ -18,29 +18,34 @@ from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.events import DEVICE, TierEvents
 
 NULL_BLOCK = 0
-HASH_SCHEME = "blake2b-128 of the chain so far and int32 tokens"
+HASH_SCHEME = "blake2b-128 of all int32 tokens so far"
 _DIGEST_BYTES = 16
 # A block's content is known by its cache group and the hash of all tokens up to its end.
 ContentKey = tuple[int, bytes]
 
 
-def extend_chain(chain: list[bytes], token_ids: Sequence[int], block_tokens: int) -> None:
-    """Add the hashes of all whole blocks of ``token_ids`` that ``chain`` does not have yet.
+class PrefixHashes(list[bytes]):
+    """The hashes of a request's whole blocks, each of all tokens up to the end of its block.
 
-    Each hash covers every token up to the end of its block.
+    So those of blocks of another size, on another node, are equal where their tokens are.
     """
-    known = len(chain)
-    count = len(token_ids) // block_tokens
-    if known >= count:
-        return
-    added = np.asarray(token_ids[known * block_tokens : count * block_tokens], dtype=np.int32).tobytes()
-    width = block_tokens * 4
-    previous = chain[-1] if chain else b""
-    for start in range(0, len(added), width):
-        previous = hashlib.blake2b(
-            previous + added[start : start + width], digest_size=_DIGEST_BYTES
-        ).digest()
-        chain.append(previous)
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._so_far = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def extend_to(self, token_ids: Sequence[int]) -> None:
+        """Add those of all whole blocks of ``token_ids`` that are not here yet."""
+        first, stop = (
+            count * self._block_tokens for count in (len(self), len(token_ids) // self._block_tokens)
+        )
+        if first >= stop:
+            return
+        added = np.asarray(token_ids[first:stop], dtype=np.int32).tobytes()
+        width = self._block_tokens * 4
+        for start in range(0, len(added), width):
+            self._so_far.update(added[start : start + width])
+            self.append(self._so_far.copy().digest())
 
 
 class HasTokens(Protocol):
@@ -174,7 +179,7 @@ class RequestBlocks:
     ids: list[list[int]]
     left: list[int]
     remembered: list[int]
-    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    hashes: dict[int, PrefixHashes] = field(default_factory=dict)
 
     def snapshot(self) -> tuple[list[int], ...]:
         """Copies of the id lists, one per group."""
@@ -182,9 +187,11 @@ class RequestBlocks:
 
     def content_hashes(self, token_ids: Sequence[int], block_tokens: int) -> Sequence[bytes]:
         """The hashes of all whole blocks of so many tokens; ``token_ids`` begin as they did before."""
-        chain = self.hashes.setdefault(block_tokens, [])
-        extend_chain(chain, token_ids, block_tokens)
-        return chain
+        hashes = self.hashes.get(block_tokens)
+        if hashes is None:
+            hashes = self.hashes[block_tokens] = PrefixHashes(block_tokens)
+        hashes.extend_to(token_ids)
+        return hashes
 
 
 @dataclass(frozen=True)

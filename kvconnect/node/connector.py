@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnect.cache.specs import KVCacheConfig
-from kvconnect.config import parse_kv_transfer_config
+from kvconnect.config import OffloadConfig, parse_kv_transfer_config
 from kvconnect.node.blocks import HASH_SCHEME
 from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.models.base import Model
@@ -20,6 +20,7 @@ from kvconnect.node.request import Request
 from kvconnect.node.transfers import align_tokens
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.offload.events import TierEvents
+from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.half import OffloadScheduler
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.worker.half import OffloadWorker
@@ -58,6 +59,12 @@ def fingerprint(options: NodeOptions, model: Model, *, convert_dtype: bool = Fal
     return f"{model.name}:{kept}"
 
 
+def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
+    """How this node names KV for others: blocks of every group end with a name."""
+    tokens = (group.block_size for group in config.groups if group.has_cache and not group.is_state)
+    return Naming(salted(f"node {HASH_SCHEME}", offload), math.gcd(*tokens))
+
+
 def configured_connector(
     options: NodeOptions, model: Model, cache: NodeCache, events: TierEvents | None = None
 ) -> Connector:
@@ -91,10 +98,14 @@ def configured_connector(
             )
             offload.announces = events is not None
             offload.register_kv_caches(cache.tensors)
+            groups = cache.config.groups
+            requirements = HitRequirements.of(groups, offload.row_bytes, align_tokens(cache.config))
+            if config.extra.engine != "none" and config.is_producer:
+                offload.name_rows(naming(cache.config, config.extra.offload), requirements)
             scheduler.offload = OffloadScheduler(
                 config.extra.offload,
-                cache.config.groups,
-                HitRequirements.of(cache.config.groups, offload.row_bytes, align_tokens(cache.config)),
+                groups,
+                requirements,
                 hashes=_content_hashes,
                 row_bytes=offload.row_bytes,
                 clock=time.monotonic,
@@ -103,21 +114,18 @@ def configured_connector(
                 scheduler.offload.announce(events)
             state = _state_of(scheduler.offload, offload)
         if config.extra.engine != "none":
+            named = fingerprint(options, model, convert_dtype=config.extra.convert_dtype)
+            meaning = CacheMeaning(named, None, 1, weights)
             worker.transfer = transfer = WorkerConnector(
-                config,
-                cache.config,
-                cache.kernel_block_sizes,
-                CacheMeaning(
-                    fingerprint(options, model, convert_dtype=config.extra.convert_dtype), None, 1, weights
-                ),
+                config, cache.config, cache.kernel_block_sizes, meaning
             )
             if worker.offload is not None:
-                transfer.tiers = worker.offload.tiers
+                transfer.tiers, transfer.kept = worker.offload.tiers, worker.offload.names
             transfer.register_kv_caches(cache.tensors)
             scheduler.transfer = SchedulerConnector.configured(
                 config,
                 cache.config,
-                _traits(options, cache.config),
+                _traits(options, naming(cache.config, config.extra.offload)),
                 directory=(transfer.address(),),
                 environ=os.environ,
                 clock=time.time,
@@ -126,20 +134,14 @@ def configured_connector(
     return Connector(scheduler, worker, recomputes, state)
 
 
-def _traits(options: NodeOptions, config: KVCacheConfig) -> StackTraits:
+def _traits(options: NodeOptions, named: Naming) -> StackTraits:
     return StackTraits(
         prompt_digest=_prompt_digest,
         clock=time.monotonic,
         longest=LongestRequest(options.max_model_len, options.max_num_batched_tokens),
-        naming=naming(config),
+        naming=named,
         names=_content_hashes,
     )
-
-
-def naming(config: KVCacheConfig) -> Naming:
-    """How this node names KV for others."""
-    tokens = (group.block_size for group in config.groups if group.has_cache and not group.is_state)
-    return Naming(f"node {HASH_SCHEME}", math.gcd(*tokens))
 
 
 def _prompt_digest(request: RequestView, num_tokens: int) -> bytes:

@@ -19,6 +19,7 @@ import torch
 from kvconnect.cache.region_table import Region, RegionTable
 from kvconnect.cache.retention import Retention
 from kvconnect.cache.specs import KVCacheConfig, LayerSpec, StateSpec
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import LocalError
 
 # Of the rows themselves: how the pages of a block follow one another. Another number for another order.
@@ -43,6 +44,13 @@ class Namespace(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """The digest in a form for folders and keys: 32 characters, digits and a to f."""
         return self.digest.hex()[:32]
+
+
+def salted(hashing: str, offload: OffloadConfig | None) -> str:
+    """How names of KV are made, as peers compare it: nothing that is kept under another salt is found."""
+    if offload is None or not offload.salt:
+        return hashing
+    return f"{hashing}, salt {hashlib.sha256(offload.salt.encode()).hexdigest()[:16]}"
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import time
@@ -43,6 +44,8 @@ from kvconnect.worker.connector import WorkerConnector
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger(__name__)
+
 
 def make_scheduler_half(
     vllm_config: VllmConfig,
@@ -56,7 +59,9 @@ def make_scheduler_half(
     extra = config.extra
     transfer = None
     if extra.engine != "none":
-        named = settings.usable_naming(vllm_config, config, naming(vllm_config, kv_cache_config))
+        named = settings.usable_naming(
+            vllm_config, config, naming(vllm_config, kv_cache_config, extra.offload)
+        )
         traits = StackTraits(
             # vLLM before 0.31 does not state how far ahead; it would be 1, as several modules are refused.
             held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
@@ -117,31 +122,8 @@ def make_worker_half(
     # Before anything is taken: what is ours is none of vLLM's share.
     reserved_bytes = still_taken_bytes(vllm_config, next(iter(kv_caches.values())).device)
     transfer = offload = None
-    if config.extra.engine != "none":
-        cache = described(kv_cache_config, convert_dtype=config.extra.convert_dtype)
-        transfer = WorkerConnector(
-            config,
-            cache.config,
-            cache.kernel_block_sizes,
-            CacheMeaning(
-                model=fingerprint(
-                    vllm_config,
-                    kv_cache_config,
-                    bound_to=world_size if cache.rank_bound else None,
-                    convert_dtype=config.extra.convert_dtype,
-                ),
-                num_heads=counts.finest,
-                world_size=world_size,
-                weights=weights,
-                held_back=held_back(kv_cache_config, getattr(vllm_config, "num_prefill_lookahead_tokens", 0)),
-            ),
-            rank=rank,
-        )
-        transfer.register_kv_caches(cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes)
     with ExitStack() as opened:
-        if transfer is not None:
-            # Its thread and its port would outlive an error of the offload.
-            opened.callback(transfer.close)
+        # First: peers that come know by then what is kept.
         if config.extra.offload is not None:
             label = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
             # What comes back to the same rank is bytes: nothing of it is converted.
@@ -154,6 +136,7 @@ def make_worker_half(
                 rank=rank,
                 world_size=world_size,
             )
+            opened.callback(offload.close)
             offload.announces = wants_events(vllm_config) and rank == 0
             offload.register_kv_caches(
                 cache.tensors,
@@ -162,8 +145,45 @@ def make_worker_half(
                 reserved_bytes=reserved_bytes,
                 least_rows=hit_requirements(kv_cache_config).least_rows(config.extra.offload.min_tokens),
             )
+        if config.extra.engine != "none":
+            cache = described(kv_cache_config, convert_dtype=config.extra.convert_dtype)
+            lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+            meaning = CacheMeaning(
+                model=fingerprint(
+                    vllm_config,
+                    kv_cache_config,
+                    bound_to=world_size if cache.rank_bound else None,
+                    convert_dtype=config.extra.convert_dtype,
+                ),
+                num_heads=counts.finest,
+                world_size=world_size,
+                weights=weights,
+                held_back=held_back(kv_cache_config, lookahead),
+            )
+            transfer = WorkerConnector(config, cache.config, cache.kernel_block_sizes, meaning, rank=rank)
+            if offload is not None and config.is_producer:
+                _name_rows(vllm_config, kv_cache_config, config, offload)
+                transfer.kept = offload.names
+            transfer.register_kv_caches(
+                cache.tensors, cache.heads, cache.scales, reserved_bytes=reserved_bytes
+            )
         opened.pop_all()
     return WorkerComposite(transfer, offload)
+
+
+def _name_rows(
+    vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig, offload: OffloadWorker
+) -> None:
+    named = naming(vllm_config, kv_cache_config, config.extra.offload)
+    if named is None:
+        logger.info(
+            "what is kept in host memory is not sent to peers: vLLM's block hashes begin with a number of "
+            "each process's own, or not all of its cache is kept under them. Set PYTHONHASHSEED to the same "
+            "number on all servers"
+        )
+        return
+    requirements = hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config))
+    offload.name_rows(named, requirements)
 
 
 def still_taken_bytes(vllm_config: VllmConfig, device: torch.device) -> int:

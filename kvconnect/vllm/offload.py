@@ -14,7 +14,9 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from kvconnect.config import OffloadConfig
 from kvconnect.errors import ConfigError
+from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
@@ -129,7 +131,9 @@ class BlockHashes:
         return hashes if step == 1 else hashes[step - 1 :: step]
 
 
-def naming(vllm_config: VllmConfig, kv_cache_config: Any) -> Naming | None:
+def naming(
+    vllm_config: VllmConfig, kv_cache_config: Any, offload: OffloadConfig | None = None
+) -> Naming | None:
     """How this server names KV for others. None: each process has its own names, or not all is kept."""
     algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", ""))
     seed = os.environ.get("PYTHONHASHSEED")
@@ -140,7 +144,8 @@ def naming(vllm_config: VllmConfig, kv_cache_config: Any) -> Naming | None:
         seed = DEFAULT_NONE_HASH_SEED
     if seed is None or kept_groups(kv_cache_config) != transferred_groups(kv_cache_config):
         return None
-    return Naming(f"vllm {algorithm} from {seed!r}", hash_block_tokens(vllm_config, kv_cache_config))
+    hashing = salted(f"vllm {algorithm} from {seed!r}", offload)
+    return Naming(hashing, hash_block_tokens(vllm_config, kv_cache_config))
 
 
 class BlockNames:

@@ -40,6 +40,7 @@ from kvconnect.plan.align import TableCard
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.worker.device_steps import DeviceSteps, Finished, always
 from kvconnect.worker.inspection import write_inspection
+from kvconnect.worker.kept import KeptByName
 from kvconnect.worker.local import open_local
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.transfer_thread import TransferThread
@@ -110,6 +111,8 @@ class WorkerConnector:
         self._is_closed = False
         self.tiers: Callable[[], Mapping[str, dict[str, Any]]] = dict
         """What is kept below the device, by tier; for who asks. Not slow, and for any thread."""
+        self.kept: KeptByName | None = None
+        """What peers may ask for by name. Set before caches are registered."""
         logger.info(
             "%s %s rank %d: engine %s, side channel on %s:%d",
             config.kv_role,
@@ -194,6 +197,8 @@ class WorkerConnector:
         local = open_local(
             self._config, self._engine, introduction, table, device, reserved_bytes, self._metrics
         )
+        if self.kept is not None:
+            local.keep(self.kept)
         self._transfers = TransferThread(
             self._config.extra, self._channel, local, self._reports, self._metrics
         )

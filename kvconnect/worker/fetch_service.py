@@ -35,6 +35,7 @@ from kvconnect.plan.transfer import make_plan
 from kvconnect.timeline import Moment
 from kvconnect.worker.error_counting import ErrorsCounted
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
+from kvconnect.worker.kept_fetches import EVICTED, lease_by_name
 from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
@@ -204,10 +205,16 @@ class FetchService:
 
     def _is_ready(self, early: PendingFetch) -> bool:
         is_calibrating = (early.link, _CALIBRATION) in self.sender.sendings
-        return not is_calibrating and self._source(early) is not None
+        return not is_calibrating and (early.fetch.prefix is not None or self._source(early) is not None)
 
     def _source(self, early: PendingFetch) -> Lease | None:
-        """What a fetch can be served from now: what is held, or a prefill that has its first chunk."""
+        """What a fetch can be served from now: what is held, or a prefill that has its first chunk.
+
+        Raises:
+            PeerError: what it names is not kept.
+        """
+        if early.fetch.prefix is not None:
+            return lease_by_name(self._local.kept, early.fetch, self._book.next_epoch())
         lease, inbound = self._book.get(early.fetch.handle), self._inbound_peers.get(early.link)
         if lease is None or lease.hold is not None:
             return lease if lease is not None and lease.is_computed() else None
@@ -252,9 +259,12 @@ class FetchService:
             PeerError: a chunk is larger than a slot of ours.
         """
         fetch = pending.fetch
-        # A fetch of nothing needs no path.
-        link = way.direct if fetch.groups else {} if not fetch.chunks else None
+        # A fetch of nothing needs no path, and host memory is not where the engine reads.
+        direct = way.direct if fetch.prefix is None else None
+        link = direct if fetch.groups else {} if not fetch.chunks else None
         packer = way.packer if fetch.chunks else None
+        if packer is not None and fetch.prefix is not None:
+            packer = way.kept_packer()
         if packer is not None:
             check_chunks(fetch, packer.chunker, way.slot_bytes)
         capabilities, pool = self._local.engine.capabilities, self._local.send
@@ -353,23 +363,12 @@ class FetchService:
                 way.calibrated(self._local, sending.error, self._metrics)
             return
         lease.sending.discard(sending.key)
+        if not sending.error and not lease.is_intact():
+            self._metrics.failures.labels("evicted").inc()
+            sending.stop(EVICTED)
         self._note(sending, Moment.ANSWER_SENT, not sending.error)
         count_sent(self._metrics, sending)
-        self._inbound_peers.send(
-            sending.key[0],
-            Written(
-                transfer_id=sending.key[1],
-                ok=not sending.error,
-                quiescent=sending.quiescent,
-                total_bytes=sending.total_bytes,
-                copies=outbox.copies,
-                seconds=sending.seconds,
-                error=sending.error,
-                again=sending.again and sending.quiescent,
-                epoch=sending.epoch,
-                unsettled=tuple(sending.unsettled) if isinstance(outbox, SlotOutbox) else None,
-            ),
-        )
+        self._inbound_peers.send(sending.key[0], sending.answer)
         if not sending.quiescent:
             until = now + self._config.quarantine_s
             self.not_quiescent = {key: end for key, end in self.not_quiescent.items() if end > now}

@@ -47,6 +47,10 @@ class LeaseBook:
         self._metrics = metrics
         self._look_at = math.inf
 
+    def next_epoch(self) -> int:
+        """Of what is in no book, too, no epoch is another's."""
+        return next(self._epochs)
+
     def get(self, handle: str) -> Lease | None:
         """What is held or streamed under a handle."""
         return self.leases.get(handle) or self.streaming.get(handle)

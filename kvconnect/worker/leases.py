@@ -32,7 +32,8 @@ class Lease:
     Held: ``hold`` is set, and ``is_computed`` returns whether all of it is. The lease ends at ``expires_at``,
     which may be moved as far as ``last_until``, and not before ``busy_until``, since a library that could not
     prove that it stopped may read the blocks until then. ``renewers`` are the connections over which a peer
-    renewed it. ``revoked`` states why it is given up before its time.
+    renewed it. ``revoked`` states why it is given up before its time. What was sent counts while it
+    ``is_intact``; the last ``replay`` tokens are computed again by who fetches.
     """
 
     handle: str
@@ -54,6 +55,8 @@ class Lease:
     busy_until: float = 0.0
     renewers: set[str] = field(default_factory=set)
     revoked: str = ""
+    replay: int = 1
+    is_intact: Callable[[], bool] = lambda: True
 
     def __str__(self) -> str:
         return f"request {self.hold.request_id}" if self.hold is not None else "an unfinished prefill"

@@ -25,9 +25,11 @@ from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slo
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Introduction
+from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
 from kvconnect.plan.wire import ORDERS, Wire, align_wire
 from kvconnect.worker.calibration import pack_bytes_per_s, probe_bytes
+from kvconnect.worker.kept import KeptByName
 from kvconnect.worker.slots import SlotPool
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ class Local:
     ``landing`` are slots that peers write, ``send`` slots that the engine reads; a pool may be empty.
     ``stream`` is where pages are packed and unpacked on a GPU, None elsewhere. ``pack_bytes_per_s`` is how
     fast that goes; None where it was not measured. ``arenas`` are the memory of the slots.
-    ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks.
+    ``look_at_traffic`` counts what left this machine, of which ``fabric`` has the networks. ``kept`` is what
+    peers may ask for by name.
     """
 
     introduction: Introduction
@@ -54,10 +57,20 @@ class Local:
     arenas: tuple[Arena, ...] = ()
     fabric: Fabric = field(default_factory=Fabric)
     look_at_traffic: Callable[[], Traffic] = Traffic
+    kept: KeptByName | None = None
 
     def introduce(self) -> Introduction:
         """Our introduction for one more peer: the engine's card may change."""
         return msgspec.structs.replace(self.introduction, engine_card=self.engine.card())
+
+    def keep(self, kept: KeptByName) -> None:
+        """Let peers ask for what is kept, where there are slots to send it from. Before any peer is met."""
+        if not self.send.slots:
+            return
+        if self.stream is not None:
+            self._warm_up(self.send, "source", kept.table)
+        self.kept = kept
+        self.introduction = msgspec.structs.replace(self.introduction, naming=kept.naming)
 
     def replace_weights(self, weights: str) -> None:
         """Peers must have these weights from now on."""
@@ -65,20 +78,28 @@ class Local:
         meaning = msgspec.structs.replace(ours.meaning, weights=weights)
         self.introduction = msgspec.structs.replace(ours, meaning=meaning)
 
-    def packer(self, source: Introduction, target: Introduction, side: str, convert: bool) -> Packer:
+    def packer(
+        self,
+        source: Introduction,
+        target: Introduction,
+        side: str,
+        convert: bool,
+        table: RegionTable | None = None,
+    ) -> Packer:
         """A packer of ours for one peer; ``side`` states which of the two we are.
 
-        ``convert``: values of another dtype than ours are converted on the way.
+        ``convert``: values of another dtype than ours are converted on the way. ``table`` is what is packed,
+        if not the pages of the cache.
 
         Raises:
             LayoutError: the two caches cannot be matched.
         """
         wire = align_wire(source.table, target.table, convert=convert)
-        return self._packer(wire, side, min(source.digest_sample, target.digest_sample))
+        return self._packer(table or self.table, wire, side, min(source.digest_sample, target.digest_sample))
 
-    def _packer(self, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
+    def _packer(self, table: RegionTable, wire: Wire, side: str, digest_sample: int = 1) -> Packer:
         return Packer(
-            self.table,
+            table,
             wire,
             side=side,
             device=self.device,
@@ -92,21 +113,27 @@ class Local:
         Moves nothing to any page: block 0 is no request's. Where a slot is too small for a token there is
         nothing to compile.
         """
-        card = self.introduction.table
         for pool, side in ((self.send, "source"), (self.landing, "target")):
-            blocks = [GroupBlocks(group.group, 0, (int(side == "source"),)) for group in self.table.groups]
-            for order in ORDERS if pool.slots else ():
-                packer = self._packer(align_wire(card, card, order), side)
-                groups = {stream.target_group for stream in packer.chunker.wire.streams}
-                token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
-                try:
-                    chunks = packer.chunker.cut(token, pool.slot_bytes)
-                except LayoutError:
-                    continue
-                move = packer.pack if side == "source" else packer.unpack
-                for chunk, seed in itertools.product(chunks, (None, 1 << 60)):
-                    (staged,) = packer.stage(blocks, [chunk], 1)
-                    move(pool.slots[0].address, staged, seed).wait()
+            self._warm_up(pool, side, self.table)
+
+    def _warm_up(self, pool: SlotPool, side: str, table: RegionTable) -> None:
+        card, last = TableCard.of(table), dict.fromkeys((group.group for group in table.groups), 0)
+        if side == "source":
+            ratios = {group.group: group.blocks_per_kv_block for group in table.groups}
+            last |= {region.group: region.num_blocks // ratios[region.group] - 1 for region in table.regions}
+        blocks = [GroupBlocks(group, 0, (block,)) for group, block in last.items()]
+        for order in ORDERS if pool.slots else ():
+            packer = self._packer(table, align_wire(card, card, order), side)
+            groups = {stream.target_group for stream in packer.chunker.wire.streams}
+            token = [TokenSpan(group, 0, 1) for group in sorted(groups)]
+            try:
+                chunks = packer.chunker.cut(token, pool.slot_bytes)
+            except LayoutError:
+                continue
+            move = packer.pack if side == "source" else packer.unpack
+            for chunk, seed in itertools.product(chunks, (None, 1 << 60)):
+                (staged,) = packer.stage(blocks, [chunk], 1)
+                move(pool.slots[0].address, staged, seed).wait()
 
 
 def open_local(

@@ -176,7 +176,7 @@ class PendingFetches:
         ``is_served``: what it asks for is there, its link is not.
         """
         handle = early.handle
-        is_known = is_served or self._is_known(handle)
+        is_known = is_served or self._is_known(early)
         if handle in self._over:
             return self._over[handle]
         # All handles of our scheduler name one start, but for transfer ids, which name none.
@@ -231,8 +231,10 @@ class PendingFetches:
             (*map(self._deadline, self.fetches), *(at for _, at in self._refusals())), default=math.inf
         )
 
-    def _is_known(self, handle: str) -> bool:
-        return handle in self._held or handle in self.expected
+    def _is_known(self, early: PendingFetch) -> bool:
+        # By name nothing is waited for but the link.
+        is_by_name = early.fetch.prefix is not None
+        return is_by_name or early.handle in self._held or early.handle in self.expected
 
     def _is_of_other_prompt(self, handle: str, now: float) -> bool:
         # One id may be of several prompts, so that this is known only once the time to wait is over.
@@ -245,7 +247,7 @@ class PendingFetches:
         return transfer_id in self._announced[1]
 
     def _deadline(self, early: PendingFetch) -> float:
-        until = math.inf if self._is_known(early.handle) else early.received_at + self._early_fetch_s
+        until = math.inf if self._is_known(early) else early.received_at + self._early_fetch_s
         return min(early.deadline, until)
 
     def _refusals(self) -> list[tuple[str, float]]:

@@ -23,6 +23,7 @@ from kvconnect.peer.messages import (
     Cancel,
     CreditGrant,
     Fetch,
+    FindPrefix,
     Measure,
     Question,
     Release,
@@ -34,6 +35,7 @@ from kvconnect.peer.session import Ended, Event, Misused, Ready, Received, State
 from kvconnect.timeline import Moment
 from kvconnect.worker.fetch_service import FetchService
 from kvconnect.worker.inbound_peers import InboundPeer, InboundPeers
+from kvconnect.worker.kept_fetches import found_for
 from kvconnect.worker.lease_book import LeaseBook
 from kvconnect.worker.leases import Lease
 from kvconnect.worker.local import Local
@@ -69,6 +71,7 @@ class PrefillSide:
         self.pending, self.sender = self.fetches.pending, self.fetches.sender
         self.topics = Topics(config.max_message_bytes)
         self._config = config
+        self._local = local
         self._reports = reports
         self._metrics = metrics
         self._draining = ""
@@ -183,6 +186,9 @@ class PrefillSide:
                     inbound.session.send(self._renewed(handles, peer.engine_id, link, now))
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
+            case Received(message=FindPrefix() as asked):
+                if answer := found_for(inbound, self._local.kept, asked, self._draining):
+                    inbound.session.send(answer)
             case Received(message=Measure() as measure):
                 self.fetches.measure(link, measure, now)
             case Received(message=Question() as question):

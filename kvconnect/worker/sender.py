@@ -17,10 +17,11 @@ from kvconnect.config import ExtraConfig
 from kvconnect.engine.base import Batch, Completion
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
+from kvconnect.peer.messages import Written
 from kvconnect.worker.error_counting import count_error
 from kvconnect.worker.leases import Consumer, Lease, TransferKey
 from kvconnect.worker.local import Local
-from kvconnect.worker.outbox import Outbox, Parcel
+from kvconnect.worker.outbox import Outbox, Parcel, SlotOutbox
 from kvconnect.worker.slots import Slot, SlotEvent
 from kvconnect.worker.transport import LinkMeter
 
@@ -73,6 +74,22 @@ class Sending:
     def epoch(self) -> int:
         """Of what is sent."""
         return 0 if self.lease is None else self.lease.epoch
+
+    @property
+    def answer(self) -> Written:
+        """Of one that is over, for its peer."""
+        return Written(
+            transfer_id=self.key[1],
+            ok=not self.error,
+            quiescent=self.quiescent,
+            total_bytes=self.total_bytes,
+            copies=self.outbox.copies,
+            seconds=self.seconds,
+            error=self.error,
+            again=self.again and self.quiescent,
+            epoch=self.epoch,
+            unsettled=tuple(self.unsettled) if isinstance(self.outbox, SlotOutbox) else None,
+        )
 
     @property
     def is_over(self) -> bool:

@@ -43,7 +43,9 @@ class ChunkSupply:
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
         if lease.hold is not None:
-            self._staged = packer.stage(lease.hold.groups, chunks, lease.num_tokens)
+            # A packer takes it that one token is computed again.
+            num_tokens = lease.num_tokens + 1 - lease.replay
+            self._staged = packer.stage(lease.hold.groups, chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
             rows: dict[int, int] = {}

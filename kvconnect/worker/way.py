@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+
+from msgspec.structs import replace as replace_fields
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.lanes import Traffic, lane_of
@@ -14,7 +18,7 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.messages import Fetch, Introduction
 from kvconnect.peer.transport import Transport
-from kvconnect.plan.align import TableAlignment, align_tables
+from kvconnect.plan.align import TableAlignment, TableCard, align_tables
 from kvconnect.plan.cost import LinkCost, fit
 from kvconnect.plan.transfer import plan_size
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
@@ -31,8 +35,9 @@ class Way:
     ``direct`` and ``packer`` are None where that path is closed; ``refusals`` state why. Where both are
     open, ``cost`` chooses; it is None until the link is calibrated, and ``probe`` is what is yet to be
     tried or being tried for that. ``slot_bytes`` is the largest chunk that both sides' slots take.
-    ``traffic`` is what had left this machine when the calibration began, ``found`` what that showed, or the
-    engine's own words without one, and ``meter`` follows it from the first fetch on.
+    ``kept_packer`` makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not
+    travel as blocks do. ``traffic`` is what had left this machine when the calibration began, ``found`` what
+    that showed, or the engine's own words without one, and ``meter`` follows it from the first fetch on.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Way:
     probe: ProbeOutbox | None = None
     refusals: dict[str, str] = field(default_factory=dict)
     slot_bytes: int = 0
+    kept_packer: Callable[[], Packer] = field(init=False)
     traffic: Traffic = field(default_factory=Traffic)
     found: Transport = field(default_factory=lambda: Transport("unknown"))
     meter: LinkMeter | None = None
@@ -85,6 +91,19 @@ class Way:
             gauge.set(believed[what])
 
 
+def _make_kept_packer(
+    way: Way, config: ExtraConfig, local: Local, ours: Introduction, peer: Introduction
+) -> Packer:
+    assert local.kept is not None, "it was asked for what is kept"
+    assert way.packer is not None, "the packed path is open"
+    rows = replace_fields(ours, table=TableCard.of(local.kept.table))
+    made = local.packer(rows, peer, "source", config.convert_dtype, local.kept.table)
+    if made.chunker.wire != way.packer.chunker.wire:
+        # The peer cuts its chunks of that one, which it makes from our introduction.
+        raise LayoutError("what is kept in host memory does not travel as the blocks of this node do")
+    return made
+
+
 def owner_name(peer: Introduction) -> str:
     """One rank of one process."""
     return f"{peer.engine_id}/{peer.incarnation}/{peer.rank}"
@@ -112,6 +131,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
             way.packer = local.packer(ours, peer, "source", config.convert_dtype)
         except LayoutError as error:
             way.refusals["packed"] = str(error)
+    way.kept_packer = functools.cache(functools.partial(_make_kept_packer, way, config, local, ours, peer))
     scratch_bytes = min(ours.scratch_bytes, peer.scratch_bytes)
     page_bytes = 0
     if way.direct is not None and way.packer is not None:

@@ -9,32 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec
-from kvconnect.node.blocks import RequestBlocks, extend_chain
+from kvconnect.node.blocks import PrefixHashes, RequestBlocks
 from kvconnect.node.request import Chunk, Request, Step
 from kvconnect.node.transfers import Transfers, align_tokens
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def chain(token_ids: list[int], block_tokens: int) -> list[bytes]:
-    made: list[bytes] = []
-    extend_chain(made, token_ids, block_tokens)
+def hashes(token_ids: list[int], block_tokens: int) -> list[bytes]:
+    made = PrefixHashes(block_tokens)
+    made.extend_to(token_ids)
     return made
 
 
 @given(TOKENS, TOKENS, st.integers(1, 7))
 def test_hashes_are_equal_exactly_where_all_tokens_up_to_them_are(one, other, size):
-    for number, (a, b) in enumerate(zip(chain(one, size), chain(other, size), strict=False), 1):
+    for number, (a, b) in enumerate(zip(hashes(one, size), hashes(other, size), strict=False), 1):
         assert (a == b) == (one[: number * size] == other[: number * size])
 
 
+@given(TOKENS, st.integers(1, 7), st.integers(1, 4))
+def test_blocks_of_another_size_have_the_same_hash_where_they_end(tokens, size, times):
+    assert hashes(tokens, size * times) == hashes(tokens, size)[times - 1 :: times]
+
+
 @given(TOKENS, st.integers(1, 7), st.lists(st.integers(0, 40), max_size=4))
-def test_a_chain_that_grows_is_that_of_all_tokens(tokens, size, cuts):
-    grown: list[bytes] = []
+def test_hashes_of_a_prompt_that_grows_are_those_of_all_tokens(tokens, size, cuts):
+    grown = PrefixHashes(size)
     for cut in sorted(cuts):
-        extend_chain(grown, tokens[:cut], size)
-    extend_chain(grown, tokens, size)
-    assert grown == chain(tokens, size)
+        grown.extend_to(tokens[:cut])
+    grown.extend_to(tokens)
+    assert grown == hashes(tokens, size)
     assert len(grown) == len(tokens) // size
 
 

@@ -45,7 +45,8 @@ class Named:
         self.rig = Rig(*tiers)
         self.config = caches()[0]
         self.needs = HitRequirements.of(self.config.groups, (0, 1, 2), 8, drafts)
-        self.rows = self.rig.worker.name_rows(NAMING, self.needs)
+        self.rig.worker.name_rows(NAMING, self.needs)
+        self.rows = self.rig.worker.names
         self.device, self.table = self.rig.table, self.rows.table
         self.places, self.number = {}, 0
         classes = self.rig.worker.plan.class_of

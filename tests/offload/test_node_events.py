@@ -14,7 +14,7 @@ import zmq
 
 from kvconnect.errors import ConfigError
 from kvconnect.node import serve
-from kvconnect.node.blocks import extend_chain
+from kvconnect.node.blocks import PrefixHashes
 from kvconnect.node.kv_events import KVEventsConfig, configured_publisher
 from kvconnect.offload.events import DEVICE, TierEvents
 from kvconnect.offload.tier import DISK, HOST
@@ -26,10 +26,16 @@ from tests.ports import free_port
 ROWS = {"gqa": 22 << 15, "sliding": 200 << 14, "hybrid": 96 << 13, "mixed": 5 << 17}
 
 
+PREFIXES = {b"": []}
+"""What each hash that was heard stands for."""
+
+
 def hashed(before, tokens):
-    chain = [before] if before else []
-    extend_chain(chain, [0] * len(chain) * len(tokens) + list(tokens), len(tokens))
-    return chain[-1]
+    whole = PREFIXES[before] + list(tokens)
+    hashes = PrefixHashes(len(whole))
+    hashes.extend_to(whole)
+    PREFIXES[hashes[0]] = whole
+    return hashes[0]
 
 
 class Heard:

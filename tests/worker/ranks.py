@@ -30,10 +30,12 @@ class Ranks:
         prefill_config: ExtraConfig | None = None,
         num_blocks: int = 40,
         slot_bytes: int = SLOT_BYTES,
+        scratch_bytes: int = 0,
         seed: int = 0,
     ) -> None:
         self.model = model
         self.random = random.Random(seed)
+        self._scratch_bytes = scratch_bytes
         self.clock = Clock()
         self.network = TappedNetwork(self.clock)
         self.config = config or ExtraConfig()
@@ -70,6 +72,7 @@ class Ranks:
                 cache=cache,
                 num_heads=self.model.num_heads,
                 slot_bytes=slot_bytes,
+                scratch_bytes=self._scratch_bytes,
             )
             workers.append(worker)
         return workers

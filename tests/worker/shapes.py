@@ -119,8 +119,8 @@ class ShapedCache:
             for index, kind in enumerate(shape.groups(model))
         }
         divided = {name: heads for kind in ("full", "window") for name in model.names(kind)}
-        config = KVCacheConfig(num_blocks, tuple(groups))
-        self.table = RegionTable.build(config, sizes, self.tensors, divided)
+        self.config = KVCacheConfig(num_blocks, tuple(groups))
+        self.table = RegionTable.build(self.config, sizes, self.tensors, divided)
 
     def _spec(self, kind: str):
         block, width = self.shape.block[kind], self.model.width

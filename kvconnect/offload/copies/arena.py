@@ -69,6 +69,11 @@ class RowArena:
         """Addresses, in order, that no single copy by a device may reach across."""
         return self._pieces[1:]
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether kernels of the device read rows where they lie for us. Raises as ``CudaDevice``."""
+        return self._pinner is None or all(map(self._pinner.is_mapped, self._pieces))
+
     def row(self, group: int, row: int) -> memoryview:
         """The bytes of one row, which can be written to. Raises ``LocalError``: there is no such row."""
         start = self.plan.offset_bytes(group, row)

@@ -19,7 +19,7 @@ from kvconnect.pack.lanes import Column
 
 logger = logging.getLogger(__name__)
 
-_REGISTER_PORTABLE = 1
+_REGISTER_PORTABLE, _REGISTER_DEVICEMAP = 1, 2
 _ACCESS_IN_STREAM_ORDER = 1
 # Fewer copies than this are begun one by one: the call for many has a cost of its own.
 _FEW = 4
@@ -63,9 +63,17 @@ class CudaDevice:
 
     def pin(self, address: int, length_bytes: int) -> None:
         """Fix host memory in place, so that devices can read and write it by themselves."""
-        flags = ctypes.c_uint(_REGISTER_PORTABLE)
+        flags = ctypes.c_uint(_REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
         with self._current():
             self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length_bytes), flags)
+
+    def is_mapped(self, address: int) -> bool:
+        """Whether kernels reach pinned memory at the address that it has for us."""
+        found = ctypes.c_uint64()
+        place = ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
+        with self._current():
+            self._call("cuMemHostGetDevicePointer_v2", *place)
+        return found.value == address
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``. No device may still use the memory."""

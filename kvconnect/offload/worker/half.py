@@ -20,7 +20,7 @@ from kvconnect.cache.region_table import CacheTensor, RegionTable, Scales
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import OffloadConfig
-from kvconnect.errors import LayoutError, LocalError
+from kvconnect.errors import EngineError, LayoutError, LocalError
 from kvconnect.metric_values import Changes
 from kvconnect.metrics import OffloadMetrics
 from kvconnect.offload.copies.copier import Copier, make_arena, make_copier
@@ -141,14 +141,20 @@ class OffloadWorker:
         label = str(facts.pop("label", ""))
         return Namespace.of({**kept, **own, "stack": facts}, label)
 
-    def name_rows(self, naming: Naming, requirements: HitRequirements) -> NamedRows | None:
-        """Have rows found by name. Before any orders; None: rows of this cache cannot be sent to peers."""
+    @property
+    def names(self) -> NamedRows | None:
+        """What peers may ask for by name; None for nothing."""
+        return self._jobs.names
+
+    def name_rows(self, naming: Naming, requirements: HitRequirements) -> None:
+        """Have rows found by name, where rows of this cache can be sent to peers. Before any orders."""
         self._registered()
         try:
+            if not self._arena.is_mapped:
+                raise LayoutError("the device does not reach host memory at its own addresses")
             self._jobs.names = NamedRows(naming, requirements, self._table, self._arena)
-        except LayoutError as error:
+        except (LayoutError, EngineError) as error:
             logger.warning("nothing is sent to peers that ask by name: %s", error)
-        return self._jobs.names
 
     def replace_weights(self, weights: str) -> None:
         """Move all tiers to the namespace of the weights that the model runs with from now on.
