@@ -1,4 +1,4 @@
-"""Nodes that load what another keeps in host memory, by name: tokens are those of a node that computes all."""
+"""Nodes that load what another keeps in host memory, by name: tokens are those of one that computes all."""
 
 from __future__ import annotations
 
