@@ -150,7 +150,9 @@ class TransferThread:
             self.decode.advance(now)
         with ErrorsCounted(self._metrics, "the leases"):
             self.prefill.advance(now)
-        return self._sleep_s(progress, now)
+        # What was ordered since was taken from the channel, with what came, as a reason to wake.
+        is_called = self._commands or self._stopping.is_set()
+        return 0.0 if is_called else self._sleep_s(progress, now)
 
     def _run(self, release: Callable[[], None]) -> None:
         """Step and sleep until stopped. An error of ours does not end it."""

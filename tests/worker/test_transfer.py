@@ -215,6 +215,27 @@ def test_a_load_that_ends_makes_room_for_the_next_at_once():
     assert sorted(pair.decode.received) == ["a", "b"]
 
 
+@pytest.mark.parametrize("is_order", [True, False])
+def test_what_wakes_the_thread_while_it_takes_messages_is_not_slept_over(is_order):
+    """The channel takes what woke it with the messages, when orders were looked for already."""
+    pair = Pair()
+    transfers, receive = pair.decode.transfers, pair.decode.channel.receive
+    assert transfers.step(pair.clock.now) > 1
+
+    def receive_meanwhile():
+        if is_order:
+            pair.load("a", D_IDS)
+        else:
+            transfers.stop(0.0)
+        pair.decode.channel.receive = receive
+        return receive()
+
+    pair.decode.channel.receive = receive_meanwhile
+    assert transfers.step(pair.clock.now) == 0
+    transfers.step(pair.clock.now)
+    assert bool(transfers.decode.loads) is is_order
+
+
 def test_the_first_meeting_is_logged_once_by_each_side(pair, caplog):
     """It is how an operator sees that two nodes found each other, and by which way KV travels."""
     with caplog.at_level(logging.INFO):
