@@ -6,6 +6,7 @@ load that fails is a miss, and the request is computed. Pure bookkeeping, empty 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from kvconnect.scheduler.params import read_sources, transfer_params
 from kvconnect.scheduler.sources import SLOW_REST_S, Address, PrefillRate, Sources, is_worth_it
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, StackTraits
 from kvconnect.timeline import Moment
+
+logger = logging.getLogger(__name__)
 
 LOADED, MISSED, NOT_WORTH_IT = "loaded", "missed", "not_worth_it"
 UNANSWERED, FAILED, ABORTED = "unanswered", "failed", "aborted"
@@ -128,9 +131,7 @@ class PullRequests:
         if pull.found is None and pull.prefix is not None:
             if now < pull.deadline:
                 return None
-            assert pull.asked is not None
-            self._sources.rest(pull.asked, now + _REST_WAITS * self._find_s)
-            self._drop(request_id, pull, UNANSWERED)
+            self._unanswered(request_id, pull, f"it did not answer within {self._find_s} s", now)
             pull.left.clear()
         if pull.found is not None:
             count = pull.found.num_tokens - num_computed_tokens
@@ -291,13 +292,19 @@ class PullRequests:
                 # The same tokens in names of the source's own length.
                 pull.left.insert(0, source)
         elif found.error:
-            self._sources.rest(source, now + _REST_WAITS * self._find_s)
-            self._drop(found.request_id, pull, UNANSWERED)
+            self._unanswered(found.request_id, pull, found.error, now)
         elif found.num_tokens <= prefix.start_tokens:
             self._sources.miss(source, pull.key, now)
             self._drop(found.request_id, pull, MISSED)
         else:
             pull.found = found
+
+    def _unanswered(self, request_id: str, pull: _Pull, reason: str, now: float) -> None:
+        assert pull.asked is not None
+        rest_s = _REST_WAITS * self._find_s
+        logger.info("%s:%d is asked for no KV by name for %g s: %s", *pull.asked, rest_s, reason)
+        self._sources.rest(pull.asked, now + rest_s)
+        self._drop(request_id, pull, UNANSWERED)
 
     def _loaded(self, request_id: str, loading: _Loading, ok: bool, now: float) -> None:
         self._leave(request_id, loading.key)
@@ -313,6 +320,12 @@ class PullRequests:
             self._count(request_id, FAILED)
         rate = self._rate.tokens_per_s
         if pull is not None and ok and rate and now - loading.began_at > loading.gain / rate:
+            logger.info(
+                "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than to compute them",
+                *loading.source,
+                SLOW_REST_S,
+                loading.num_tokens,
+            )
             self._sources.rest(loading.source, now + SLOW_REST_S)
 
     def _drop(self, request_id: str, pull: _Pull, outcome: str) -> None:
