@@ -1,0 +1,226 @@
+"""Nodes that ask each other for KV by name: real workers and engines, in this process, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from kvconnect.timeline import Moment
+from tests.node.node_harness import make_client, make_prompt
+from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
+
+MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
+ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def node(*sources: Keeper, keeps: bool = True, role: str = "kv_both", **options) -> Keeper:
+    """A node that asks others, and keeps what it computes."""
+    extra = {"engine": "memory", "insecure": True, "slot_bytes": 64 << 10}
+    extra["sources"] = [address(source) for source in sources]
+    extra["offload"] = {"cpu_bytes": 64 << 20} if keeps else None
+    config = {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
+    if keeps:
+        return make_keeper(json.dumps(config), **options)
+    made = make_client(kv_transfer_config=json.dumps(config), enable_prefix_caching=False, **options)
+    made.engine.worker.on_results(made.engine.wake)
+    return Puller(made.engine)
+
+
+class Puller(Keeper):
+    """A node that keeps nothing."""
+
+    def busy(self):
+        return {}
+
+
+def address(client: Keeper) -> str:
+    where = client.engine.worker.address()
+    return f"{where.host}:{where.port}"
+
+
+@contextmanager
+def closing(*clients: Keeper):
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def pulled(client: Keeper) -> dict[str, int]:
+    """What came of pulls, by outcome, and the tokens that they brought."""
+    client.steps(2)
+    deadline = time.monotonic() + DEADLINE_S
+    metrics = client.engine.worker.transfer._metrics
+    while client.engine.worker.transfer._transfers._commands:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    outcomes = {labels[0]: int(count) for labels, count in metrics.pulls.values().items()}
+    return {**outcomes, "tokens": int(metrics.pulled_tokens.value)}
+
+
+def assert_at_rest(*clients: Keeper) -> None:
+    for client in clients:
+        assert client.held == 0
+        state = client.engine.scheduler.transfers.hooks.state()
+        assert not any(state.values()), state
+        assert not client.engine.worker.state()["loads"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
+    plain = make_client(model=model, enable_prefix_caching=False)
+    source = node(model=model)
+    target = node(source, keeps=keeps, model=model, reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(300, seed=1)
+        answer = source.ask(prompt)
+        assert target.ask(prompt) == answer == plain.complete(prompt)
+        assert target.cached >= 256
+        assert pulled(target)["loaded"] == 1
+        longer = [*prompt, *make_prompt(90, seed=2)]
+        assert target.ask(longer) == plain.complete(longer)
+        other = make_prompt(200, seed=3)
+        assert target.ask(other) == plain.complete(other)
+        assert target.cached == 0
+        assert pulled(target)["missed"] >= 1
+        assert_at_rest(source, target)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 48)])
+def test_blocks_of_another_size_are_pulled_by_names_of_the_sources_length(ours, theirs):
+    plain = make_client(enable_prefix_caching=False)
+    source = node(block_size=theirs)
+    target = node(source, block_size=ours, reserved_blocks=61)
+    with closing(source, target):
+        for seed in (1, 2):
+            prompt = make_prompt(300, seed=seed)
+            source.ask(prompt)
+            assert target.ask(prompt) == plain.complete(prompt)
+            assert target.cached == 299 // theirs * theirs
+        assert pulled(target) == {"loaded": 2, "tokens": 2 * (299 // theirs * theirs)}
+        assert_at_rest(source, target)
+
+
+def test_what_is_kept_here_is_not_pulled():
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(300, seed=1)
+        source.ask(prompt)
+        target.ask(prompt)
+        target.ask(prompt)
+        assert target.cached == 288
+        assert pulled(target) == {"loaded": 1, "tokens": 288}
+
+
+def test_a_source_that_is_killed_costs_a_prompt_and_no_request():
+    plain = make_client(enable_prefix_caching=False)
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        first, second = make_prompt(300, seed=1), make_prompt(300, seed=2)
+        source.ask(first)
+        source.ask(second)
+        assert target.ask(first) == plain.complete(first)
+        source.close()
+        assert target.ask(second) == plain.complete(second)
+        assert target.cached == 0
+        assert pulled(target)["unanswered"] == 1
+        assert_at_rest(target)
+
+
+def test_a_request_names_its_source_which_is_trusted_like_any_address():
+    source, target = node(), node(reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(300, seed=1)
+        answer = source.ask(prompt)
+        stranger = {"kv_sources": ["10.9.8.7:5600"]}
+        assert target.ask(prompt[:200], params=stranger)
+        assert target.cached == 0
+        assert target.ask([*prompt[:-1], 5], params={"kv_sources": [address(source)]})
+        assert target.cached == 288
+        assert target.ask(prompt) == answer
+
+
+def test_several_requests_of_one_prompt_are_pulled_once():
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(300, seed=1)
+        answer = source.ask(prompt)
+        names = [f"r{number}" for number in range(3)]
+        for name in names:
+            target.submit(name, prompt)
+        target.run(*names)
+        target.settle()
+        assert all(target.tokens(name) == answer for name in names)
+        assert_at_rest(source, target)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing(steps):
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(600, seed=1)
+        source.ask(prompt)
+        target.submit("gone", prompt)
+        target.steps(steps)
+        target.engine.abort("gone")
+        deadline = time.monotonic() + DEADLINE_S
+        while target.held or target.engine.worker.state()["loads"]:
+            assert time.monotonic() < deadline
+            target.step()
+        target.settle()
+        assert_at_rest(source, target)
+        assert target.ask(prompt) == source.ask(prompt)
+
+
+def turn(prefill: Keeper, decode: Keeper, prompt: list[int], name: str, params: dict | None = None):
+    """One request by both nodes: D's tokens, and what it told the router."""
+    prefill.submit(name, prompt, 1, {**ASK_FOR_KV, **(params or {})})
+    prefill.run(name)
+    told = prefill.last(name).kv_transfer_params
+    decode.submit(name, prompt, 30, dict(told))
+    deadline = time.monotonic() + DEADLINE_S
+    while not decode.last(name) or prefill.held or decode.held:
+        assert time.monotonic() < deadline
+        decode.step()
+        prefill.step()
+    prefill.settle()
+    decode.settle()
+    return decode.tokens(name), decode.last(name).kv_transfer_params
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
+    plain = make_client(enable_prefix_caching=False)
+    decode = node(reserved_blocks=61)
+    prefill = node(*([decode] if is_configured else []))
+    with closing(prefill, decode):
+        prompt = make_prompt(200, seed=1)
+        answer, told = turn(prefill, decode, prompt, "first")
+        assert told == {"kv_sources": [address(decode)]}
+        second = [*prompt, *answer, *make_prompt(40, seed=2)]
+        tokens, _ = turn(prefill, decode, second, "second", None if is_configured else told)
+        assert tokens == plain.complete(second, 30)
+        # All but the last block's worth of the first turn, its answer included.
+        assert prefill.last("second").cached_tokens == 224
+        assert_at_rest(prefill, decode)
+
+
+def test_the_timeline_has_what_came_of_it():
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        prompt = make_prompt(300, seed=1)
+        source.ask(prompt)
+        target.ask(prompt)
+        pulled(target)
+        records = target.engine.worker.transfer._metrics.timeline.records()
+        assert [record[5] for record in records if record[1] == f"{Moment.PULL}loaded"] == [288]
