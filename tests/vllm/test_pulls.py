@@ -1,0 +1,72 @@
+"""Two real vLLM servers that keep what they compute, and ask each other for it by name."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from tests.ports import free_port
+from tests.vllm.servers import Server, random_prompt, running, transfer_config
+from tests.vllm.tiny_models import write_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
+
+BLOCK_TOKENS = {"first": 128, "second": 64}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pulls")
+    recipe = write_model("gqa", folder)
+    ports = {name: free_port() for name in BLOCK_TOKENS}
+    made = []
+    for cpu, (name, port) in enumerate(ports.items()):
+        config = transfer_config(
+            "both",
+            "mooncake",
+            kv_load_failure_policy="recompute",
+            insecure=True,
+            port=port,
+            sources=[f"127.0.0.1:{other}" for other in ports.values()],
+            offload={"cpu_bytes": 256 << 20},
+        )
+        options = ["--enable-prompt-tokens-details", "--block-size", str(BLOCK_TOKENS[name])]
+        environment = {"PYTHONHASHSEED": "0"}
+        made.append(Server(recipe, folder, name, str(cpu), config, options, environment))
+    with running(*made):
+        yield made
+
+
+def asked(server: Server, prompt: list[int]) -> tuple[list[int], int]:
+    """The tokens of an answer, and how many of the prompt were not computed for it."""
+    answer = server.ask(prompt)
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["token_ids"], cached
+
+
+def test_a_server_gets_what_the_other_has_computed_whatever_its_block_size(servers):
+    for number, (source, target) in enumerate((servers, servers[::-1])):
+        block_tokens = BLOCK_TOKENS[source.name]
+        prompt = random_prompt(1000, 10 + number)
+        expected, cached = asked(source, prompt)
+        assert cached == 0
+        before = target.metrics(outcome="loaded").get("vllm:kvconnect_pulls_total", 0.0)
+        tokens, cached = asked(target, prompt)
+        assert tokens == expected, target.logs()
+        assert cached == 999 // block_tokens * block_tokens, target.logs()
+        assert target.metrics(outcome="loaded")["vllm:kvconnect_pulls_total"] == before + 1
+        assert asked(target, prompt)[1] > 0
+        assert target.metrics(outcome="loaded")["vllm:kvconnect_pulls_total"] == before + 1, "it has it now"
+    for server in servers:
+        server.wait_idle()
+
+
+def test_a_server_whose_source_is_gone_computes(servers):
+    source, target = servers
+    prompt, other = random_prompt(700, 20), random_prompt(700, 21)
+    expected = [asked(source, made)[0] for made in (prompt, other)]
+    assert asked(target, prompt)[0] == expected[0]
+    source.end()
+    assert asked(target, other) == (expected[1], 0)
+    target.wait_idle()
