@@ -321,7 +321,7 @@ class PullRequests:
         rate = self._rate.tokens_per_s
         if pull is not None and ok and rate and now - loading.began_at > loading.gain / rate:
             logger.info(
-                "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than to compute them",
+                "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
                 *loading.source,
                 SLOW_REST_S,
                 loading.num_tokens,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvconnect.scheduler.sources import MISS_S
 from kvconnect.timeline import Moment
 from tests.node.node_harness import make_client, make_prompt
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
@@ -70,8 +71,7 @@ def assert_at_rest(*clients: Keeper) -> None:
         assert not client.engine.worker.state()["loads"]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "keeps"), [*((model, True) for model in MODELS), ("gqa", False)])
 def test_a_node_gets_what_another_has_computed_and_answers_alike(model, keeps):
     plain = make_client(model=model, enable_prefix_caching=False)
     source = node(model=model)
@@ -162,7 +162,7 @@ def test_several_requests_of_one_prompt_are_pulled_once():
         assert_at_rest(source, target)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_a_client_that_leaves_while_its_kv_is_asked_for_or_loaded_leaves_nothing(steps):
     source = node()
     target = node(source, reserved_blocks=61)
@@ -206,6 +206,8 @@ def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
         prompt = make_prompt(200, seed=1)
         answer, told = turn(prefill, decode, prompt, "first")
         assert told == {"kv_sources": [address(decode)]}
+        # Until D is not believed any more to lack what it did not have before this turn.
+        time.sleep(MISS_S)
         second = [*prompt, *answer, *make_prompt(40, seed=2)]
         tokens, _ = turn(prefill, decode, second, "second", None if is_configured else told)
         assert tokens == plain.complete(second, 30)
