@@ -43,8 +43,8 @@ class Running:
     kv_transfer_params: dict[str, Any] | None = None
 
 
-def _describe(request: Any, start: int, end: int, _: int) -> Described:
-    return {"token_ids": _TOKENS[start:end]}
+def _describe(request: Any, first: int, count: int, size: int) -> Described:
+    return {"token_ids": _TOKENS[first * size : (first + count) * size]}
 
 
 def _hashes(request: Any, block_tokens: int) -> Sequence[bytes]:

@@ -20,7 +20,7 @@ from kvconnect.cache.specs import (
 )
 from kvconnect.errors import ConfigError
 from kvconnect.node.blocks import HasTokens
-from kvconnect.offload.events import Described, EventMaker, TierEvents
+from kvconnect.offload.events import Described, EventMaker, TierEvents, last_64_bits
 from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
 from kvconnect.reading import read_struct
@@ -84,7 +84,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 def tier_events(config: KVCacheConfig) -> TierEvents:
     """Events of a node with these caches."""
     groups = [_group_facts(group) for group in config.groups]
-    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, _describe, _name))
+    return TierEvents(EventMaker(BlockStored, BlockRemoved, groups, _describe, last_64_bits))
 
 
 def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
@@ -96,13 +96,8 @@ def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
     }
 
 
-def _describe(view: HasTokens, start: int, end: int, _: int) -> Described:
-    return {"token_ids": view.token_ids[start:end]}
-
-
-def _name(content: bytes) -> int:
-    # The last 64 bits, as vLLM publishes its own hashes where nothing else is set.
-    return int.from_bytes(content[-8:], "big")
+def _describe(view: HasTokens, first: int, count: int, size: int) -> Described:
+    return {"token_ids": view.token_ids[first * size : (first + count) * size]}
 
 
 class Publisher:

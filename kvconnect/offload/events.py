@@ -39,7 +39,7 @@ Of ``extra_keys`` there is one for each block.
 """
 
 Describe = Callable[[Any, int, int, int], Described]
-"""Of a request the tokens from one to before another, which fill blocks of so many. Copies them."""
+"""Of a request the blocks from a number on, so many, of so many tokens. Copies the tokens."""
 
 # Plain tuples, since one is made of every block.
 Origin = tuple[int, Any, bytes | None, int]
@@ -102,7 +102,8 @@ class TierEvents:
         """What contents stand for that were described, in the form that is kept with their rows."""
         origins, made = self._origins[group], dict[bytes, bytes]()
         for origin, names in _runs((name, origins[name]) for name in hashes if name in origins):
-            described, parent, width = self._maker.describe(origin, len(names)), origin[2], 4 * origin[3]
+            first, view, parent, size = origin
+            described, width = self._maker.describe(view, first, len(names), size), 4 * size
             tokens, keys = array("i", described["token_ids"]).tobytes(), described.get("extra_keys")
             for at, name in enumerate(names):
                 own = tokens[at * width : (at + 1) * width]
@@ -204,6 +205,11 @@ def _runs(came: Iterable[tuple[bytes, Origin | None]]) -> list[Run]:
     return [*runs, (_NOT_KNOWN, unknown)] if unknown else runs
 
 
+def last_64_bits(name: bytes) -> int:
+    """As vLLM publishes hashes where nothing else is set."""
+    return int.from_bytes(name[-8:], "big")
+
+
 def _place(one: tuple[bytes, Origin | None]) -> tuple[int, int]:
     """By which blocks of one request are together, in their sequence there."""
     return (0, 0) if one[1] is None else (id(one[1][1]), one[1][0])
@@ -223,27 +229,20 @@ class EventMaker:
         describe: Describe,
         name: Callable[[bytes], Any] = bytes,
     ) -> None:
-        self._describe, self._name = describe, name
+        self.describe, self._name = describe, name
         self._stored, self._removed = stored, removed
         self._of_requests = frozenset(stored.__struct_fields__) - {*_OF_STORED}
         self._of_stored = _constants(stored, _OF_STORED, groups)
         self._of_removed = _constants(removed, _OF_REMOVED, [{} for _ in groups])
 
-    def describe(self, origin: Origin, num_blocks: int) -> Described:
-        """What so many blocks of a request stand for, the first of them with this origin."""
-        first, view, _, size = origin
-        if isinstance(view, dict):
-            return view
-        return self._describe(view, first * size, (first + num_blocks) * size, size)
-
     def stored(self, tier: str, group: int, runs: Iterable[Run]) -> list[Any]:
         """A tier has got these blocks: an event of each run."""
         name, make, constants, events = self._name, self._stored, self._of_stored[tier, group], []
-        for origin, hashes in runs:
-            described, parent = self.describe(origin, len(hashes)), origin[2]
+        for (first, view, parent, size), hashes in runs:
+            described = view if isinstance(view, dict) else self.describe(view, first, len(hashes), size)
             published = None if parent is None else name(parent)
             # By position, which takes a fraction of the time that keywords take.
-            event = make(list(map(name, hashes)), published, described["token_ids"], origin[3], *constants)
+            event = make(list(map(name, hashes)), published, described["token_ids"], size, *constants)
             if len(described) > 1:
                 for field in self._of_requests & described.keys():
                     setattr(event, field, described[field])

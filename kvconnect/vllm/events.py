@@ -5,6 +5,7 @@ Which fields events have differs by release: vLLM's classes are asked for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -12,7 +13,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvconnect.offload.events import Described, EventMaker
+from kvconnect.offload.events import Described, EventMaker, last_64_bits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,19 +39,28 @@ def event_maker(kv_cache_config: Any) -> EventMaker:
         }
         for spec in specs
     ]
-    return EventMaker(
-        BlockStored, BlockRemoved, groups, describe, lambda name: maybe_convert_block_hash(BlockHash(name))
-    )
+    return EventMaker(BlockStored, BlockRemoved, groups, describe, _name())
 
 
-def describe(request: Request, start: int, end: int, block_tokens: int) -> Described:
-    """What vLLM would publish of blocks of the device that hold these tokens of a request."""
+def _name() -> Callable[[bytes], Any]:
+    """How vLLM publishes a hash. Found out once: vLLM looks for its setting with every hash, for 4 us."""
+    example = bytes(range(32))
+    published = maybe_convert_block_hash(BlockHash(example))
+    for name in (bytes, last_64_bits):
+        if published == name(example):
+            return name
+    return lambda name: maybe_convert_block_hash(BlockHash(name))
+
+
+def describe(request: Request, first: int, count: int, block_tokens: int) -> Described:
+    """What vLLM would publish of blocks of the device that hold these blocks' tokens of a request."""
+    start, end = first * block_tokens, (first + count) * block_tokens
     described: dict[str, Any] = {"token_ids": request.all_token_ids[start:end]}
     lora = request.lora_request
     if lora or request.mm_features or request.cache_salt or request.prompt_embeds is not None:
         every, feature = [], 0
-        for first in range(start, end, block_tokens):
-            own, feature = generate_block_hash_extra_keys(request, first, first + block_tokens, feature)
+        for at in range(start, end, block_tokens):
+            own, feature = generate_block_hash_extra_keys(request, at, at + block_tokens, feature)
             every.append(own)
         described["extra_keys"] = _PUBLISHED(every)
     if lora:

@@ -34,17 +34,18 @@ class Plain:
 
     removed = Removed
 
-    def describe(self, origin, num_blocks):
-        first, view, _, size = origin
+    def describe(self, view, first, count, size):
         if isinstance(view, dict):
             return view
         tokens = view.token_ids if hasattr(view, "token_ids") else view.tokens
-        return {"token_ids": tokens[first * size : (first + num_blocks) * size]}
+        return {"token_ids": tokens[first * size : (first + count) * size]}
 
     def stored(self, tier, group, runs):
         return [
-            Stored(tier, group, hashes, origin[2], origin[3], self.describe(origin, len(hashes))["token_ids"])
-            for origin, hashes in runs
+            Stored(
+                tier, group, names, parent, size, self.describe(view, first, len(names), size)["token_ids"]
+            )
+            for (first, view, parent, size), names in runs
         ]
 
 

@@ -65,6 +65,8 @@ class ClassRows:
 
     def contents(self, rows: Rows) -> dict[int, list[bytes]]:
         """What rows hold, by group."""
+        if len(self.row_of) == 1:
+            return {group: [self.hash[row] for row in rows.tolist()] for group in self.row_of}
         by_group: dict[int, list[bytes]] = {}
         for group, row in zip(self.group[rows].tolist(), rows.tolist(), strict=True):
             by_group.setdefault(group, []).append(self.hash[row])

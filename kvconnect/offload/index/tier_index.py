@@ -214,6 +214,6 @@ class TierIndex:
         rows.let_go(ready[~pinned])
 
     def _lost(self, rows: ClassRows, gone: Rows) -> None:
-        if self.events is not None:
+        if self.events is not None and len(gone):
             for group, hashes in rows.contents(gone).items():
                 self.events.removed(HOST, group, hashes)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.offload.events import Part, TierEvents
+from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.lower_index import LowerIndex
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
@@ -167,11 +167,6 @@ class Host:
         self.totals: Counter[str] = Counter()
         self.events: TierEvents | None = None
         self._untaken: list[str] = []
-
-    def describe(self, group: HitGroup, parts: Iterable[Part], wanted: Collection[bytes]) -> None:
-        """Of contents that are about to come here, note what they are of, if events are published."""
-        if self.events is not None:
-            self.events.describe(group, parts, wanted)
 
     def forget(self, jobs: Iterable[Job]) -> None:
         """Those of the jobs that are over bring nothing any more, nowhere."""

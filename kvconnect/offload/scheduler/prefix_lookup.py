@@ -350,10 +350,11 @@ class PrefixLookup:
                 job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
                 self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
                 self._await(lookup, index, taken, tier)
-        for group, parts, _ in needed if self._host.events is not None else ():
-            hashes = self._host.hashes(request.view, group.block_tokens)
-            each = ((request.view, hashes, part.start, part.stop) for part in parts)
-            self._host.describe(group, each, frozenset(coming.get(group.group, ())))
+        if self._host.events is not None:
+            for group, parts, _ in needed:
+                hashes = self._host.hashes(request.view, group.block_tokens)
+                each = ((request.view, hashes, part.start, part.stop) for part in parts)
+                self._host.events.describe(group, each, frozenset(coming.get(group.group, ())))
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
         for name in names:

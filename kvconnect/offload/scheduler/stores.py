@@ -267,8 +267,9 @@ class Stores:
         return len(taken)
 
     def _describe(self, group: HitGroup, parts: Iterable[Part]) -> None:
-        """Note what those of these blocks are of that are stored next."""
-        self._host.describe(group, parts, self._batches.get(group.group, ()))
+        """Note what those of these blocks are that are stored next, if events are published."""
+        if self._host.events is not None:
+            self._host.events.describe(group, parts, self._batches.get(group.group, ()))
 
     def _supersede(self, request: OffloadRequest, boundary: int) -> None:
         """Forget what was kept of an answer for boundaries that are well behind its end."""
