@@ -12,7 +12,7 @@ ARGS ?=
 # every kind of model over both engines.
 MARKS ?= not full
 
-.PHONY: help setup setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults
+.PHONY: help setup setup-system setup-vllm setup-routers demo test test-vllm test-vllm-releases test-routers check bench simulate faults
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -20,6 +20,9 @@ help: ## what there is to make
 
 setup: ## make .venv with everything; then .venv/bin/kvconnect works
 	@deploy/setup.sh
+
+setup-system: ## the system packages that setup and setup-vllm need; they may then be made at the same time
+	@deploy/setup.sh system
 
 demo: setup ## prove it: every engine with every model, token-exact against a single node
 	@echo "demo: prefill node, decode node and router as processes, compared with a single node"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with kvconnect and everything it needs, and says what it does, one line per step.
-# Quick when nothing changed. Settings, all from the environment:
+# Quick when nothing changed. With the argument "system" it only sees to the system packages. Settings, all from
+# the environment:
 #   PYTHON    the interpreter that .venv is made with        (default: python3)
 #   TORCH     what is installed as torch, before all else    (default: torch==2.13.0)
 #   MOONCAKE  mooncake-cpu, or mooncake for the CUDA build   (default: by whether an NVIDIA driver is here)
@@ -55,6 +56,8 @@ else
   say "system packages: ${missing[*]} missing, and only root with apt-get can install them here;" \
     "run: sudo apt-get update && sudo apt-get install ${missing[*]}   (going on without)" >&2
 fi
+
+if [ "${1:-}" = system ]; then exit 0; fi
 
 # --- the virtual environment ----------------------------------------------------------------------
 if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
