@@ -7,7 +7,6 @@ UCX then prints the transport that carried the bytes.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,11 +15,11 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.engine.lanes import wire_of
+
 _BYTES = 1 << 20
 _WRITE_S = 10.0
 _CHILD_S = 60.0
-_WRITE = "remote memory write by ucp_put"
-_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 _NEAR = "^sm,cuda_ipc"
 """UCX_TLS without what reaches the same host alone."""
 
@@ -63,17 +62,6 @@ def run_trial(
         error = f"its process ended with {done.returncode}; its output ends: {last_line}"
         return Trial(settings.engine, error=error)
     return msgspec.structs.replace(tried, wire=wire_of(lines))
-
-
-def wire_of(lines: list[str]) -> str:
-    """What UCX writes a large piece over, of the tables that it prints; empty where it printed none."""
-    found, is_write = "", False
-    for line in lines:
-        if " by ucp_" in line:
-            is_write = _WRITE in line
-        elif is_write and (cells := _CELLS.search(line)) and "inf" in cells[1]:
-            found = cells[3].strip()
-    return found
 
 
 def main() -> None:

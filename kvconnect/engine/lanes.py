@@ -38,6 +38,8 @@ _ABOUT = 1.5
 _MOST_DESCRIPTORS = 1000
 _ACKED_AT = 120
 """Where ``tcpi_bytes_acked`` lies in Linux's ``tcp_info``."""
+_UCX_WRITE = "remote memory write by ucp_put"
+_UCX_CELLS = re.compile(r"\|([^|]+)\|([^|]+)\|([^|]+)\|\s*$")
 _WORDS: tuple[tuple[LaneKind, str], ...] = (
     ("nvlink", "nvlink"),
     ("cuda_ipc", "cuda_ipc"),
@@ -93,6 +95,17 @@ def lane_of(words: str) -> Lane:
     kind: LaneKind = next(found, "unknown")
     _, _, device = words.partition("/") if "/" in words else words.partition(" ")
     return Lane(kind, device if kind in ("tcp", "rdma") else "")
+
+
+def wire_of(lines: list[str]) -> str:
+    """What UCX writes a large piece over, of the tables that it prints; empty where it printed none."""
+    found, is_write = "", False
+    for line in lines:
+        if " by ucp_" in line:
+            is_write = _UCX_WRITE in line
+        elif is_write and (cells := _UCX_CELLS.search(line)) and "inf" in cells[1]:
+            found = cells[3].strip()
+    return found
 
 
 def seen_lane(reported: Lane, seen: Seen, fabric: Fabric) -> Lane:

@@ -16,8 +16,9 @@ import pytest
 from kvconnect.doctor.findings import Level
 from kvconnect.doctor.machine import Gpu, Machine, look
 from kvconnect.doctor.model import ModelAsked
-from kvconnect.doctor.trial import Trial, TrialSettings, run_trial, wire_of
+from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.fabric import read_topology
+from kvconnect.engine.lanes import wire_of
 from kvconnect.errors import ConfigError
 from kvconnect.peer.key_files import new_secret, write
 from kvconnect.vllm.configuration import read_configuration
