@@ -99,7 +99,7 @@ class MetricSet:
             else:
                 setattr(self, name, {key: self._numbers(family) for key, family in declared.items()})
         self._gauges: dict[str, dict[str, float]] = {
-            name: {",".join(labels): value for labels, value in numbers.values().items()}
+            name: {} if numbers.family.labels else {"": 0}
             for name, numbers in self.families.items()
             if numbers.family.kind == "gauge"
         }

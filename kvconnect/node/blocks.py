@@ -9,13 +9,16 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.events import DEVICE, TierEvents
+
+if TYPE_CHECKING:
+    from kvconnect.node.request import Request
 
 NULL_BLOCK = 0
 HASH_SCHEME = "blake2b-128 of all int32 tokens so far"
@@ -46,12 +49,6 @@ class PrefixHashes(list[bytes]):
         for start in range(0, len(added), width):
             self._so_far.update(added[start : start + width])
             self.append(self._so_far.copy().digest())
-
-
-class HasTokens(Protocol):
-    """What a request has for which blocks are remembered."""
-
-    token_ids: list[int]
 
 
 class BlockPool:
@@ -343,12 +340,12 @@ class BlockManager:
             ids[left:end] = [NULL_BLOCK] * (end - left)
             blocks.left[index] = end
 
-    def remember(self, blocks: RequestBlocks, view: HasTokens, num_computed: int) -> None:
+    def remember(self, blocks: RequestBlocks, request: Request, num_computed: int) -> None:
         """Let later requests reuse the request's full blocks among the first ``num_computed`` tokens."""
         if not self.reuses_prefixes:
             return
         for index, group in enumerate(self._groups):
-            hashes, ids = blocks.content_hashes(view.token_ids, group.block_size), blocks.ids[index]
+            hashes, ids = blocks.content_hashes(request.token_ids, group.block_size), blocks.ids[index]
             full = min(num_computed // group.block_size, len(ids))
             new = [
                 position
@@ -358,7 +355,7 @@ class BlockManager:
             ]
             if new and self.pool.events is not None:
                 names = [hashes[at] for at in new]
-                origins = [(at, view, hashes[at - 1] if at else None, group.block_size) for at in new]
+                origins = [(at, request, hashes[at - 1] if at else None, group.block_size) for at in new]
                 self.pool.events.gained(DEVICE, index, names, origins)
             blocks.remembered[index] = max(full, blocks.remembered[index])
 

@@ -19,7 +19,7 @@ from kvconnect.cache.specs import (
     StateSpec,
 )
 from kvconnect.errors import ConfigError
-from kvconnect.node.blocks import HasTokens
+from kvconnect.node.request import Request
 from kvconnect.offload.events import Described, EventMaker, TierEvents, last_64_bits
 from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
@@ -96,8 +96,8 @@ def _group_facts(group: KVCacheGroup) -> Mapping[str, Any]:
     }
 
 
-def _describe(view: HasTokens, first: int, count: int, size: int) -> Described:
-    return {"token_ids": view.token_ids[first * size : (first + count) * size]}
+def _describe(request: Request, first: int, count: int, size: int) -> Described:
+    return {"token_ids": request.token_ids[first * size : (first + count) * size]}
 
 
 class Publisher:

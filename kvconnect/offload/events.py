@@ -10,7 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,6 @@ from kvconnect.errors import LocalError
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.tier import DISK, HOST, STORE
 from kvconnect.orders import CHANGES_AT_ONCE
-
-V = TypeVar("V")
 
 DEVICE = "device"
 """What the tier above host memory is called."""
@@ -178,7 +176,7 @@ class TierEvents:
 _NOT_KNOWN: Origin = (0, {"token_ids": ()}, None, 0)
 
 
-def _oldest(changes: dict[bytes, V], most: int) -> dict[bytes, V]:
+def _oldest(changes: dict[bytes, Any], most: int) -> dict[bytes, Any]:
     """So many, which are no changes any more."""
     oldest = dict(islice(changes.items(), most))
     if len(oldest) == len(changes):
