@@ -241,14 +241,15 @@ def test_nothing_has_a_name_after_the_cache_was_reset(named, forget):
     assert named.check("aaaaaa", 16) is not None
 
 
-def test_a_copy_that_failed_gives_no_name(named):
+@pytest.mark.parametrize(("block", "row"), [(10**6, 1), (1, 10**6)])
+def test_a_copy_that_failed_gives_no_name(named, block, row):
     keep(named, "aa", 16)
     hashes = (b"x",)
-    # There is no such block.
-    named.rig.order(stores=(Store(77, RowCopies(0, (10**6,), (1,)), hashes),))
+    # There is no such block, or no such row.
+    named.rig.order(stores=(Store(77, RowCopies(0, (block,), (row,)), hashes),))
     named.rig.until_idle()
     assert named.rig.stored[77] == hashes
-    named.taken(0, (1,))
+    named.taken(0, (row,))
     named.check("aa", 16)
     assert not any(b"x" in places for places in named.rows._places.values())
 

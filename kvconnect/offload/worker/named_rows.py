@@ -67,7 +67,8 @@ class NamedRows:
     def take(self, job: Job) -> None:
         """A job is about to write its rows. Before any byte changes."""
         if job.copies.rows:
-            self._taken[job.row_class][np.array(job.copies.rows)] = job.number
+            # An order for a row that does not exist fails where it is copied.
+            np.put(self._taken[job.row_class], job.copies.rows, job.number, mode="clip")
 
     def forget(self) -> None:
         """No row has a name any more, nor will what was taken before. By the thread that takes rows."""
