@@ -58,7 +58,8 @@ class DecodeSide:
         self.peers = Peers(config, channel, local, metrics, randomness)
         self.renewals = Renewals(config, self.peers, self.loads, metrics, reports.settled)
         self.rank_fetches = RankFetches(config, self.peers, local, metrics)
-        self.finds = Finds(config, self.peers, metrics, reports.found)
+        path = self.rank_fetches.packed_path
+        self.finds = Finds(config, self.peers, metrics, reports.found, path)
         self.bay = self.rank_fetches.bay
         self._transports = Transports(config, metrics)
         self._config = config

@@ -16,7 +16,7 @@ from kvconnect.metrics import Metrics
 from kvconnect.orders import Find, Found, Prefix
 from kvconnect.peer.messages import FindPrefix, PrefixFound
 from kvconnect.worker.loads import PeerKey
-from kvconnect.worker.peers import Peers, RankLink
+from kvconnect.worker.peers import PackedPath, Peers, RankLink
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,21 @@ class _Asked:
 
 
 class Finds:
-    """Questions that are not answered yet. Each is reported to ``found`` exactly once."""
+    """Questions that are not answered yet. Each is reported to ``found`` exactly once.
+
+    ``path`` returns the packed path over a connection, or why it is closed: then nothing is asked.
+    """
 
     def __init__(
-        self, config: ExtraConfig, peers: Peers, metrics: Metrics, found: Callable[[Found], None]
+        self,
+        config: ExtraConfig,
+        peers: Peers,
+        metrics: Metrics,
+        found: Callable[[Found], None],
+        path: Callable[[RankLink], PackedPath | str],
     ) -> None:
         self._config, self._peers, self._metrics, self._found = config, peers, metrics, found
+        self._path = path
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
 
@@ -98,6 +107,10 @@ class Finds:
                 report = Found(order.request_id, naming=theirs.naming)
                 del self._asked[number]
                 self._found(report)
+                return
+            path = self._path(peer.links[0])
+            if isinstance(path, str):
+                self._end(number, error=f"the packed path is closed: {path}")
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))

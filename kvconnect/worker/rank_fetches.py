@@ -120,7 +120,7 @@ class RankFetches:
         # What a peer keeps by name lies in no cache of its own: it is packed.
         is_direct_open = self._is_direct_open and order.prefix is None
         fetch.path, fetch.closed, fetch.landing = "direct", "", None
-        packed = link.packed = link.packed or self._packed_path(link)
+        packed = self.packed_path(link)
         if isinstance(packed, str):
             if not is_direct_open:
                 raise LayoutError(f"no path is open: {packed}")
@@ -138,6 +138,11 @@ class RankFetches:
             return (), ()
         fetch.path = "" if is_direct_open else "packed"
         return chunks, grants
+
+    def packed_path(self, link: RankLink) -> PackedPath | str:
+        """The packed path over a connection, or why it is closed. Worked out once."""
+        link.packed = link.packed or self._packed_path(link)
+        return link.packed
 
     def _packed_path(self, link: RankLink) -> PackedPath | str:
         """The packed path over a connection whose peer has introduced itself, or why it is closed."""

@@ -97,6 +97,14 @@ def test_a_peer_with_other_names_is_not_asked_and_its_naming_is_reported(theirs)
     assert (found.num_tokens, found.naming, found.error) == (0, theirs, "")
 
 
+def test_a_peer_whose_cache_cannot_be_matched_with_ours_is_not_asked():
+    pair = keeping(num_slots=0)
+    pair.find()
+    pair.run(0.2)
+    assert not pair.network.heard(m.FindPrefix)
+    assert "the packed path is closed" in pair.found[0].error
+
+
 def test_a_peer_that_does_not_answer_is_not_waited_for():
     pair = keeping()
     pair.answer = None
