@@ -85,7 +85,7 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
     first, second, plain = servers.servers
     found: dict[str, list[float]] = {"pulled": [], "computed": [], "on_device": []}
     same = 0
-    for turn in range(given.rounds + 1):
+    for turn in range(given.rounds + 2):
         prompt = random_prompt(tokens, seed=1000 * tokens + turn)
         source, target = (first, second) if turn % 2 else (second, first)
         expected = ask(source, prompt)
@@ -95,8 +95,8 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
             "computed": ask(plain, prompt),
             "on_device": ask(source, prompt),
         }
-        if turn == 0:
-            # Kernels are compiled, peers met, the rate of prefills learned.
+        if turn < 2:
+            # Either way kernels are compiled, peers met, links calibrated, and the rate of prefills learned.
             continue
         for name, answer in answers.items():
             found[name].append(answer.first_token_s)
