@@ -150,6 +150,8 @@ class DecodeRequests:
         if remote is None:
             return None
         remote = self._checked(remote)
+        if remote.duplicate:
+            self._draft.let_go.append(LetGo(request.request_id, remote.duplicate, *remote.peer))
         share = self._by_handle.get(remote.handle)
         if share is None:
             # What was made for another prompt is spent for this one, and its handle is left to that.

@@ -70,7 +70,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     ``engine_id`` empty: any engine that answers there. ``num_tokens`` 0: unknown. ``vouched``: a signed
     handle named the address, and no client did. ``is_announced``: P may be computing it yet.
     ``is_of_other_prompt``: the handle was made for another prompt. ``refusal`` states why the dictionary is
-    unusable. With either of these two the others mean nothing.
+    unusable. With either of these two the others mean nothing. Under ``duplicate``, if any, P may hold the
+    same prompt once more, for a fetch that does not come.
     """
 
     handle: str = ""
@@ -82,6 +83,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     is_of_other_prompt: bool = False
     refusal: str = ""
     is_announced: bool = False
+    duplicate: str = ""
 
     @property
     def peer(self) -> tuple[str, str, int]:
@@ -180,6 +182,9 @@ def _batched(params: Mapping[str, Any], handles: Handles, prompt: bytes) -> Remo
     """P's answer for the first prompt of a batch, read for another prompt: it vouches for the address."""
     _, claims = _claims(params, HANDLE_KEY, handles, same=("remote_engine_id",))
     handle = read_transfer_id({TRANSFER_KEY: _read(params, BATCH_KEY)}, prompt)
+    if claims.prompt == prompt:
+        # The first prompt comes twice, or alone was asked of P: only its own handle is held in any case.
+        return msgspec.structs.replace(_held(params, handles, prompt), duplicate=handle)
     return RemotePrefill(handle, claims.engine_id, claims.host, claims.port, vouched=handles.are_signed)
 
 

@@ -89,6 +89,25 @@ def test_a_prompt_that_is_in_a_batch_twice_is_held_and_loaded_once(caplog):
     end(prefill, held, decode, requests, ordered)
 
 
+@pytest.mark.parametrize("asked", [(40,), (40, 40)])
+def test_the_first_prompt_comes_under_its_handle_where_it_is_a_later_one_too(asked):
+    """P was asked for it alone, or in a batch that has it twice: of a second hold it is let go."""
+    prefill, decode = half("kv_producer"), half("kv_consumer")
+    params, held = prefilled(prefill, "a", asked)
+    holds = prefill.build_orders().holds
+    requests = [Request(f"b-{at}-d", length, dict(params)) for at, length in enumerate((30, 40))]
+    for request in requests:
+        decode.new_request(request)
+        if decode.matched_tokens(request, 0)[0]:
+            decode.update_after_alloc(request, ([7, 8, 9],), request.num_tokens)
+    orders = decode.build_orders()
+    assert [load.handle for load in orders.loads] == [params[HANDLE_KEY]]
+    assert not orders.loads[0].refusal
+    (let_go,) = orders.let_go
+    assert let_go.handle in [holds[-1].handle] if len(asked) > 1 else let_go.handle.startswith("transfer:")
+    end(prefill, held, decode, requests, orders.loads)
+
+
 def test_a_single_prompt_costs_the_workers_nothing_more():
     prefill = half("kv_producer")
     params, held = prefilled(prefill, "a", (40,))
