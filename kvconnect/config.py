@@ -154,8 +154,9 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ``--shutdown-timeout`` decides, which is 0 by default.
         warm_peers: ``host:port`` of prefill nodes, rank 0, that are met before any request names them.
         sources: ``host:port`` of nodes with offload, rank 0, that are asked by name for the KV of requests
-            without a handle: three at most for each, one after the other. This node's own address may be in
-            it. A request may name others in ``kv_transfer_params.kv_sources``.
+            without a handle: three at most for each, one after the other. They are met as ``warm_peers`` are.
+            This node's own address may be in it. A request may name others in
+            ``kv_transfer_params.kv_sources``.
         transfer_timeout_s: how long the engine may take for one batch.
         load_timeout_s: how long a load may take from order to arrival.
         peer_timeout_s: silence after which a peer that owes an answer counts as gone.

@@ -139,7 +139,9 @@ class Peers:
         self._local = local
         self._metrics = metrics
         self._randomness = randomness
-        self._warm = [known for known in map(split_address, config.warm_peers) if known is not None]
+        # One that is asked by name is to answer the first question too; a list of all may have our own.
+        warm = map(split_address, (*config.warm_peers, *config.sources))
+        self._warm = [known for known in warm if known not in (None, (config.host, config.port))]
         self._past: OrderedDict[tuple[str, int, int], deque[tuple[str, str]]] = OrderedDict()
         self._link_numbers = itertools.count(1)
 

@@ -212,6 +212,13 @@ def test_warm_peers_are_met_before_anybody_asks_and_used_under_their_name():
     pair.assert_idle()
 
 
+def test_sources_are_met_in_advance_too_and_a_node_never_meets_itself():
+    sources = ("h:1", "h:2", "own:3")
+    pair = Pair(ExtraConfig(path="packed", host="own", port=3, sources=sources))
+    pair.run(0.2)
+    assert sorted(pair.decode.transfers.decode.peers.peers) == [("", "h", 1), ("", "h", 2)]
+
+
 def test_a_warm_peer_may_be_named_by_an_address_with_colons():
     pair = Pair(ExtraConfig(path="packed", warm_peers=("[::1]:1",)))
     pair.run(0.2)
