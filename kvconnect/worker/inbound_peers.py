@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvconnect.config import ExtraConfig
 from kvconnect.engine.adapter import card_host
 from kvconnect.errors import EngineError, LayoutError, PeerError
 from kvconnect.metrics import Metrics
-from kvconnect.orders import RankAddress
+from kvconnect.orders import MAX_NAMES, RankAddress
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.messages import Introduction, Message, Side
@@ -25,17 +25,38 @@ from kvconnect.worker.way import Way, make_way, owner_name
 logger = logging.getLogger(__name__)
 
 
+_NAMES_PER_S = 50_000
+"""Looking them up takes a twentieth of the transfer thread's time."""
+
+
+class NameAllowance:
+    """For how many names one peer is answered: all of a prompt at once, and then so many a second."""
+
+    def __init__(self) -> None:
+        self._left, self._looked_at = float(MAX_NAMES), 0.0
+
+    def take(self, names: int, now: float) -> bool:
+        """Whether it is answered for so many more."""
+        grown = self._left + (now - self._looked_at) * _NAMES_PER_S
+        self._left, self._looked_at = min(float(MAX_NAMES), grown), now
+        if names > self._left:
+            return False
+        self._left -= names
+        return True
+
+
 @dataclass
 class InboundPeer:
     """One connection that D opened to us, from ``host`` if the channel knows.
 
-    ``has_misspoken``: one of its messages could not be used.
+    ``has_misspoken``: one of its messages could not be used. ``names`` bounds what it may ask for by name.
     """
 
     session: Session
     host: str = ""
     way: Way | None = None
     has_misspoken: bool = False
+    names: NameAllowance = field(default_factory=NameAllowance)
 
 
 class InboundPeers:

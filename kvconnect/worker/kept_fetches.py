@@ -14,11 +14,12 @@ from kvconnect.worker.kept import KeptByName
 from kvconnect.worker.leases import Lease
 
 EVICTED = "it was evicted from host memory while it was sent"
+TOO_MANY = "it was asked for more names than one peer may have looked up"
 _NOTHING = "this node keeps nothing under names for peers"
 
 
 def found_for(
-    inbound: InboundPeer, kept: KeptByName | None, asked: FindPrefix, draining: str
+    inbound: InboundPeer, kept: KeptByName | None, asked: FindPrefix, draining: str, now: float
 ) -> PrefixFound | None:
     """The answer to a question, which names why nothing is given where that is not for lack of the names."""
     if (peer := inbound.session.peer) is None:
@@ -26,6 +27,8 @@ def found_for(
     refusal = draining or other_weights(inbound.session.ours.meaning, peer.meaning)
     if kept is None or refusal:
         return PrefixFound(asked.number, 0, 0, refusal or _NOTHING)
+    if not inbound.names.take(len(asked.prefix.names), now):
+        return PrefixFound(asked.number, 0, 0, TOO_MANY)
     return PrefixFound(asked.number, *kept.find(asked.prefix, asked.max_tokens))
 
 

@@ -187,7 +187,7 @@ class PrefillSide:
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
             case Received(message=FindPrefix() as asked):
-                if answer := found_for(inbound, self._local.kept, asked, self._draining):
+                if answer := found_for(inbound, self._local.kept, asked, self._draining, now):
                     inbound.session.send(answer)
             case Received(message=Measure() as measure):
                 self.fetches.measure(link, measure, now)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import MAX_NAMES, Find, Naming, Orders
 from kvconnect.peer import messages as m
 from kvconnect.plan.chunks import TokenSpan
+from kvconnect.worker.inbound_peers import NameAllowance
 from tests.worker.keeping import KeepingRanks
 from tests.worker.shapes import Model, same_blocks
 
@@ -144,6 +147,31 @@ def test_a_peer_learns_how_much_is_kept():
     assert ask(ranks, ranks.prefix("a", 128), 63).num_tokens == 0
     assert ask(ranks, ranks.prefix("b", 128)).num_tokens == 0
     # Nothing is held by it.
+    ranks.assert_idle()
+
+
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.floats(0, 2)), max_size=60))
+def test_a_peer_is_answered_for_a_long_prompt_and_then_so_many_names_a_second(asks):
+    allowance, now, taken = NameAllowance(), 100.0, 0
+    for names, later_s in asks:
+        now += later_s
+        if allowance.take(names, now):
+            taken += names
+        else:
+            # It is refused for what it had before, and not for good.
+            assert allowance.take(names, now + MAX_NAMES / 50_000)
+            return
+        assert taken <= MAX_NAMES + 50_000 * (now - 100.0) + 1
+
+
+def test_a_peer_that_asks_for_too_much_is_told_so_and_others_are_answered():
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
+    ranks.keep("a", 64)
+    prefix = ranks.prefix("a", 64)
+    assert ask(ranks, prefix).num_tokens == 64
+    (inbound,) = ranks.prefill[0].transfers.prefill.inbound_peers
+    inbound.names._left = -1e9
+    assert "more names than one peer may" in ask(ranks, prefix).error
     ranks.assert_idle()
 
 
