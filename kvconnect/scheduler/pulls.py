@@ -67,7 +67,10 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Loading:
-    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``."""
+    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``.
+
+    ``is_first`` over a link whose rate was not known then: it waits for that to be measured.
+    """
 
     source: Address
     key: bytes
@@ -75,6 +78,7 @@ class _Loading:
     num_tokens: int
     gain: int
     began_at: float
+    is_first: bool
 
 
 class PullRequests:
@@ -168,7 +172,10 @@ class PullRequests:
         )
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
-        self._loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
+        is_first = not pull.found.seconds
+        self._loading[request_id] = _Loading(
+            pull.asked, pull.key, handle, num_external_tokens, gain, now, is_first
+        )
         pull.outcome = LOADED
         pull.end()
 
@@ -319,7 +326,8 @@ class PullRequests:
             self._sources.miss(loading.source, loading.key, now)
             self._count(request_id, FAILED)
         rate = self._rate.tokens_per_s
-        if pull is not None and ok and rate and now - loading.began_at > loading.gain / rate:
+        is_judged = pull is not None and ok and rate and not loading.is_first
+        if is_judged and now - loading.began_at > loading.gain / rate:
             logger.info(
                 "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
                 *loading.source,

@@ -266,9 +266,12 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed():
 def test_a_source_whose_load_took_longer_than_computing_is_not_asked_for_a_minute():
     node = Node(SOURCE)
     computing(node, "p", 1000, 1.0)
-    node.load("q", num_tokens=1000, found=960)
-    node.now += 3.0
-    node.hooks.update_results(Results(received=("q",)))
+    # The first one waits for its link to be measured: that it is slow says nothing.
+    for name, seconds in (("q", 0.0), ("q2", 0.1)):
+        request, _ = node.load(name, num_tokens=1000, found=960, seconds=seconds)
+        node.now += 3.0
+        node.hooks.update_results(Results(received=(name,)))
+        node.end(request)
     assert node.begin("r", num_tokens=1000)[1] == 0
     node.now += 61
     assert node.begin("s", num_tokens=1000)[1] is None
