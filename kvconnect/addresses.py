@@ -18,6 +18,11 @@ def split_address(address: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
+def join_address(host: str, port: int | str) -> str:
+    """``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def read_address(address: str, where: str) -> tuple[str, int]:
     """As ``split_address``. Raises ``ConfigError``: it is something else."""
     split = split_address(address)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvconnect.addresses import is_loopback
+from kvconnect.addresses import is_loopback, join_address
 from kvconnect.engine.base import Span
 from kvconnect.engine.cuda_driver import allocation_around
 from kvconnect.errors import EngineError
@@ -66,8 +66,7 @@ class Library:
 
     def session_of(self, engine: Any) -> str:
         """The name by which peers reach an engine, ``host:port``."""
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{shown}:{engine.get_rpc_port()}"
+        return join_address(self._host, engine.get_rpc_port())
 
     def check_spans(self, spans: Iterable[Span]) -> None:
         """Refuse memory that the protocol cannot move. Raises ``EngineError``."""

@@ -12,6 +12,7 @@ import threading
 
 import torch
 
+from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.node.blocks import BlockManager, BlockPool
 from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype, restricted_backend
@@ -112,8 +113,7 @@ async def _serve(options: NodeOptions, host: str, port: int) -> None:
         # What is here now stays: to look through it takes a collection longer than most transfers take.
         gc.collect()
         gc.freeze()
-        shown = f"[{host}]" if ":" in host else host
-        print(f"kvconnect node ready on http://{shown}:{bound}", flush=True)
+        print(f"kvconnect node ready on http://{join_address(host, bound)}", flush=True)
         await stopped.wait()
         logger.info("stopping; a second signal ends the node at once")
         server.refuse()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvconnect.addresses import join_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
@@ -102,7 +103,7 @@ class ZmqChannel:
             max_connections=_CONNECTIONS_PER_PEER * extra.max_peers,
             count=count,
         )
-        address = f"tcp://{_bracketed(extra.host)}:{port or '*'}"
+        address = f"tcp://{join_address(extra.host, port or '*')}"
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
@@ -143,7 +144,7 @@ class ZmqChannel:
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keyring.client.public)
                 dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keyring.server_key(host, port) or b"")
             monitor = dealer.get_monitor_socket(sum(_LOST_EVENTS))
-            dealer.connect(f"tcp://{_bracketed(host)}:{port}")
+            dealer.connect(f"tcp://{join_address(host, port)}")
         except zmq.ZMQError as error:
             self._stillborn[link] = f"no connection can be made: {error}"
             if dealer is not None:
@@ -311,7 +312,3 @@ class ZmqChannel:
             "the handshake failed: most likely the two nodes have different keys, or only one of them has "
             f"any; compare `kvconnect keys show` on both ({ours})"
         )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

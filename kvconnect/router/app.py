@@ -15,6 +15,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
@@ -268,8 +269,7 @@ async def serve_router(app: web.Application, host: str, port: int, stop: asyncio
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         taken = runner.addresses[0][1]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"kvconnect router ready on http://{shown}:{taken}", flush=True)
+        print(f"kvconnect router ready on http://{join_address(host, taken)}", flush=True)
         await stop.wait()
         limit_s = router.limits.drain_timeout_s
         logger.info("draining %d requests, for %g s at most", router.in_flight, limit_s)

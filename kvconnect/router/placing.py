@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvconnect.addresses import join_address
 from kvconnect.router import bodies
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.pool import Pool
@@ -69,8 +70,7 @@ class Placing:
 
     def learn(self, node: str, channel: bodies.SideChannel) -> None:
         """A node's answer named where its peers reach it."""
-        host = f"[{channel.host}]" if ":" in channel.host else channel.host
-        self._sources[node] = f"{host}:{channel.port}"
+        self._sources[node] = join_address(channel.host, channel.port)
 
     async def place(self, pool: Pool, path: str, headers: Headers, body: Mapping[str, Any]) -> Placement:
         """What is known of a request; nothing of one with several prompts, or whose tokens are unknown."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
+from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError
 from kvconnect.peer.feed import FeedReader
 from kvconnect.router.kv_events import KVEvents
@@ -66,7 +66,7 @@ class PrefixPolicy:
             if not endpoint.startswith(("tcp://", "ipc://")) or "*" in endpoint:
                 raise ConfigError(f"KV events are at {endpoint!r}; accepted: as tcp://10.0.0.1:5557")
         for address in self.sources.values():
-            if not _is_address(address):
+            if split_address(address) is None:
                 raise ConfigError(f"a node's KV source is {address!r}; accepted: host:port")
 
     def made(self, pools: Collection[Pool], upstream: Upstream) -> tuple[Placing, list[KVEvents]]:
@@ -81,11 +81,3 @@ class PrefixPolicy:
             for url, endpoint in self.events.items()
         ]
         return Placing(index, self.sources, upstream), follow
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(f"//{text}")
-        return bool(parts.hostname and parts.port)
-    except ValueError:
-        return False

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.addresses import join_address
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.config import TransferConfig
 from kvconnect.errors import LocalError
@@ -38,11 +39,6 @@ def bootstrap_answer(rank0: RankAddress, handles: Handles) -> bytes:
     engine_id = handles.introduce(rank0.host, rank0.port)
     where = {"0": {"0": f"tcp://{rank0.host}:{rank0.port}"}}
     return msgspec.json.encode({"0": {"engine_id": engine_id, "worker_addr": where}})
-
-
-def _shown(address: RankAddress) -> str:
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"{host}:{address.port}"
 
 
 class SchedulerConnector:
@@ -80,7 +76,8 @@ class SchedulerConnector:
         if config.is_consumer and config.extra.has_slots and stack.names and stack.naming and stack.clock:
             self._pulls = PullRequests(config, groups, stack, trust, new_handle, draft)
         offers = config.is_producer and config.extra.offload is not None and stack.naming is not None
-        self._offered = {SOURCES_KEY: [_shown(draft.directory[0])]} if offers else None
+        own = join_address(draft.directory[0].host, draft.directory[0].port)
+        self._offered = {SOURCES_KEY: [own]} if offers else None
         self._bootstrap: Bootstrap | None = None
 
     @classmethod
