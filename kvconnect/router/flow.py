@@ -123,10 +123,9 @@ class Flow:
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, more or None), lease)
 
     async def _placed(self, exchange: Exchange, pool: Pool) -> Placement:
-        placing, request = self._options.placing, exchange.request
-        if placing is None:
+        if (placing := self._options.placing) is None:
             return Placement()
-        return await placing.place(pool, request.path, exchange.headers, exchange.body)
+        return await placing.place(pool, exchange.headers, exchange.body)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""

@@ -113,14 +113,13 @@ class KVEvents:
                 self._index.cleared(self._node)
                 events, self._next = [], 0
             if number > self._next:
-                apply(self._index, self._node, events)
+                self._apply(events)
                 events = []
                 await self._catch_up(before=number)
             if number == self._next:
                 self._next += 1
                 events += self._read(payload)
-        apply(self._index, self._node, events)
-        self._metrics.known_blocks.set(len(self._index))
+        self._apply(events)
 
     async def _catch_up(self, before: int | None = None) -> None:
         """Take the messages that were missed, as far as the node still has them."""
@@ -130,10 +129,9 @@ class KVEvents:
                     break
                 self._skip_to(number)
                 self._next += 1
-                apply(self._index, self._node, self._read(payload))
+                self._apply(self._read(payload))
         if before is not None:
             self._skip_to(before)
-        self._metrics.known_blocks.set(len(self._index))
 
     def _skip_to(self, number: int) -> None:
         self._metrics.kv_events_missed.inc(max(0, number - self._next))
@@ -143,8 +141,21 @@ class KVEvents:
         try:
             return _decoder.decode(payload).events
         except (msgspec.MsgspecError, ValueError) as error:
-            if not self._is_unread:
-                self._is_unread = True
-                logger.warning("KV events of %s cannot be read: %s", self._node, error)
-            self._metrics.kv_events_unread.labels(self._node).inc()
+            self._count_unread(error)
             return []
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        left_out = self._index.num_left_out
+        try:
+            apply(self._index, self._node, events)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            # Tokens or keys that no publisher has must not end what follows the node.
+            self._count_unread(error)
+        self._metrics.blocks_left_out.inc(self._index.num_left_out - left_out)
+        self._metrics.known_blocks.set(len(self._index))
+
+    def _count_unread(self, error: Exception) -> None:
+        if not self._is_unread:
+            self._is_unread = True
+            logger.warning("KV events of %s cannot be read: %s", self._node, error)
+        self._metrics.kv_events_unread.labels(self._node).inc()

@@ -61,6 +61,10 @@ class RouterMetrics:
         self.known_blocks = Gauge(
             "kvconnect_router_known_blocks", "Blocks that nodes are known to have.", registry=registry
         )
+        self.blocks_left_out = counter(
+            "kvconnect_router_blocks_left_out",
+            "Published blocks that are not known: there are too many, or the block before them is not known.",
+        )
         self.kv_events_missed = counter(
             "kvconnect_router_kv_events_missed", "Messages of KV events that did not arrive."
         )

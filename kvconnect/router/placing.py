@@ -72,9 +72,9 @@ class Placing:
         """A node's answer named where its peers reach it."""
         self._sources[node] = join_address(channel.host, channel.port)
 
-    async def place(self, pool: Pool, path: str, headers: Headers, body: Mapping[str, Any]) -> Placement:
+    async def place(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Placement:
         """What is known of a request; nothing of one with several prompts, or whose tokens are unknown."""
-        tokens = await self._tokens(pool, path, headers, body)
+        tokens = await self._tokens(pool, headers, body)
         if not tokens:
             self._metrics.placements.labels("load").inc()
             return Placement()
@@ -93,9 +93,7 @@ class Placing:
         adapter = [model] if model in self._index.adapters else []
         return [[*adapter, salt], adapter] if salt else [adapter] if adapter else []
 
-    async def _tokens(
-        self, pool: Pool, path: str, headers: Headers, body: Mapping[str, Any]
-    ) -> Sequence[int]:
+    async def _tokens(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Sequence[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]

@@ -8,7 +8,7 @@ prefixes with one number, which chance makes once in 2**64, a request goes to a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -178,10 +178,6 @@ class PrefixIndex:
             counts = (_run(on_device), _run(on_device | below))
             found[node] = Hit(*(count * size for count in counts))
         return found
-
-    def counts(self) -> Mapping[str, int]:
-        """Known blocks by node."""
-        return {node: len(known) for node, known in self._nodes.items()}
 
 
 def prefixes_of(

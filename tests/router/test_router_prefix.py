@@ -99,7 +99,7 @@ async def heard(client, found):
         for attempt in range(500):
             server.store([attempt] * SIZE)
             await asyncio.sleep(0.01)
-            if known.counts().get(server.url):
+            if known.hits([server.url], [attempt] * SIZE)[server.url].num_tokens:
                 break
         else:
             raise AssertionError(f"{server.url} is not followed")
@@ -215,10 +215,17 @@ async def test_messages_that_are_no_events_are_counted_and_others_go_on():
             msgspec.msgpack.encode([1.0, [7]]),
         ):
             server.feed.publish(payload)
+        # It can be read, and no token is so large.
+        server.publish({**_stored([9] * SIZE), "token_ids": [2**63] * SIZE})
+        await asyncio.sleep(0.1)
         server.publish({"type": "AllBlocksCleared"}, _stored([9] * SIZE))
         await settled(client, server, [9] * SIZE, Hit(SIZE, SIZE))
         name = f'kvconnect_router_kv_events_unread_total{{node="{server.url}"}}'
-        assert await client.metric(name) == 4
+        assert await client.metric(name) == 5
+        server.publish({**_stored([8] * SIZE), "parent_block_hash": 77})
+        server.publish(_stored([7] * SIZE))
+        await settled(client, server, [7] * SIZE, Hit(SIZE, SIZE))
+        assert await client.metric("kvconnect_router_blocks_left_out_total") == 1
 
 
 @in_loop
