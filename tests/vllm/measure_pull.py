@@ -193,7 +193,8 @@ def main() -> None:
             recipe = tiny_models.write_model("heavy", temporary)
         else:
             where = given.model or temporary / "model"
-            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus.split(',')[0]}")
+            shape = dense_model.Shape(positions=65536)
+            recipe = dense_model.write_model(where, shape, f"cuda:{given.gpus.split(',')[0]}")
         logs = given.logs or temporary
         logs.mkdir(parents=True, exist_ok=True)
         for servers in stack.enter_context(brought_up([_started(recipe, logs, given)], lines)):
