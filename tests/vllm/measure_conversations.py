@@ -55,14 +55,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Group:
-    """Two servers that are configured alike."""
+    """Two servers that are configured alike, and those of them that are routed to."""
 
     name: str
-    nodes: tuple[Node, Node]
+    all_nodes: tuple[Node, Node]
+    nodes: Sequence[Node]
 
     @property
     def servers(self) -> tuple[Server, Server]:
-        return self.nodes[0].server, self.nodes[1].server
+        return self.all_nodes[0].server, self.all_nodes[1].server
 
 
 def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace) -> Group:
@@ -93,7 +94,7 @@ def _started(name: str, recipe: Recipe, folder: Path, given: argparse.Namespace)
             config["kv_connector_extra_config"] = {"cpu_bytes_to_use": given.cpu_gib << 30}
         server = Server(recipe, folder, f"{name}{number}", str(number), config, options, settings)
         made.append(Node(server, published, replayed, f"127.0.0.1:{own}" if name == "kvconnect" else None))
-    return Group(name, (made[0], made[1]))
+    return Group(name, (made[0], made[1]), made[: given.servers])
 
 
 @contextmanager
@@ -133,7 +134,7 @@ def kv_aware(group: Group, folder: Path, given: argparse.Namespace) -> Iterator[
     port = free_port()
     command = [str(given.vllm_router), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(free_port()), "--policy", "kv_aware"]
-    command += ["--worker-urls", *(server.url for server in group.servers)]
+    command += ["--worker-urls", *(node.server.url for node in group.nodes)]
     for node in group.nodes:
         command += ["--kv-event-source", f"{node.server.url}={node.events}"]
         command += ["--kv-event-replay-source", f"{node.server.url}={node.replays}"]
@@ -278,6 +279,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--new", type=int, help="tokens of each further question")
     add("--out", type=int, help="tokens of each answer")
     add("--in-flight", type=int, help="conversations that wait for an answer at once")
+    add("--servers", type=int, choices=[1, 2], default=2, help="of each kind that get conversations")
     add("--rounds", type=int, default=1)
     add("--engine", default="nixl")
     add("--extra", type=json.loads, default={}, metavar="JSON")
