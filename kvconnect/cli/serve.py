@@ -44,11 +44,6 @@ def serve(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache keeps: auto (the model's own), bf16 or fp8_e4m3.")
     ] = "auto",
-    kernel_block_size: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens per attention kernel block (several times for several); left out, any."),
-    ] = None,
-    attention_backend: Annotated[str, typer.Option(help="sdpa, or flex for flex_attention.")] = "sdpa",
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads for torch; left out, its own choice.")
     ] = None,
@@ -73,8 +68,6 @@ def serve(
         reserved_blocks=reserved_blocks,
         enable_prefix_caching=enable_prefix_caching,
         kv_cache_dtype=kv_cache_dtype,
-        kernel_block_sizes=tuple(kernel_block_size or ()),
-        attention_backend=attention_backend,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:

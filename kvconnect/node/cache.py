@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -19,7 +18,6 @@ from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.errors import ConfigError, LayoutError
 from kvconnect.node.attention import (
     AttentionPages,
-    Backend,
     LayerPages,
     PagedAttention,
     PagedRows,
@@ -28,7 +26,6 @@ from kvconnect.node.attention import (
 from kvconnect.node.models.base import CACHE_DTYPE, CachedLayer, CacheLayout
 from kvconnect.runner_kit.attention_groups import init_attention
 from kvconnect.runner_kit.block_table import BlockTables
-from kvconnect.runner_kit.kernel_blocks import select_common_block_size
 
 CACHE_DTYPES = {"auto": CACHE_DTYPE, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
@@ -38,15 +35,6 @@ def parse_cache_dtype(name: str) -> torch.dtype:
     if name not in CACHE_DTYPES:
         raise ConfigError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[name]
-
-
-def restricted_backend(backend: Backend, sizes: Sequence[int]) -> Backend:
-    """The backend taking kernel blocks of these sizes only. Raises ConfigError: it cannot take one."""
-    for size in sizes:
-        # Its largest own size that divides this one is this one, or it does not take it.
-        if size < 1 or select_common_block_size(size, [backend]) != size:
-            raise ConfigError(f"kernel_block_sizes has {size}, which backend {backend.name} does not take")
-    return replace(backend, kernel_block_sizes=tuple(sizes))
 
 
 def needs_zeroing(config: KVCacheConfig) -> bool:

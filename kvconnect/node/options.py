@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvconnect.errors import ConfigError
 
-ATTENTION_BACKENDS = ("sdpa", "flex")
-
 
 @dataclass(frozen=True)
 class NodeOptions:
@@ -16,8 +14,7 @@ class NodeOptions:
     ``max_num_batched_tokens`` bounds one step, ``max_num_seqs`` the requests that run at once.
     ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
     ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
-    fp8_e4m3. ``kernel_block_sizes`` are the only sizes in tokens that the attention kernels may take;
-    empty: all that they can. ``attention_backend`` is sdpa or flex.
+    fp8_e4m3.
 
     Raises:
         ConfigError: a value is out of range.
@@ -36,13 +33,8 @@ class NodeOptions:
     kv_events_config: str | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
-    kernel_block_sizes: tuple[int, ...] = ()
-    attention_backend: str = "sdpa"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            accepted = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError(f"attention_backend is {self.attention_backend!r}; accepted: {accepted}")

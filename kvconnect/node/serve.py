@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import signal
@@ -15,10 +14,9 @@ import torch
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.node.blocks import BlockManager, BlockPool
-from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype, restricted_backend
+from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.engine import Engine
-from kvconnect.node.flex_attention import flex_backend
 from kvconnect.node.kv_events import configured_publisher
 from kvconnect.node.models import build_model
 from kvconnect.node.models.base import CacheSizing, Model
@@ -47,10 +45,6 @@ def build_engine(
     model = model or build_model(options.model, seed=options.seed, device=device)
     dtype = parse_cache_dtype(options.kv_cache_dtype)
     layout = model.layout(CacheSizing(options.block_size, options.max_model_len, dtype))
-    if options.attention_backend == "flex":
-        layout = layout.with_backends(functools.partial(flex_backend, options=options))
-    if options.kernel_block_sizes:
-        layout = layout.with_backends(functools.partial(restricted_backend, sizes=options.kernel_block_sizes))
     cache = NodeCache(
         layout,
         num_blocks=options.num_blocks,

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
 from kvconnect.errors import PeerError
+from kvconnect.node.attention import Backend
 from kvconnect.node.blocks import BlockPool
 from kvconnect.node.connector import Connector
 from kvconnect.node.engine import Engine
+from kvconnect.node.models import build_model
+from kvconnect.node.models.base import CacheLayout, CacheSizing, Model
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.request import Output, Request
 from kvconnect.node.serve import build_engine
 from kvconnect.orders import LetGo, Orders, Results
 from kvconnect.runner_kit.block_table import expand_block_ids
+from tests.node.flex_attention import flex_backend
 
 torch.set_num_threads(1)
 
@@ -39,6 +45,26 @@ def check_pool(pool: BlockPool) -> None:
         else:
             assert (references == 0) == pool.is_free(block_id), f"block {block_id}: {references} references"
     assert {key: block for block, key in pool._key_of.items()} == pool._block_of
+
+
+class OtherBackends:
+    """A model whose attention backends are changed. Layers that shared one still do."""
+
+    def __init__(self, model: Model, change: Callable[[Backend], Backend]) -> None:
+        self.model, self.change = model, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def layout(self, sizing: CacheSizing) -> CacheLayout:
+        layout = self.model.layout(sizing)
+        backends = {id(layer.backend): layer.backend for layers in layout.groups for layer in layers}
+        changed = {at: None if backend is None else self.change(backend) for at, backend in backends.items()}
+        groups = tuple(
+            tuple(replace(layer, backend=changed[id(layer.backend)]) for layer in layers)
+            for layers in layout.groups
+        )
+        return replace(layout, groups=groups)
 
 
 @dataclass
@@ -97,9 +123,25 @@ class Client:
         return self.engine.scheduler.manager.pool.num_held
 
 
-def make_client(connector: Connector | None = None, **options: object) -> Client:
+def make_client(
+    connector: Connector | None = None,
+    *,
+    kernel_block_sizes: Sequence[int] = (),
+    attention_backend: str = "sdpa",
+    **options: object,
+) -> Client:
+    """A node. ``kernel_block_sizes`` are all that its attention takes, if any are given."""
     defaults = {"num_blocks": 256, "max_model_len": 1024, "max_num_batched_tokens": 1024}
-    return Client(build_engine(NodeOptions(**{**defaults, **options}), connector))  # type: ignore[arg-type]
+    made = NodeOptions(**{**defaults, **options})  # type: ignore[arg-type]
+    change = None
+    if attention_backend == "flex":
+        change = partial(flex_backend, options=made)
+    elif kernel_block_sizes:
+        change = partial(replace, kernel_block_sizes=tuple(kernel_block_sizes))
+    model = None
+    if change is not None:
+        model = OtherBackends(build_model(made.model, seed=made.seed, device=made.device), change)
+    return Client(build_engine(made, connector, model))
 
 
 class CopyConnector:

@@ -5,8 +5,7 @@ A model defines what its layers keep and how their pages are laid out; it never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -49,20 +48,6 @@ class CacheLayout:
 
     groups: tuple[tuple[CachedLayer, ...], ...]
     single_storage: bool = False
-
-    def with_backends(self, change: Callable[[Backend], Backend]) -> CacheLayout:
-        """The same with every attention backend changed. Layers that shared one still do."""
-        changed: dict[int, Backend] = {}
-
-        def counterpart(layer: CachedLayer) -> CachedLayer:
-            if layer.backend is None:
-                return layer
-            if id(layer.backend) not in changed:
-                changed[id(layer.backend)] = change(layer.backend)
-            return replace(layer, backend=changed[id(layer.backend)])
-
-        groups = tuple(tuple(counterpart(layer) for layer in layers) for layers in self.groups)
-        return replace(self, groups=groups)
 
 
 @dataclass(frozen=True)

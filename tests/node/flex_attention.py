@@ -1,4 +1,4 @@
-"""A whole batch attends at once with torch's flex_attention, over the pages that persistent buffers name.
+"""A node whose whole batch attends at once, with torch's flex_attention over the pages that buffers name.
 
 The buffers of ``runner_kit/flex_capacity.py`` name the kernel pages of each query group: nothing else
 is gathered, and a wrong entry gives wrong tokens. Within those the mask decides by request and position.
