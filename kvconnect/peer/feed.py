@@ -112,12 +112,11 @@ class FeedReader:
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    async def receive(self, most: int) -> list[tuple[int, bytes]]:
-        """The numbers and payloads of the next messages, one at least."""
-        found = [await self._socket.recv_multipart()]
-        while len(found) < most and await self._socket.poll(0):
-            found.append(await self._socket.recv_multipart())
-        return [(int.from_bytes(frames[-2], "big"), frames[-1]) for frames in found if len(frames) > 1]
+    async def receive(self) -> tuple[int, bytes]:
+        """The number and the payload of the next message."""
+        while len(frames := await self._socket.recv_multipart()) < 2:
+            pass
+        return int.from_bytes(frames[-2], "big"), frames[-1]
 
     async def missed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
         """The messages from a number on that the publisher still has."""

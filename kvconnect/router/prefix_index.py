@@ -1,49 +1,68 @@
 """Which node has how much of a prompt, from what nodes publish of their blocks.
 
-A prefix is known by a number of its tokens and their extra keys, and not by the publisher's own hash, so
-that nodes with other hash functions, seeds and block sizes are compared. It places requests only: of two
-prefixes with one number, which chance makes once in 2**64, a request goes to a node that has to compute it.
+A prefix is known by a hash of its tokens and their extra keys, and not by the publisher's own hash, so that
+nodes with other hash functions, seeds and block sizes are compared. It places requests only: of two prefixes
+with one hash, which chance makes once in 2**64, a request goes to a node that has to compute it.
 """
 
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from xxhash import xxh3_64_intdigest
-
-from kvconnect.router.hash_table import HashTable, Numbers, mixed
 
 ExtraKeys = Sequence[Any] | None
 """What a block's KV depends on besides its tokens: adapter, images, salt."""
 
 MAX_BLOCKS = 10_000_000
-"""Most blocks that are known of all nodes together, in 64 bytes each and twice that while a table grows."""
+"""Most blocks that are known of all nodes together, in about 200 bytes each."""
 
-_BASE = 0x9E3779B97F4A7C15
-_BASE_INVERSE = pow(_BASE, -1, 1 << 64)
-_ALL_ONES = (1 << 64) - 1
+_DEVICE_MEDIA = (None, "GPU")
+_WHOLE_KINDS = (None, "full_attention", "mla_attention")
+"""Kinds of layers whose blocks are all needed: a window's and a state's do not tell how long a hit is."""
 
 
-class StoredRun(NamedTuple):
-    """Blocks that follow one another, the first of them after ``parent``, or at the beginning."""
+class BlockStored(msgspec.Struct, tag=True):
+    """Blocks that follow one another, the first of them after its parent, or at the beginning.
 
-    hashes: Sequence[int | bytes]
-    parent: int | bytes | None
-    token_ids: Sequence[int]
-    block_tokens: int
-    extra_keys: Sequence[ExtraKeys] | None = None
+    Of what vLLM publishes as far as it counts here, and so are the other events.
+    """
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """It has a number of tokens that fills its blocks, and keys of each or none."""
-        count = len(self.hashes)
+    def counts(self) -> bool:
+        """It has a number of tokens that fills its blocks, keys of each or none, and no window's or state."""
+        count = len(self.block_hashes)
         has_keys = self.extra_keys is None or len(self.extra_keys) == count
-        return count > 0 < self.block_tokens and len(self.token_ids) == count * self.block_tokens and has_keys
+        is_whole = count > 0 < self.block_size and len(self.token_ids) == count * self.block_size
+        return is_whole and has_keys and self.kv_cache_spec_kind in _WHOLE_KINDS
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Hit(NamedTuple):
@@ -55,10 +74,10 @@ class Hit(NamedTuple):
 
 @dataclass
 class _Tier:
-    """``prefixes`` by the publisher's hash of a block, and which of them are ``held``."""
+    """``prefixes`` by the publisher's hash of a block, and as a set."""
 
-    prefixes: HashTable = field(default_factory=HashTable)
-    held: HashTable = field(default_factory=HashTable)
+    prefixes: dict[int, int] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -72,6 +91,9 @@ class _Known:
 
     def __len__(self) -> int:
         return len(self.device.prefixes) + len(self.lower.prefixes)
+
+    def tier(self, medium: str | None) -> _Tier:
+        return self.device if medium in _DEVICE_MEDIA else self.lower
 
 
 class PrefixIndex:
@@ -87,144 +109,84 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(map(len, self._nodes.values()))
 
-    def stored(
-        self, node: str, runs: Iterable[StoredRun], *, on_device: bool = True, group: int | None = None
-    ) -> None:
-        """A node has got blocks. Of several cache groups the first that is published counts.
-
-        Much faster for many runs at once.
-        """
+    def apply(self, node: str, event: Event) -> None:
+        """A node has got blocks, or has some no more. The first cache group that stores any counts."""
         known = self._nodes.setdefault(node, _Known())
-        if known.group is None:
-            known.group = group
-        runs = [run for run in runs if run.is_whole] if group == known.group else []
-        tier = known.device if on_device else known.lower
-        for size, some in itertools.groupby(runs, key=lambda run: run.block_tokens):
-            known.block_tokens = size
-            self._add(known, tier, size, list(some))
-
-    def _add(self, known: _Known, tier: _Tier, size: int, runs: Sequence[StoredRun]) -> None:
-        keys = _keys([name for run in runs for name in run.hashes])
-        values = _block_numbers([token for run in runs for token in run.token_ids], size)
-        parents = _keys([run.parent for run in runs if run.parent is not None])
-        found: dict[int, int] = {}
-        for each in (known.lower, known.device):
-            prefixes, is_known = each.prefixes.get(parents)
-            found.update(zip(parents[is_known].tolist(), prefixes[is_known].tolist(), strict=True))
-        names, blocks, parent = keys.tolist(), values.tolist(), iter(parents.tolist())
-        step, at, room = pow(_BASE, size, 1 << 64), 0, self._most - len(self)
-        taken: list[int] = []
-        prefixes_taken: list[int] = []
-        for run in runs:
-            end = at + len(run.hashes)
-            before = 0 if run.parent is None else found.get(next(parent))
-            if before is None or len(taken) + end - at > room:
-                self.num_left_out += end - at
-                at = end
-                continue
-            for block, extra in zip(range(at, end), run.extra_keys or itertools.repeat(None), strict=False):
-                before = (before * step + blocks[block] + _number_of(extra)) & _ALL_ONES
-                found[names[block]] = before
-                prefixes_taken.append(before)
-            taken += range(at, end)
-            at = end
-        prefixes = np.array(prefixes_taken, dtype=np.uint64)
-        tier.prefixes.put(keys[taken], prefixes)
-        tier.held.put(mixed(prefixes), prefixes)
-
-    def removed(
-        self, node: str, hashes: Sequence[int | bytes], *, on_device: bool = True, group: int | None = None
-    ) -> None:
-        """A node has blocks no more."""
-        known = self._nodes.get(node)
-        if known is None or group != known.group:
-            return
-        tier, keys = known.device if on_device else known.lower, _keys(hashes)
-        prefixes, is_known = tier.prefixes.get(keys)
-        tier.prefixes.remove(keys)
-        tier.held.remove(mixed(prefixes[is_known]))
-
-    def cleared(self, node: str, *, on_device: bool | None = None) -> None:
-        """A node has nothing any more; of its device, or below it, where that is told."""
-        known = self._nodes.get(node)
-        if known is None or on_device is None:
-            self._nodes.pop(node, None)
-        elif on_device:
+        if isinstance(event, AllBlocksCleared):
+            # The device's, as vLLM has it.
             known.device = _Tier()
-        else:
-            known.lower = _Tier()
+        elif isinstance(event, BlockStored):
+            self._store(known, event)
+        elif event.group_idx == known.group:
+            tier = known.tier(event.medium)
+            tier.held -= {tier.prefixes.pop(_key(name), 0) for name in event.block_hashes}
+
+    def _store(self, known: _Known, event: BlockStored) -> None:
+        if not event.counts:
+            return
+        if known.group is None:
+            known.group = event.group_idx
+        if event.group_idx != known.group:
+            return
+        known.block_tokens, count, before = event.block_size, len(event.block_hashes), 0
+        if event.parent_block_hash is not None:
+            parent = _key(event.parent_block_hash)
+            before = known.device.prefixes.get(parent, 0) or known.lower.prefixes.get(parent, 0)
+        if (event.parent_block_hash is not None and not before) or len(self) + count > self._most:
+            self.num_left_out += count
+            return
+        keys = event.extra_keys or ()
+        if event.lora_name:
+            self.adapters.add(event.lora_name)
+            keys = keys or [[event.lora_name]]
+        prefixes = prefixes_of(event.token_ids, event.block_size, keys, before)
+        tier = known.tier(event.medium)
+        tier.prefixes.update(zip(map(_key, event.block_hashes), prefixes, strict=True))
+        tier.held.update(prefixes)
+
+    def forget(self, node: str) -> None:
+        """A node has nothing any more."""
+        self._nodes.pop(node, None)
 
     def hits(
         self, nodes: Iterable[str], token_ids: Sequence[int], extra_keys: Sequence[ExtraKeys] = ()
     ) -> dict[str, Hit]:
-        """How much of a prompt each node has.
-
-        ``extra_keys`` are of its first blocks, the last of them of all others too.
-        """
-        by_size: dict[int, Numbers] = {}
+        """How much of a prompt each node has. ``extra_keys`` as ``prefixes_of`` has them."""
+        by_size: dict[int, list[int]] = {0: []}
         found = {}
         for node in nodes:
-            known = self._nodes.get(node)
-            if known is None or not known.block_tokens:
-                found[node] = Hit()
-                continue
-            size = known.block_tokens
+            known = self._nodes.get(node, _Known())
+            size, device, lower = known.block_tokens, known.device.held, known.lower.held
             if size not in by_size:
-                count = len(token_ids) // size
-                keys = [*extra_keys[:count], *list(extra_keys[-1:]) * (count - len(extra_keys))]
-                by_size[size] = mixed(prefixes_of(token_ids[: count * size], size, keys or None))
-            _, on_device = known.device.held.get(by_size[size])
-            _, below = known.lower.held.get(by_size[size])
-            counts = (_run(on_device), _run(on_device | below))
-            found[node] = Hit(*(count * size for count in counts))
+                by_size[size] = prefixes_of(token_ids, size, extra_keys)
+            on_device = _leading(one in device for one in by_size[size])
+            below = _leading(one in device or one in lower for one in by_size[size])
+            found[node] = Hit(size * on_device, size * below)
         return found
 
 
 def prefixes_of(
-    token_ids: Sequence[int],
-    block_tokens: int,
-    extra_keys: Sequence[ExtraKeys] | None = None,
-    before: int = 0,
-) -> Numbers:
-    """The number of the prefix up to the end of each whole block, after a prefix with the number ``before``.
+    token_ids: Sequence[int], block_tokens: int, extra_keys: Sequence[ExtraKeys] = (), before: int = 0
+) -> list[int]:
+    """The hash of the prefix up to the end of each whole block, after a prefix with the hash ``before``.
 
-    A polynomial of the tokens modulo 2**64, so that all blocks are worked out at once.
+    ``extra_keys`` are of the first blocks, the last of them of all others too.
     """
-    blocks = _block_numbers(token_ids, block_tokens)
-    count = len(blocks)
-    if extra_keys is not None:
-        blocks += np.fromiter(map(_number_of, extra_keys), dtype=np.uint64, count=count)
-    # Prefix j is step**j * (before + the sum of block i / step**i, for i from 1 to j).
-    step = pow(_BASE, block_tokens, 1 << 64)
-    inverses = _powers(pow(_BASE_INVERSE, block_tokens, 1 << 64), count)[1:]
-    sums = np.cumsum(blocks * inverses, dtype=np.uint64) + np.uint64(before)
-    return sums * _powers(step, count)[1:]
-
-
-def _block_numbers(token_ids: Sequence[int], block_tokens: int) -> Numbers:
-    """What each whole block adds to the number of the prefix before it."""
-    count = len(token_ids) // block_tokens
-    tokens = np.asarray(token_ids[: count * block_tokens], dtype=np.int64).astype(np.uint64)
-    values = mixed(tokens + np.uint64(1)).reshape(count, block_tokens)
-    found: Numbers = (values * _powers(_BASE, block_tokens)[:-1][::-1]).sum(axis=1, dtype=np.uint64)
+    raw, width, found = array("q", token_ids).tobytes(), 8 * block_tokens, []
+    keys = itertools.chain(extra_keys, itertools.repeat(extra_keys[-1] if extra_keys else None))
+    for at, extra in zip(range(0, len(raw) - width + 1, width), keys, strict=False):
+        block = raw[at : at + width]
+        if extra:
+            block += msgspec.msgpack.encode(extra)
+        before = xxh3_64_intdigest(block, seed=before)
+        found.append(before)
     return found
 
 
-def _powers(base: int, count: int) -> Numbers:
-    """``base`` to the power of 0 to ``count``, modulo 2**64."""
-    factors = np.full(count + 1, base, dtype=np.uint64)
-    factors[0] = 1
-    return np.multiply.accumulate(factors)
+def _leading(flags: Iterable[bool]) -> int:
+    """How many are true before the first that is not."""
+    return sum(1 for _ in itertools.takewhile(bool, flags))
 
 
-def _number_of(extra: ExtraKeys) -> int:
-    return xxh3_64_intdigest(msgspec.msgpack.encode(extra)) if extra else 0
-
-
-def _keys(hashes: Sequence[int | bytes]) -> Numbers:
-    numbers = [int.from_bytes(one[-8:], "big") if isinstance(one, bytes) else one for one in hashes]
-    return mixed(np.array([number & _ALL_ONES for number in numbers], dtype=np.uint64))
-
-
-def _run(flags: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-    return len(flags) if flags.all() else int(flags.argmin())
+def _key(name: int | bytes) -> int:
+    return int.from_bytes(name[-8:], "big") if isinstance(name, bytes) else name
