@@ -26,18 +26,7 @@ def demo(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the nodes' caches keep: auto, bf16 or fp8_e4m3.")
     ] = "auto",
-    flow: Annotated[str, typer.Option(help="The router's flow: sequential or parallel.")] = "sequential",
     path: Annotated[str, typer.Option(help="How KV travels: auto, direct or packed.")] = "packed",
-    decode_block_size: Annotated[
-        int, typer.Option(min=0, help="Tokens of the decode node's blocks; 0 for the model's own.")
-    ] = 0,
-    offload: Annotated[
-        bool,
-        typer.Option(
-            help="Show one node instead, whose blocks come back from host memory, and from disk after a "
-            "restart."
-        ),
-    ] = False,
 ) -> None:
     """Prove it here: prefill node, decode node and router as processes, compared with a single node."""
     from kvconnect.demo.runner import DemoOptions, run_demo
@@ -49,13 +38,6 @@ def demo(
         require=require or (),
         device=device,
         kv_cache_dtype=kv_cache_dtype,
-        flow=flow,
         path=path,
-        decode_block_size=decode_block_size,
     )
-    if offload:
-        from kvconnect.demo.offload import run_offload
-
-        node = options.node_options
-        raise typer.Exit(run_offload(models=options.models, json_output=json_output, node_options=node))
     raise typer.Exit(run_demo(options, json_output=json_output))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvconnect.demo.http import BadAnswer, Samples, growth
-from kvconnect.demo.report import Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,18 @@ class Tokens:
 
 
 @dataclass(kw_only=True)
-class Outcome(Finding):
-    """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers."""
+class Outcome:
+    """What one engine with one model did. ``gb_per_s`` are received bytes by seconds of their transfers.
+
+    ``problems`` is empty exactly if everything was as it must be.
+    """
 
     engine: str
+    model: str
     requests: int
+    token_exact: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
     kv_bytes: int = 0
     transfer_s: float = 0.0
     gb_per_s: float = 0.0
@@ -33,11 +39,11 @@ class Outcome(Finding):
 
     @property
     def name(self) -> str:
-        """See ``Finding``."""
+        """What ran."""
         return f"{self.engine}/{self.model}"
 
     def summary(self) -> str:
-        """See ``Finding``."""
+        """What was found, in words."""
         moved = f"{self.kv_bytes / 1e6:.3g} MB of KV {self.path}" if self.path else "no KV came"
         return f"{self.token_exact} of {self.requests} exact, {moved}"
 
@@ -68,7 +74,7 @@ def difference(pair: Tokens | BadAnswer, single: Tokens | BadAnswer) -> str:
 
 
 def judge_tokens(
-    finding: Finding,
+    outcome: Outcome,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Tokens | BadAnswer],
     expected: Sequence[Tokens | BadAnswer],
@@ -76,9 +82,9 @@ def judge_tokens(
     """Count the prompts with the tokens of a single node, and note how the others differ."""
     for index, (prompt, mine, single) in enumerate(zip(prompts, answers, expected, strict=True)):
         if problem := difference(mine, single):
-            finding.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
+            outcome.problems.append(f"prompt {index} of {len(prompt)} tokens: {problem}")
         else:
-            finding.token_exact += 1
+            outcome.token_exact += 1
 
 
 def _first_difference(pair: Sequence[int], single: Sequence[int]) -> str:

@@ -28,7 +28,6 @@ REQUEST_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 45.0
 READY_TIMEOUT_S = 15.0
 
-FLOWS = ("sequential", "parallel")
 PATHS = ("auto", "direct", "packed")
 
 # The decode node never uses these ids, so that the two sides cannot agree on ids by accident.
@@ -42,7 +41,6 @@ class Pair:
     prefill: Child
     decode: Child
     router: Child
-    flow: str = "sequential"
 
 
 def start_reference(children: Children, model: str, *more: str) -> Child:
@@ -51,12 +49,7 @@ def start_reference(children: Children, model: str, *more: str) -> Child:
 
 
 def start_nodes(
-    children: Children,
-    engine: str,
-    model: str,
-    *options: str,
-    path: str = "packed",
-    decode_options: Sequence[str] = (),
+    children: Children, engine: str, model: str, *options: str, path: str = "packed"
 ) -> tuple[Child, Child]:
     """Start a prefill and a decode node, both with further ``options``. Returns before they are ready."""
 
@@ -67,27 +60,23 @@ def start_nodes(
         serve = ("serve", "--model", model, "--port", "0", "--kv-transfer-config", config)
         return children.start(name, *serve, *more, *options)
 
-    own = ("--reserved-blocks", str(RESERVED_BLOCKS), *decode_options)
+    own = ("--reserved-blocks", str(RESERVED_BLOCKS))
     return start("prefill", "kv_producer"), start("decode", "kv_consumer", *own)
 
 
-def start_router(
-    children: Children, engine: str, model: str, nodes: tuple[Child, Child], flow: str = "sequential"
-) -> Pair:
+def start_router(children: Children, engine: str, model: str, nodes: tuple[Child, Child]) -> Pair:
     """Wait for both nodes, then put a router before them and wait until it is ready to route.
-
-    ``flow`` is how it asks them: one after the other, or both at once.
 
     Raises:
         ChildFailed: one of them ended or was too slow, or the router did not find both nodes healthy.
     """
     prefill, decode = nodes
     urls = prefill.wait_ready(), decode.wait_ready()
-    options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1], "--flow", flow)
+    options = ("--port", "0", "--prefill", urls[0], "--decode", urls[1])
     router = children.start(f"router-{engine}-{model}", "router", *options)
     router.wait_ready()
     router.wait_answer("/ready?all", READY_TIMEOUT_S)
-    return Pair(prefill, decode, router, flow)
+    return Pair(prefill, decode, router)
 
 
 def ask(url: str, model: str, prompt: Sequence[int], **more: Any) -> Any:
@@ -128,26 +117,16 @@ def judge(
     after = read_metrics(pair.decode.url)
     judge_tokens(outcome, prompts, got, expected)
     judge_transfer(outcome, before, after, prompts)
-    _judge_router(outcome, read_metrics(pair.router.url), prompts, pair.flow)
+    _judge_router(outcome, read_metrics(pair.router.url), prompts)
     _judge_block_ids(outcome, pair, *by_hand)
     _judge_idle(outcome, pair)
 
 
-def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]], flow: str) -> None:
+def _judge_router(outcome: Outcome, metrics: Samples, prompts: Sequence[Sequence[int]]) -> None:
     alone = growth({}, metrics, "kvconnect_router_fallbacks_total")
     # A prefill node of a recurrent model has nothing to hand out for one token.
-    may_be_alone = sum(len(prompt) == 1 for prompt in prompts)
-    if alone > may_be_alone:
+    if alone > sum(len(prompt) == 1 for prompt in prompts):
         outcome.problems.append(f"the router sent {alone:.0f} requests to the decode node alone")
-    if flow == "parallel":
-        both, resumed = (
-            growth({}, metrics, "kvconnect_router_flows_total", flow=name) for name in ("parallel", "resumed")
-        )
-        if both < len(prompts) - 1 or resumed > may_be_alone:
-            outcome.problems.append(
-                f"{both:.0f} of {len(prompts)} requests went to both nodes at once, and {resumed:.0f} of "
-                "these had to go on sequentially"
-            )
 
 
 def _judge_block_ids(

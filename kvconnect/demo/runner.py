@@ -11,7 +11,7 @@ from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer
 from kvconnect.demo.outcome import Outcome, Tokens
 from kvconnect.demo.prompts import make_prompts
-from kvconnect.demo.report import Finding, judging, known, note, report
+from kvconnect.demo.report import judging, note, report
 from kvconnect.engine_names import engine_entry_points
 from kvconnect.errors import ConfigError
 
@@ -24,8 +24,7 @@ class DemoOptions:
     """What runs; no engine or no model named means all of them.
 
     ``require`` are engines that must be able to run here. ``kv_cache_dtype`` is what every node's cache
-    keeps, ``flow`` the router's, ``path`` the nodes'. The decode node has blocks of ``decode_block_size``
-    tokens, if that is not 0.
+    keeps, ``path`` how KV travels between the nodes.
     """
 
     engines: Sequence[str] = ()
@@ -34,14 +33,7 @@ class DemoOptions:
     require: Sequence[str] = ()
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
-    flow: str = "sequential"
     path: str = "packed"
-    decode_block_size: int = 0
-
-    @property
-    def node_options(self) -> Sequence[str]:
-        """What every node is started with."""
-        return ("--device", self.device, "--kv-cache-dtype", self.kv_cache_dtype)
 
 
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
@@ -52,13 +44,12 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     """
     from kvconnect.engine.registry import available_engines
 
-    models = known("model", options.models, MODELS)
+    models = _known("model", options.models, MODELS)
     # The memory engine does not leave its process.
     registered = [name for name in engine_entry_points() if name != "memory"]
-    known("engine", options.require, registered)
-    known("flow", [options.flow], pair.FLOWS)
-    known("path", [options.path], pair.PATHS)
-    chosen = known("engine", options.engines, registered)
+    _known("engine", options.require, registered)
+    _known("path", [options.path], pair.PATHS)
+    chosen = _known("engine", options.engines, registered)
     reasons = available_engines()
     skipped = {name: reasons[name] for name in chosen if reasons[name]}
     for name, reason in skipped.items():
@@ -75,34 +66,39 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     if missing or not engines:
         return 1
 
-    def run(folder: Path) -> Iterator[Finding]:
+    def run(folder: Path) -> Iterator[Outcome]:
         for model in models:
             yield from _run_model(engines, model, options, folder)
 
     return report(run, json_output=json_output)
 
 
-def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder: Path) -> Iterator[Finding]:
+def _known(what: str, names: Sequence[str], accepted: Sequence[str]) -> list[str]:
+    """These names, each once; none means all. Raises ConfigError: one is not accepted."""
+    for name in names:
+        if name not in accepted:
+            raise ConfigError(f"{what} {name!r} is unknown; choose from {', '.join(accepted)}")
+    return list(dict.fromkeys(names)) or list(accepted)
+
+
+def _run_model(engines: Sequence[str], model: str, options: DemoOptions, folder: Path) -> Iterator[Outcome]:
     """One model with every engine. The single node is asked once, while the first pair starts."""
     prompts = make_prompts(options.requests, PROMPT_SEED)
     extra = make_prompts(3, PROMPT_SEED + 1)[2] + make_prompts(5, PROMPT_SEED + 2)[4]
     expected: list[Tokens | BadAnswer] = []
-    node = options.node_options
-    decode = ("--block-size", str(options.decode_block_size)) if options.decode_block_size else ()
+    node = ("--device", options.device, "--kv-cache-dtype", options.kv_cache_dtype)
     with Children(folder) as single:
         reference: Child | None = pair.start_reference(single, model, *node)
         for engine in engines:
             outcome = Outcome(engine=engine, model=model, requests=options.requests)
             with judging(outcome, folder) as children:
-                nodes = pair.start_nodes(
-                    children, engine, model, *node, path=options.path, decode_options=decode
-                )
+                nodes = pair.start_nodes(children, engine, model, *node, path=options.path)
                 if reference is not None:
                     url = reference.wait_ready()
                     expected = pair.ask_all(url, model, [*prompts, extra])
                     single.end()
                     reference = None
-                both = pair.start_router(children, engine, model, nodes, options.flow)
+                both = pair.start_router(children, engine, model, nodes)
                 pair.judge(outcome, both, prompts, expected[:-1], (extra, expected[-1]))
             yield outcome
             if reference is not None:

@@ -1,4 +1,4 @@
-"""What shows the offload of a node: the demo's part and the benchmark, whole, and what they refuse."""
+"""The benchmark that shows the offload of a node, whole, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,24 +14,8 @@ from benchmarks.page_cache import drop_pages, resident_share
 from benchmarks.returning.model import PromptAttention
 from benchmarks.returning.options import Options
 from benchmarks.returning.runner import bench_returning
-from kvconnect.demo.offload import POOLS, run_offload
-from kvconnect.demo.runner import MODELS
 from kvconnect.errors import ConfigError
 from kvconnect.node.attention import AttentionPages, PagedRows, Segment
-
-
-def test_the_demo_shows_a_restart(capsys):
-    assert run_offload(models=["hybrid"], json_output=True) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["problems"] == []
-    assert shown["from_memory"] == shown["from_disk"] == shown["could_be_found"] > 0
-    assert shown["token_exact"] == 2 * shown["prompts"]
-
-
-def test_the_demo_knows_every_model():
-    assert set(POOLS) == set(MODELS)
-    with pytest.raises(ConfigError, match="'nope' is unknown"):
-        run_offload(models=["nope"], json_output=True)
 
 
 def test_the_benchmark_finds_every_prompt_on_every_way(capsys, tmp_path):
