@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnect.testing.memory_tier import MemoryTier
 from kvconnect.testing.tier_suite import LowerTierSuite
+from tests.offload.memory_tier import MemoryTier
 
 
 class TestMemoryTier(LowerTierSuite):
