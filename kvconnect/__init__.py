@@ -15,7 +15,7 @@ The folders are the data flow, and their order is the import order:
 ``node``       a small real serving node, used by the demo, the tests and the benchmarks
 ``router``     the HTTP router of a prefill/decode pair
 ``explain``    what two configurations would exchange, and by which path
-``testing``    contract suites and doubles, for engines and tiers of others too
+``testing``    the contract suite of engines, for those of others too
 ``demo``       the proof that an installed kvconnect works here
 ``cli``        the command line, a file per command
 

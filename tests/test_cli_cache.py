@@ -12,8 +12,8 @@ from kvconnect.cli import app
 from kvconnect.errors import ConfigError
 from kvconnect.offload.disk.folder import row_name
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.testing.tier_suite import some_rows
 from tests.offload.disk_kit import NAMESPACE, open_driver, row_paths
+from tests.offload.tier_suite import some_rows
 
 ROWS = some_rows(100, 1, length=1000)
 FACTS = {"stack": {"model": "some/model"}, "rank": 0}

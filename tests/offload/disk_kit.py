@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvconnect.offload.disk.folder import DiskFolder, FolderOwner, row_name
 from kvconnect.offload.disk.tier import DiskTier
-from kvconnect.testing.tier_suite import HANG_S, TierDriver
+from tests.offload.tier_suite import HANG_S, TierDriver
 
 NAMESPACE = "0123456789abcdef" * 4
 

@@ -12,9 +12,9 @@ import threading
 
 import pytest
 
-from kvconnect.testing.tier_suite import lengths_of, rows_of, some_rows
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import Faults, FaultyFolder, open_driver, row_paths, wait_until
+from tests.offload.tier_suite import lengths_of, rows_of, some_rows
 
 SOON = {"retry_s": (0.01, 0.05)}
 
@@ -288,7 +288,7 @@ def test_rows_beyond_a_limit_on_the_length_of_files_fail_alone(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from kvconnect.testing.tier_suite import lengths_of, some_rows
+from tests.offload.tier_suite import lengths_of, some_rows
 from tests.offload.disk_kit import open_driver
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 driver = open_driver(Path(sys.argv[1]), 8 << 20, retry_s=(0.01, 0.05))
@@ -341,7 +341,7 @@ def test_a_small_disk_that_is_really_full(tmp_path):
 import sys
 from pathlib import Path
 from tests.faults.disk_rows import taken_bytes
-from kvconnect.testing.tier_suite import lengths_of, some_rows
+from tests.offload.tier_suite import lengths_of, some_rows
 from tests.offload.disk_kit import open_driver
 path = Path(sys.argv[1])
 driver = open_driver(path, 8 << 20, retry_s=(0.01, 0.05))

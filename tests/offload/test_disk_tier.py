@@ -27,7 +27,6 @@ from kvconnect.offload.disk.folder import FolderOwner, RowFile, bytes_on_disk, r
 from kvconnect.offload.disk.tier import READ_THREADS, DiskTier, open_disk_tier
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
-from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 from tests.faults.disk_rows import taken_bytes
 from tests.offload.disk_kit import (
     NAMESPACE,
@@ -39,6 +38,7 @@ from tests.offload.disk_kit import (
     row_paths,
     wait_until,
 )
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 
 
 class TestDiskTier(LowerTierSuite):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnect.testing.tier_suite import LowerTierSuite
 from tests.offload.memory_tier import MemoryTier
+from tests.offload.tier_suite import LowerTierSuite
 
 
 class TestMemoryTier(LowerTierSuite):

@@ -11,7 +11,7 @@ from kvconnect.engine.store_talk import Verb
 from kvconnect.errors import EngineError
 from kvconnect.offload.store.announced import Announced
 from kvconnect.offload.store.tier import StoreTier, _Item
-from kvconnect.testing.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
+from tests.offload.tier_suite import LowerTierSuite, TierDriver, lengths_of, rows_of, some_rows
 
 NAMESPACE = "ab" * 32
 

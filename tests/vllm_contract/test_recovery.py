@@ -6,9 +6,9 @@ import time
 
 from kvconnect.offload.disk.row_files import RowFiles
 from kvconnect.orders import OffloadReport, TierChange
-from kvconnect.testing.tier_suite import some_rows
 from kvconnect.vllm.steps import WAIT_S, Recovery
 from tests.offload.disk_kit import open_driver, open_tier
+from tests.offload.tier_suite import some_rows
 from tests.offload.worker_kit import Rig
 
 NEWS = [OffloadReport(0), OffloadReport(1, changes=(TierChange("disk", 0, (b"h",)),))]
