@@ -6,6 +6,7 @@ vLLM makes one object in its scheduler process and one in each worker. None of t
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
@@ -30,7 +32,7 @@ from kvconnect.vllm.metadata import (
     hit_sources,
 )
 from kvconnect.vllm.offload import kept_groups
-from kvconnect.vllm.plugin import register
+from kvconnect.vllm.plugin import OURS, register
 from kvconnect.vllm.requests import introduce, shorten
 from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
@@ -91,8 +93,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Registered memory must stay where it is."""
-        return False
+        """Pages that no engine has registered may go and come back."""
+        given = {name: getattr(kv_transfer_config, name) for name in OURS}
+        return settings.may_sleep(parse_kv_transfer_config(given).extra)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
@@ -250,13 +253,25 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Describe and register this worker's caches, and begin to serve peers."""
         rank = int(get_tensor_model_parallel_rank())
         self._weights = loaded_weights(self._vllm)
-        self._worker = make_worker_half(
-            self._vllm, self._cache, self._config, kv_caches, rank=rank, weights=self._weights.name
+        made = functools.partial(
+            make_worker_half,
+            *(self._vllm, self._cache, self._config, kv_caches),
+            rank=rank,
+            weights=self._weights.name,
         )
+        self._worker = settings.outside_pools(self._vllm, made, next(iter(kv_caches.values())).device)
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         if (self._kept or self._config.extra.sources) and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
+
+    def unregister_kv_caches(self) -> None:
+        """Pages are about to go: nothing touches them until they are back, and peers get a refusal."""
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Pages are back. Slots and side channel were there all the time."""
+        self._worker.wake()
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.

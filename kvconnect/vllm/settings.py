@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvconnect.config import TransferConfig, parse_kv_transfer_config
+import torch
+
+from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Naming
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 
 def log_like_vllm() -> None:
@@ -68,11 +74,49 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
             "turn it off, and use a checkpoint with scales or none"
         )
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise ConfigError(
-            "enable_sleep_mode is on, but registered KV memory must stay where it is; turn it off"
-        )
+        _refuse_sleep(vllm_config.model_config, config)
     if config.extra.offload is not None:
         check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
+
+
+def _refuse_sleep(model_config: Any, config: TransferConfig) -> None:
+    """Raise ``ConfigError`` where pages are taken away that something of ours still reaches."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    backend = getattr(model_config, "sleep_mode_backend", "cumem")
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        why = "this version of vLLM tells no connector when it sleeps; accepted: vLLM 0.33 or newer"
+    elif backend != "cumem":
+        why = f"sleep_mode_backend {backend!r} does not leave slots as they are; accepted: cumem"
+    elif not may_sleep(config.extra):
+        why = f"registered KV memory must stay where it is; accepted: path 'packed' for {config.extra.path!r}"
+    else:
+        return
+    raise ConfigError(f"enable_sleep_mode is on, but {why}, or turn it off")
+
+
+def may_sleep(extra: ExtraConfig) -> bool:
+    """Whether no page of the cache is registered with an engine."""
+    return extra.engine == "none" or (extra.path == "packed" and extra.has_slots)
+
+
+def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: torch.device) -> Made:
+    """What ``make`` returns. Its memory of a GPU lies in no pool that vLLM empties to sleep.
+
+    vLLM has a pool open around all that is made beside the cache. PyTorch's pools are of the thread that
+    opened them, and so are streams and modes.
+    """
+    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return make()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    is_inference = torch.is_inference_mode_enabled()
+
+    def made() -> Made:
+        with torch.cuda.stream(stream), torch.inference_mode(is_inference):
+            return make()
+
+    with ThreadPoolExecutor(1, "kvconnect-memory") as thread:
+        return thread.submit(made).result()
 
 
 def computes_prompts_whole(vllm_config: VllmConfig) -> bool:

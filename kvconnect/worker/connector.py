@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import queue
 import threading
 import time
 import uuid
@@ -314,6 +315,32 @@ class WorkerConnector:
             logger.info("%d requests are held for peers, which may fetch them for %g s more", held, most_s)
         self._transfers.drain(drained.set)
         return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
+
+    def sleep(self) -> None:
+        """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
+
+        Peers stay connected, and get a refusal that says why. A node that registers pages cannot.
+
+        Raises:
+            LocalError: something still does after 5 s, or a load is under way. It goes on as before.
+        """
+        if self._transfers is None:
+            return
+        loads: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._transfers.sleep(loads.put)
+        try:
+            under_way = f"{loads.get(timeout=_CLOSE_TIMEOUT_S)} requests are being loaded"
+        except queue.Empty:
+            under_way = f"pages are still being read after {_CLOSE_TIMEOUT_S} s"
+        if not under_way.startswith("0 "):
+            self.wake()
+            raise LocalError(f"the node cannot sleep: {under_way}")
+        logger.info("nothing touches pages any more, until the node wakes; peers are refused meanwhile")
+
+    def wake(self) -> None:
+        """Pages are back at their addresses, with whatever content."""
+        if self._transfers is not None:
+            self._transfers.wake()
 
     def close(self) -> None:
         """Stop the thread, which releases the engine and the side channel when it ends. Idempotent.

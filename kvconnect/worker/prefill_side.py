@@ -45,6 +45,8 @@ from kvconnect.worker.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+ASLEEP = "the node sleeps, and keeps no KV meanwhile"
+
 
 class PrefillSide:
     """Leases, inbound peers and the writes under way.
@@ -142,6 +144,16 @@ class PrefillSide:
             self._draining = "the prefill node is stopping"
             self._drain_until = now + self._config.drain_s
         self._drained = drained
+
+    def sleep(self, asleep: Callable[[], None], now: float) -> None:
+        """Give up at once all that reads pages, and begin nothing; ``asleep`` is called once that is so."""
+        self._draining, self._drain_until, self._drained = ASLEEP, now, asleep
+        for handle in list(self.book.streaming):
+            self.preempted(handle, ASLEEP)
+
+    def wake(self) -> None:
+        """Pages are there again. What was given up is not."""
+        self._draining, self._drain_until = "", math.inf
 
     def replace_weights(self, reason: str, now: float) -> None:
         """What is held, and what is being computed, belongs to other weights than those that we have now.

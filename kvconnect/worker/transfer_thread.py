@@ -125,6 +125,17 @@ class TransferThread:
         """Begin no lease any more; ``drained`` is called, on this thread, once none is left."""
         self._call(lambda now: self.prefill.drain(drained, now))
 
+    def sleep(self, asleep: Callable[[int], None]) -> None:
+        """Let nothing read pages until ``wake``; ``asleep`` is called, on this thread, once nothing does.
+
+        With how many loads are under way, which write pages: only the stack can end these.
+        """
+        self._call(lambda now: self.prefill.sleep(lambda: asleep(len(self.decode.loads)), now))
+
+    def wake(self) -> None:
+        """Pages may be read again."""
+        self._call(lambda now: self.prefill.wake())
+
     def _call(self, command: Command) -> None:
         self._commands.append(command)
         self._channel.wake()

@@ -45,8 +45,6 @@ LEFT_TO_BASE: dict[str, str] = {
     "set_xfer_handshake_metadata_pp_aware": "the base class passes them on: pipelines are refused at start",
     "requires_piecewise_for_cudagraph": "no layer hook is used, so full CUDA graphs stay",
     "get_block_ids_with_load_errors": "failures are reported by request: with several groups blocks end vLLM",
-    "unregister_kv_caches": "supports_sleep_mode refuses the mode that would call it",
-    "restore_kv_caches": "supports_sleep_mode refuses the mode that would call it",
 }
 """Hooks that are not overridden, and why what the base class does is right for us."""
 

@@ -14,6 +14,7 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.engine.memory import MemoryEngine
+from kvconnect.errors import LocalError
 from kvconnect.pack.arena import Arena
 from kvconnect.peer.messages import CacheMeaning
 from kvconnect.worker.connector import WorkerConnector
@@ -126,3 +127,21 @@ def test_slots_that_cannot_be_measured_leave_nothing_registered_and_nothing_open
         with pytest.raises(RuntimeError, match="out of memory"):
             start(engine, "kv_both", slot_bytes=1 << 16, port=port)
     assert engine.given == []
+
+
+def test_a_worker_sleeps_only_once_its_thread_has_let_go(monkeypatch):
+    """A stack takes the pages away as soon as the call returns."""
+    monkeypatch.setattr("kvconnect.worker.connector._CLOSE_TIMEOUT_S", 0.3)
+    engine = Stuck("127.0.0.1")
+    worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
+    assert engine.polled.wait(5)
+    with pytest.raises(LocalError, match=r"cannot sleep: pages are still being read after 0\.3 s"):
+        worker.sleep()
+    engine.go_on.set()
+    worker.sleep()
+    worker.wake()
+    monkeypatch.setattr(worker._transfers.decode, "loads", {"a": None, "b": None})
+    with pytest.raises(LocalError, match="cannot sleep: 2 requests are being loaded"):
+        worker.sleep()
+    monkeypatch.undo()
+    worker.close()

@@ -1,0 +1,112 @@
+"""Sleep mode: where it is allowed, by which name it is refused elsewhere, and where our memory lies."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvconnect.config import parse_kv_transfer_config
+from kvconnect.errors import ConfigError
+from kvconnect.vllm.settings import outside_pools, refuse_unsupported
+
+SLEEPS = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+OFFLOAD = {"engine": "none", "offload": {"cpu_bytes": 1 << 20}}
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+def refuse(monkeypatch, model=SLEEPS, *, tells=True, **extra):
+    """As a vLLM of 0.33 has it, or an older one."""
+    hooks = {"unregister_kv_caches": None} if tells else {}
+    base = SimpleNamespace(KVConnectorBase_V1=type("Base", (), hooks))
+    monkeypatch.setitem(sys.modules, BASE, base)
+    monkeypatch.setattr("kvconnect.vllm.settings.check_blocks", lambda *_: None)
+    monkeypatch.setattr("kvconnect.vllm.settings.hash_block_tokens", lambda *_: None)
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+    )
+    given = {"kv_role": "kv_both", "kv_connector_extra_config": extra}
+    refuse_unsupported(vllm_config, None, parse_kv_transfer_config(given))
+
+
+@pytest.mark.parametrize("extra", [{}, {"path": "packed"}, OFFLOAD])
+def test_a_server_may_sleep_whose_pages_are_not_registered(monkeypatch, extra):
+    refuse(monkeypatch, **extra)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"path": "auto"}, "registered KV memory must stay.*accepted: path 'packed' for 'auto'"),
+        ({"path": "direct"}, "path 'packed' for 'direct'"),
+        ({"tells": False}, r"tells no connector when it sleeps; accepted: vLLM 0\.33 or newer"),
+        (
+            {"model": SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu")},
+            "sleep_mode_backend 'criu' does not leave slots.*accepted: cumem",
+        ),
+    ],
+)
+def test_any_other_is_refused_by_name(monkeypatch, changes, why):
+    with pytest.raises(ConfigError, match=f"enable_sleep_mode is on, but .*{why}.*turn it off"):
+        refuse(monkeypatch, **changes)
+
+
+def test_without_sleep_mode_nothing_is_refused(monkeypatch):
+    refuse(monkeypatch, SimpleNamespace(enable_sleep_mode=False), tells=False, path="auto")
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_what_is_ours_is_allocated_where_no_pool_of_the_caller_is_open(sleeps, is_inference):
+    """PyTorch's pools are of one thread."""
+
+    def make():
+        assert torch.is_inference_mode_enabled() is is_inference
+        return threading.get_ident()
+
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    with torch.inference_mode(is_inference):
+        thread = outside_pools(config, make, torch.device("cpu"))
+    assert (thread != threading.get_ident()) is sleeps
+
+
+def test_an_error_of_what_is_made_there_is_the_caller_s():
+    def make():
+        raise ConfigError("no room")
+
+    with pytest.raises(ConfigError, match="no room"):
+        outside_pools(SimpleNamespace(model_config=SLEEPS), make, torch.device("cpu"))
+
+
+def test_vllm_s_hooks_are_the_worker_s():
+    pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+    from kvconnect.vllm.connector import KVConnect
+
+    called = []
+    connector = KVConnect.__new__(KVConnect)
+    connector._worker = SimpleNamespace(
+        sleep=lambda: called.append("sleep"), wake=lambda: called.append("wake")
+    )
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert called == ["sleep", "wake"]
+
+    def config(**extra):
+        return SimpleNamespace(
+            kv_connector="KVConnect",
+            kv_connector_module_path=None,
+            kv_role="kv_both",
+            engine_id="e",
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config=extra,
+        )
+
+    assert KVConnect.supports_sleep_mode(config())
+    assert KVConnect.supports_sleep_mode(config(**OFFLOAD))
+    assert not KVConnect.supports_sleep_mode(config(path="auto"))
