@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -74,6 +76,13 @@ def write_model(kind: str, folder: Path) -> Recipe:
 
 def _gqa(kind: str, folder: Path) -> Recipe:
     _save(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=4, **_COMMON, **_HEADS)), folder)
+    return Recipe(kind, folder)
+
+
+def _moe(kind: str, folder: Path) -> Recipe:
+    """A mixture of four experts, two of which take each token."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, **experts, **_COMMON, **_HEADS)), folder)
     return Recipe(kind, folder)
 
 
@@ -193,6 +202,7 @@ def _eagle(kind: str, folder: Path) -> Recipe:
 
 KINDS: dict[str, Callable[[str, Path], Recipe]] = {
     "gqa": _gqa,
+    "moe": _moe,
     "fp8": _fp8,
     "heavy": _heavy,
     "sliding": _sliding,
