@@ -1,40 +1,43 @@
-"""How a node is set up, as an operator gives it."""
+"""How a node is set up, as an operator gives it: the options of ``kvconnect serve``, with their texts."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Annotated
 
 from kvconnect.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How a node is set up. ``block_size`` None is the model's own.
+    """How a node is set up. Raises ``ConfigError``: a value is out of range."""
 
-    ``max_num_batched_tokens`` bounds one step, ``max_num_seqs`` the requests that run at once.
-    ``reserved_blocks`` pins the first block ids, so that two nodes' ids differ.
-    ``enable_prefix_caching`` False computes every prompt anew. ``kv_cache_dtype`` is auto, bf16 or
-    fp8_e4m3.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    model: str = "gqa"
-    seed: int = 0
-    device: str = "cpu"
-    num_blocks: int = 1024
-    block_size: int | None = None
-    max_model_len: int = 4096
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 1024
-    reserved_blocks: int = 0
-    kv_transfer_config: str | None = None
-    kv_events_config: str | None = None
-    enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
+    model: Annotated[str, "gqa, mla, mixed, sliding or hybrid."] = "gqa"
+    seed: Annotated[int, "Seed of the model's weights; a pair needs the same one."] = 0
+    device: Annotated[str, "cpu, or cuda:N."] = "cpu"
+    num_blocks: Annotated[int, "Logical blocks of KV cache, the null block included."] = 512
+    block_size: Annotated[int | None, "Tokens per logical block; left out, the model's own."] = None
+    max_model_len: Annotated[int, "Longest sequence, in tokens."] = 4096
+    max_num_seqs: Annotated[int, "Requests that run at once."] = 16
+    max_num_batched_tokens: Annotated[int, "Tokens computed in one step."] = 1024
+    reserved_blocks: Annotated[
+        int, "Blocks never used, so that two nodes use different block ids (for tests)."
+    ] = 0
+    kv_transfer_config: Annotated[
+        str | None,
+        "What makes this node transfer KV caches, or keep them in host memory and on disk: a JSON object, "
+        "spelled as vLLM does. Left out, the node serves alone and keeps nothing.",
+    ] = None
+    kv_events_config: Annotated[str | None, "A JSON object, as vLLM's."] = None
+    enable_prefix_caching: Annotated[
+        bool, "Take the beginning of a prompt from blocks that hold it already."
+    ] = True
+    kv_cache_dtype: Annotated[str, "What the cache keeps: auto (the model's own), bf16 or fp8_e4m3."] = "auto"
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}; accepted: cpu, cuda, cuda:N")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from aiohttp import web
@@ -21,9 +21,9 @@ from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
 from kvconnect.router.kv_events import KVEvents
-from kvconnect.router.limits import RouterLimits, clean_url
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.policy import FlowOptions, PrefixPolicy
+from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
+from kvconnect.router.policy import place_by_prefix
 from kvconnect.router.pool import Pool
 from kvconnect.router.summary import Summaries
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
@@ -42,41 +42,26 @@ _http_logger.addFilter(_is_ours)
 
 _Run = Callable[[web.Request, str, float], Awaitable[web.StreamResponse]]
 
-FLOWS = ("sequential", "parallel")
-"""How a request may run through its two nodes."""
-
 
 class Router:
     """One router: two pools, one flow, and the requests under way. One event loop owns it."""
 
-    def __init__(
-        self,
-        prefill: Sequence[str],
-        decode: Sequence[str],
-        limits: RouterLimits,
-        clock: Clock,
-        flow: str = "sequential",
-        *,
-        decode_fallback: bool = True,
-        prefix: PrefixPolicy | None = None,
-    ) -> None:
-        if flow not in FLOWS:
-            raise ConfigError(f"flow is {flow!r}; accepted: {', '.join(FLOWS)}")
+    def __init__(self, options: RouterOptions, limits: RouterLimits, clock: Clock) -> None:
         self.limits = limits
-        self.decode = Pool("decode", [clean_url(url) for url in decode], limits)
-        self.prefill = Pool("prefill", [clean_url(url) for url in prefill], limits) if prefill else None
+        prefill, decode = ([clean_url(url) for url in urls] for urls in (options.prefill, options.decode))
+        self.decode = Pool("decode", decode, limits)
+        self.prefill = Pool("prefill", prefill, limits) if prefill else None
         self.pools = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
         self.metrics = RouterMetrics(*self.pools)
         self.in_flight = 0
         self.is_draining = self.is_hurried = False
         self._clock = clock
-        self._decode_fallback = decode_fallback
+        self._decode_fallback = options.decode_fallback
         self._upstream = Upstream(limits, self.metrics, clock)
         placing, self._kv_events = None, list[KVEvents]()
-        if prefix is not None:
-            placing, self._kv_events = prefix.made(self.pools, self._upstream)
-        options = FlowOptions(flow == "parallel", decode_fallback, placing)
-        self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options)
+        if options.policy == "prefix":
+            placing, self._kv_events = place_by_prefix(options, self.pools, self._upstream)
+        self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session, the health checks and the summaries while the application runs."""
@@ -210,27 +195,15 @@ def error_response(
 
 
 def create_router_app(
-    prefill_urls: Sequence[str],
-    decode_urls: Sequence[str],
-    *,
-    limits: RouterLimits | None = None,
-    clock: Clock = time.monotonic,
-    flow: str = "sequential",
-    decode_fallback: bool = True,
-    prefix: PrefixPolicy | None = None,
+    options: RouterOptions, limits: RouterLimits | None = None, clock: Clock = time.monotonic
 ) -> web.Application:
     """The router as an aiohttp application. Serve it with ``router_runner``.
 
-    Without ``prefill_urls`` the others are plain servers. With ``decode_fallback`` the decode node computes a
-    prompt whose prefill failed, with ``prefix`` requests go where their prefix is.
-
     Raises:
-        ConfigError: a URL, a limit or the flow cannot be used.
+        ConfigError: a URL, or what the policy needs, cannot be used.
     """
     limits = limits or RouterLimits()
-    router = Router(
-        prefill_urls, decode_urls, limits, clock, flow, decode_fallback=decode_fallback, prefix=prefix
-    )
+    router = Router(options, limits, clock)
     app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[_errors_as_json])
     app[ROUTER] = router
     app.cleanup_ctx.append(router.lifetime)

@@ -23,8 +23,8 @@ from aiohttp import web
 
 from kvconnect.router import bodies
 from kvconnect.router.bodies import SideChannel
-from kvconnect.router.placing import Placement
-from kvconnect.router.policy import FlowOptions
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.placing import Placement, Placing
 from kvconnect.router.pool import Lease, Pool
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
@@ -62,7 +62,7 @@ class Begun:
 class Flow:
     """Runs requests against two pools, or plain servers, which are all in ``decode``.
 
-    Holds no state of a request between calls.
+    Holds no state of a request between calls. With ``placing`` requests go where their prefix is.
     """
 
     def __init__(
@@ -71,14 +71,17 @@ class Flow:
         decode: Pool,
         upstream: Upstream,
         clock: Clock,
-        options: FlowOptions,
+        options: RouterOptions,
+        placing: Placing | None = None,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._upstream = upstream
         self._metrics = upstream.metrics
         self._clock = clock
-        self._options = options
+        self._parallel = options.flow == "parallel"
+        self._decode_fallback = options.decode_fallback
+        self.placing = placing
         # Where each prefill node is fetched from, as its last answer named it.
         self._channels: dict[str, SideChannel] = {}
         self._fallbacks_logged: set[str] = set()
@@ -123,15 +126,15 @@ class Flow:
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, more or None), lease)
 
     async def _placed(self, exchange: Exchange, pool: Pool) -> Placement:
-        if (placing := self._options.placing) is None:
+        if self.placing is None:
             return Placement()
-        return await placing.place(pool, exchange.headers, exchange.body)
+        return await self.placing.place(pool, exchange.headers, exchange.body)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
         placement = await self._placed(exchange, prefill)
         lease = prefill.take(self._clock(), work=placement.work)
-        channel = self._channels.get(lease.url) if lease is not None and self._options.parallel else None
+        channel = self._channels.get(lease.url) if lease is not None and self._parallel else None
         if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
             return await self._run_at_once(exchange, lease, channel, placement)
         return await self._run_in_turn(exchange, lease, placement)
@@ -193,13 +196,13 @@ class Flow:
         try:
             outcome = await prefill
         except UpstreamError as error:
-            if not self._options.decode_fallback:
+            if not self._decode_fallback:
                 raise
             return await self._run_alone(exchange, f"prefill_{error.reason}", str(error))
         if isinstance(outcome, web.Response):
             # Of these every node would refuse the request; of others this one cannot serve it, or not now.
             is_of_the_request = 400 <= outcome.status < 500 and outcome.status not in (408, 429)
-            if is_of_the_request or not self._options.decode_fallback:
+            if is_of_the_request or not self._decode_fallback:
                 return outcome
             why = f"the prefill node answered {outcome.status}"
             return await self._run_alone(exchange, "prefill_refused", why)
@@ -268,8 +271,8 @@ class Flow:
             self._channels.pop(url, None)
         else:
             self._channels[url] = channel
-            if self._options.placing is not None:
-                self._options.placing.learn(url, channel)
+            if self.placing is not None:
+                self.placing.learn(url, channel)
         if handed:
             return handed
         return (

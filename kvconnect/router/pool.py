@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.limits import RouterLimits
+from kvconnect.router.options import RouterLimits
 
 
 class State(enum.Enum):

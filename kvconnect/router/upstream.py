@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvconnect.router.limits import RouterLimits
 from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.options import RouterLimits
 from kvconnect.router.pool import Lease, Pool
 
 logger = logging.getLogger("kvconnect.router")

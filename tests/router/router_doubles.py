@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from kvconnect.router.app import ROUTER, Router, create_router_app, router_runner
-from kvconnect.router.limits import RouterLimits
+from kvconnect.router.options import RouterLimits, RouterOptions
 from tests.ports import free_port
 
 PARAMS = {
@@ -149,11 +149,12 @@ class Client:
 async def routed(prefill: list[str], decode: list[str], **limits: Any) -> AsyncIterator[Client]:
     """A router in front of these URLs, and its client. Each node is checked once unless asked for more.
 
-    ``limits`` may hold the router's ``flow``, ``decode_fallback`` and ``prefix`` too.
+    ``limits`` may hold ``RouterOptions`` too.
     """
     limits = {"check_interval_s": 3600.0, "connect_timeout_s": 1.0, **limits}
-    options = {name: limits.pop(name) for name in ("flow", "decode_fallback", "prefix") if name in limits}
-    app = create_router_app(prefill, decode, limits=RouterLimits(**limits), **options)
+    known = {one.name for one in fields(RouterOptions)}
+    options = {name: limits.pop(name) for name in known & limits.keys()}
+    app = create_router_app(RouterOptions(decode, prefill, **options), RouterLimits(**limits))
     runner = router_runner(app)
     await runner.setup()
     try:

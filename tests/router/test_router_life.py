@@ -14,7 +14,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.app import create_router_app, serve_router
-from kvconnect.router.limits import RouterLimits, clean_url
+from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
 from tests.router.router_doubles import Node, dead_url, pair, routed, streams
 
 ASK = {"prompt": [1], "max_tokens": 2}
@@ -122,7 +122,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
     async def main() -> None:
         node = Node()
         async with node.serving():
-            app = create_router_app(["http://a"], ["http://b"])
+            app = create_router_app(RouterOptions(["http://b"], ["http://a"]))
             with pytest.raises(ConfigError, match="cannot listen on"):
                 await serve_router(app, "127.0.0.1", int(node.url.rpartition(":")[2]), asyncio.Event())
 
@@ -159,7 +159,9 @@ def test_limits_are_checked() -> None:
 def test_the_process_says_when_it_is_ready_and_ends_on_sigterm() -> None:
     code = (
         "from kvconnect.router.app import create_router_app, run_router;"
-        f"run_router(create_router_app(['{dead_url()}'], ['{dead_url()}']), host='127.0.0.1', port=0)"
+        "from kvconnect.router.options import RouterOptions;"
+        f"options = RouterOptions(['{dead_url()}'], ['{dead_url()}']);"
+        "run_router(create_router_app(options), host='127.0.0.1', port=0)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.app import create_router_app
+from kvconnect.router.options import RouterOptions
 from tests.router.router_doubles import PARAMS, Node, answers, never, pair, routed, streams
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "min_tokens": 2, "stream": False}
@@ -267,7 +267,7 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
 
 def test_an_unknown_flow_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="flow is 'both'; accepted: sequential, parallel"):
-        create_router_app(["http://a"], ["http://b"], flow="both")
+        RouterOptions(["http://b"], ["http://a"], flow="both")
 
 
 def test_whatever_the_nodes_do_every_client_is_answered_and_nothing_is_left() -> None:

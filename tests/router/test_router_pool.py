@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.limits import RouterLimits
+from kvconnect.router.options import RouterLimits
 from kvconnect.router.pool import Lease, Pool, State
 
 URLS = ["http://a", "http://b", "http://c"]

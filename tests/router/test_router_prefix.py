@@ -14,9 +14,9 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError
 from kvconnect.peer.feed import Feed
-from kvconnect.router.limits import RouterLimits
+from kvconnect.router.app import ROUTER, create_router_app
+from kvconnect.router.options import RouterLimits, RouterOptions
 from kvconnect.router.placing import Placement
-from kvconnect.router.policy import PrefixPolicy, by_node
 from kvconnect.router.pool import Pool
 from kvconnect.router.prefix_index import Hit
 from tests.ports import free_port
@@ -70,6 +70,14 @@ class Server(Node):
         return [seen for seen in self.seen if seen.path == "/v1/completions"]
 
 
+def by_prefix(events, replays=None, sources=None):
+    """The options of a router that follows these, each by the node's URL."""
+    given = {"kv_event_source": events, "kv_event_replay_source": replays, "kv_source": sources}
+    return {"policy": "prefix"} | {
+        name: [f"{url}={value}" for url, value in (of or {}).items()] for name, of in given.items()
+    }
+
+
 @contextlib.asynccontextmanager
 async def servers(count=2, is_pair=False, sources=(), **options):
     """A router that follows so many servers; plain ones, or prefill nodes before a decode node."""
@@ -79,7 +87,7 @@ async def servers(count=2, is_pair=False, sources=(), **options):
             await stack.enter_async_context(server.serving())
             server.open(stack, **options)
         urls = [server.url for server in found]
-        policy = PrefixPolicy(
+        policy = by_prefix(
             {server.url: server.events for server in found},
             {server.url: server.replay for server in found},
             dict(zip(urls, sources, strict=False)),
@@ -87,7 +95,7 @@ async def servers(count=2, is_pair=False, sources=(), **options):
         decode = Node()
         await stack.enter_async_context(decode.serving())
         shape = (urls, [decode.url]) if is_pair else ([], urls)
-        client = await stack.enter_async_context(routed(*shape, prefix=policy, retries=0))
+        client = await stack.enter_async_context(routed(*shape, **policy, retries=0))
         await heard(client, found)
         yield client, found
 
@@ -95,7 +103,7 @@ async def servers(count=2, is_pair=False, sources=(), **options):
 async def heard(client, found):
     """Until the router follows each: a block of a publisher that is not subscribed to yet is lost."""
     for server in found:
-        known = client.router.flow._options.placing._index
+        known = client.router.flow.placing._index
         for attempt in range(500):
             server.store([attempt] * SIZE)
             await asyncio.sleep(0.01)
@@ -107,7 +115,7 @@ async def heard(client, found):
 
 async def settled(client, server, tokens, hit):
     """Until the router knows so much of a prompt at a server."""
-    index = client.router.flow._options.placing._index
+    index = client.router.flow.placing._index
     for _ in range(500):
         if index.hits([server.url], tokens)[server.url] == hit:
             return
@@ -174,8 +182,8 @@ async def test_what_was_published_before_and_what_was_missed_is_asked_for():
         await stack.enter_async_context(server.serving())
         server.open(stack)
         server.store(PROMPT)
-        policy = PrefixPolicy({server.url: server.events}, {server.url: server.replay})
-        client = await stack.enter_async_context(routed([], [server.url], prefix=policy))
+        policy = by_prefix({server.url: server.events}, {server.url: server.replay})
+        client = await stack.enter_async_context(routed([], [server.url], **policy))
         await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
         # Its socket loses a message; the number of the next shows it.
         server.feed._count += 1
@@ -315,7 +323,7 @@ async def test_prefill_nodes_are_chosen_likewise():
             assert (await client.post({"model": "m", "prompt": PROMPT}))[0] == 200
         assert (len(first.completions), len(second.completions)) == (0, 3)
         # Its answer names where it is fetched from: others may pull from there what it has.
-        placing = client.router.flow._options.placing
+        placing = client.router.flow.placing
         assert placing._sources == {second.url: "10.0.0.7:4711"}
 
 
@@ -349,25 +357,21 @@ def test_the_node_that_is_done_first_is_taken():
         ({"events": {"http://a": "http://b"}}, "accepted: as tcp://10.0.0.1:5557"),
         ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b"}}, "accepted: host:port"),
         ({"events": {"http://a": "tcp://b:1"}, "sources": {"http://a": "b:x"}}, "accepted: host:port"),
+        ({"events": {"http://other": "tcp://b:1"}}, "http://other is no node of this router"),
     ],
 )
 def test_a_policy_that_cannot_work_says_why(options, problem):
     with pytest.raises(ConfigError, match=problem):
-        PrefixPolicy(**options)
+        create_router_app(RouterOptions(["http://a"], **by_prefix(**options)))
 
 
 def test_options_by_node_are_read():
-    assert by_node("kv-source", ["http://a:1/=h:2"]) == {"http://a:1": "h:2"}
+    made = by_prefix({"http://a:1": "tcp://b:1"}) | {"kv_source": ["http://a:1/=h:2"]}
+    router = create_router_app(RouterOptions(["http://a:1"], **made))[ROUTER]
+    assert router.flow.placing._sources == {"http://a:1": "h:2"}
+    made["kv_source"] = ["http://a:1"]
     with pytest.raises(ConfigError, match="--kv-source is 'http://a:1'; accepted: URL=VALUE"):
-        by_node("kv-source", ["http://a:1"])
-
-
-@in_loop
-async def test_a_node_that_is_none_of_the_routers_is_refused():
-    policy = PrefixPolicy({"http://other": "tcp://127.0.0.1:1"})
-    with pytest.raises(ConfigError, match="http://other is no node of this router"):
-        async with routed([], ["http://a"], prefix=policy):
-            pass
+        create_router_app(RouterOptions(["http://a:1"], **made))
 
 
 @in_loop

@@ -1,0 +1,105 @@
+"""How a router is set up, as an operator gives it: what has a text is an option of ``kvconnect router``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from kvconnect.errors import ConfigError
+
+FLOWS = ("sequential", "parallel")
+"""How a request may run through its two nodes."""
+POLICIES = ("least-loaded", "prefix")
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The nodes, and what is done with a request. Raises ``ConfigError``: there is no such flow or policy."""
+
+    decode: Annotated[list[str], "URL of a decode node, or a plain server; may be given several times."]
+    prefill: Annotated[
+        list[str], "URL of a prefill node; may be given several times. None: all are plain servers."
+    ] = field(default_factory=list)
+    flow: Annotated[str, "sequential asks the prefill node first, parallel asks both nodes at once."] = (
+        "sequential"
+    )
+    policy: Annotated[
+        str,
+        "Which node takes a request: the least loaded, or by prefix the one that has most of its prompt, in "
+        "any tier, with regard to load. Of plain servers and of prefill nodes.",
+    ] = "least-loaded"
+    kv_event_source: Annotated[list[str], "For policy prefix, URL=tcp://HOST:PORT of a node's KV events."] = (
+        field(default_factory=list)
+    )
+    kv_event_replay_source: Annotated[
+        list[str], "URL=tcp://HOST:PORT that answers what was missed of them."
+    ] = field(default_factory=list)
+    kv_source: Annotated[
+        list[str], "URL=HOST:PORT of a node's side channel, where its peers may pull what it has."
+    ] = field(default_factory=list)
+    decode_fallback: Annotated[
+        bool,
+        "Have the decode node compute the prompt where no prefill node is left, or a prefill leg fails (no "
+        "connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer.",
+    ] = True
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("flow", FLOWS), ("policy", POLICIES)):
+            if getattr(self, name) not in accepted:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """Every bound and deadline. Raises ``ConfigError``: a value is out of range.
+
+    ``failures_to_eject``: so many failures to reach a node, in a row, and it leaves rotation; after
+    ``eject_s`` it is probed.
+    """
+
+    connect_timeout_s: Annotated[float, "Seconds to reach a node, name look-up included."] = 3.0
+    prefill_timeout_s: Annotated[float, "Seconds for a whole prefill leg."] = 120.0
+    decode_timeout_s: Annotated[float, "Seconds to a decode node's first byte, and between its bytes."] = (
+        120.0
+    )
+    body_timeout_s: float = 30.0
+    max_body_bytes: Annotated[int, "Largest request body."] = 16 << 20
+    max_answer_bytes: int = 16 << 20
+    max_in_flight: Annotated[int, "Requests served at once; more get 503."] = 1024
+    retries: Annotated[int, "Further nodes tried when one cannot be reached."] = 2
+    check_interval_s: float = 1.0
+    check_timeout_s: float = 2.0
+    failures_to_eject: int = 3
+    eject_s: float = 5.0
+    drain_timeout_s: Annotated[float, "Seconds for requests to end after SIGTERM."] = 30.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("retries", "drain_timeout_s"):
+                if value < 0:
+                    raise ConfigError(f"{item.name} is {value}, it must be 0 or more")
+            elif not value > 0:
+                raise ConfigError(f"{item.name} is {value}, it must be above 0")
+
+
+def clean_url(url: str) -> str:
+    """A node's base URL without a trailing slash.
+
+    Raises:
+        ConfigError: not http or https, no host, a bad port, or parts that a base URL does not have.
+    """
+    try:
+        parts = urlsplit(url)
+        bad_port = parts.port == 0
+    except ValueError:
+        bad_port = True
+    if bad_port or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is not the URL of a node; write it like http://host:8000")
+    if parts.username is not None or parts.query or parts.fragment:
+        # The text of the URL is not repeated: it may hold a password.
+        raise ConfigError(
+            f"the URL of node {parts.hostname} must not hold credentials, a query or a fragment"
+        )
+    return url.rstrip("/")
