@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import stat
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvconnect.cli import app
-from kvconnect.config import ExtraConfig, parse_kv_transfer_config
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning
-from kvconnect.worker.connector import WorkerConnector
 
 CACHE = KVCacheConfig(8, (KVCacheGroup(("a",), FullAttentionSpec(16, 2, 8, torch.float32)),))
 MEANING = CacheMeaning("m", 2, 1, "w")
@@ -110,55 +107,12 @@ def test_a_node_gets_another_key_and_keeps_its_peers(keys, tmp_path):
         (("remove", "{n}", "p"), "NAME is 'p'.*cannot be removed"),
         (("show", "{n}/none"), "key_file is '.*none', which cannot be read"),
         (("node", "{n}/new", "--cluster-key", "{n}/none"), "--cluster-key is '.*none'"),
-        (("check", "--kv-transfer-config", "{"), "not JSON"),
     ],
 )
 def test_what_is_wrong_is_said(keys, tmp_path, arguments, match):
     keys("node", tmp_path / "n")
     with pytest.raises(ConfigError, match=match):
         keys(*(argument.replace("{n}", str(tmp_path / "n")) for argument in arguments))
-
-
-def config(**extra):
-    return json.dumps({"kv_role": "kv_both", "kv_connector_extra_config": extra})
-
-
-def test_check_says_whether_a_node_would_start_and_reach_its_peers(keys, tmp_path):
-    public = public_key(keys("node", tmp_path / "n"))
-    keys("add", tmp_path / "n", "p", public, "--at", "10.0.0.2:5")
-    given = config(host="10.0.0.1", keys_dir=str(tmp_path / "n"), allow_peers=["10.0.0.0/24"])
-    (tmp_path / "vllm.json").write_text(json.dumps({**json.loads(given), "kv_rank": 0}))
-    assert keys("check", "--kv-transfer-config", tmp_path / "vllm.json") == keys(
-        "check", "--kv-transfer-config", given
-    )
-    said = keys(
-        "check", "--kv-transfer-config", given, "--peer", "10.0.0.2:6", "--peer", "10.1.0.1:5", code=1
-    )
-    assert "no public key of it is known" in said[1]
-    assert "allow_peers does not have it" in said[2]
-    with pytest.raises(ConfigError, match="no key"):
-        keys("check", "--kv-transfer-config", config(host="10.0.0.1"))
-    assert keys("check", "--kv-transfer-config", config(insecure=True))[0].startswith("insecure")
-
-
-@pytest.mark.timeout(60)
-def test_check_asks_the_peers_themselves(keys, tmp_path):
-    """A worker that answers, one that has another key, and a port that nobody listens on."""
-    keys("new", tmp_path / "key")
-    keys("new", tmp_path / "other")
-    extra = {"key_file": str(tmp_path / "key"), "engine": "memory", "peer_timeout_s": 3.0}
-    worker = WorkerConnector(parse_kv_transfer_config(config(**extra)), CACHE, {0: 16}, MEANING)
-    shape = (CACHE.num_blocks, 16, 2, 2 * 8)
-    worker.register_kv_caches({"a": CacheTensor(torch.zeros(shape), "block token head content")})
-    try:
-        here = f"127.0.0.1:{worker.address().port}"
-        check = ("check", "--kv-transfer-config")
-        assert "answers, has key" in keys(*check, config(**extra), "--peer", here)[1]
-        other = config(**{**extra, "key_file": str(tmp_path / "other")})
-        assert "it cannot be fetched from" in keys(*check, other, "--peer", here, code=1)[1]
-    finally:
-        worker.close()
-    assert "nothing listens at" in keys(*check, config(**extra), "--peer", here, code=1)[1]
 
 
 def test_without_a_path_it_shows_what_a_node_of_this_user_would_use(keys, tmp_path):

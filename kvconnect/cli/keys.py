@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvconnect.addresses import read_address
 from kvconnect.cli.options import keys_at
-from kvconnect.errors import ConfigError, PeerError
+from kvconnect.errors import ConfigError
 from kvconnect.peer import key_files
 from kvconnect.peer.allow_list import AllowList
 
-if TYPE_CHECKING:
-    from kvconnect.config import ExtraConfig
-    from kvconnect.peer.keyring import Keyring
-
 keys_app = typer.Typer(
     name="keys",
-    help="Make, exchange and check the keys that nodes know each other by.\n\n"
+    help="Make and exchange the keys that nodes know each other by; `kvconnect doctor` checks them.\n\n"
     "A small cluster shares one key: `keys new FILE`, copy FILE to every node, and set key_file (or put what "
     "is in it into KVCONNECT_KEY). Where each node is to have its own: `keys node DIR` on every node, with "
     "the first one's cluster.key copied to the others; `keys add` on each for every peer; and set keys_dir "
@@ -127,50 +122,6 @@ def show(
         _show_node(keyring.folder)
     else:
         typer.echo(keyring.describe())
-
-
-@keys_app.command()
-def check(
-    kv_transfer_config: Annotated[
-        str, typer.Option(metavar="JSON|FILE", help="The node's configuration, as it is started with.")
-    ],
-    peer: Annotated[
-        list[str] | None, typer.Option(help="HOST:PORT that the node is to fetch from (repeatable).")
-    ] = None,
-) -> None:
-    """Report whether a node could start with these keys, and ask its peers; exit 1 if not all answer."""
-    from kvconnect.peer.keyring import described, load_keyring
-    from kvconnect.vllm.configuration import read_configuration
-
-    extra = read_configuration(kv_transfer_config).extra
-    keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
-    typer.echo(described(keyring))
-    is_well = True
-    for address in peer or ():
-        split = read_address(address, "--peer")
-        public = keyring.server_key(*split) if keyring else b""
-        refusal = "no public key of it is known" if public is None else ""
-        if allowed and not allowed.allows(*split):
-            refusal = "allow_peers does not have it"
-        try:
-            result = refusal or _answer(extra, keyring, split)
-        except PeerError as error:
-            result = refusal = f"it cannot be fetched from: {error}"
-        is_well = is_well and not refusal
-        typer.echo(f"{address}: {result}")
-    if not is_well:
-        raise typer.Exit(1)
-
-
-def _answer(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> str:
-    """A peer's description, as a line of text. Raises ``PeerError``."""
-    from kvconnect.peer.asking import describe
-    from kvconnect.peer.keyring import fingerprint
-
-    found = describe(extra, keyring, address).description
-    public = keyring.server_key(*address) if keyring else None
-    known = f"has key {fingerprint(public)}" if public else "is insecure"
-    return f"answers, {known}: {found.role}, kvconnect {found.release}, over {found.lane}"
 
 
 def _write_key(path: Path, text: str, replace: bool) -> None:

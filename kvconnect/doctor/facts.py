@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvconnect.addresses import is_loopback
 from kvconnect.config import ExtraConfig, TransferConfig
@@ -33,9 +33,8 @@ class Probes:
     describe: Callable[..., TimedDescription] = describe
 
 
-@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found out.
+    """Everything that was found out about this machine and this configuration, once, in some seconds.
 
     ``engines`` are the registered ones, each with why it does not work here. ``engine`` is what is used,
     empty for nothing; ``trials`` are those that were tried. ``key`` describes the keys, ``key_problem``
@@ -43,60 +42,31 @@ class Facts:
     ``own_problem``.
     """
 
-    config: TransferConfig | None
-    machine: Machine
-    engines: Mapping[str, str]
-    engine: str
-    trials: Mapping[str, Trial]
-    interfaces: tuple[str, ...] = ()
-    key: str = ""
-    key_problem: str = ""
-    port: PortState = field(default_factory=PortState)
-    bootstrap_port: PortState = field(default_factory=PortState)
-    keyring: Keyring | None = None
-    own: TimedDescription | None = None
-    own_problem: str = ""
-
-    @property
-    def extra(self) -> ExtraConfig:
-        """The settings, or those of a node without any."""
-        return self.config.extra if self.config is not None else ExtraConfig()
-
-
-def gather(config: TransferConfig | None, probes: Probes, environ: Mapping[str, str] = os.environ) -> Facts:
-    """Find out everything about this machine and this configuration. Takes some seconds, for the engines."""
-    extra = config.extra if config is not None else ExtraConfig()
-    engines = probes.engines()
-    engine = extra.engine
-    if engine == "auto":
-        engine = next((name for name in _CHOICE if engines.get(name) == ""), "")
-    key = key_problem = own_problem = ""
-    own, keyring = None, None
-    try:
-        key, keyring = _keys(extra, environ)
-    except ConfigError as error:
-        key_problem = str(error)
-    port = probes.port(extra.host, extra.port)
-    if port.taken and not key_problem:
+    def __init__(
+        self, config: TransferConfig | None, probes: Probes, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self.config = config
+        self.extra = extra = config.extra if config is not None else ExtraConfig()
+        self.machine = probes.machine()
+        self.engines = probes.engines()
+        self.engine = extra.engine
+        if extra.engine == "auto":
+            self.engine = next((name for name in _CHOICE if self.engines.get(name) == ""), "")
+        self.trials = _trials(extra, self.engine, self.engines, probes)
+        self.interfaces = tuple(name for _, name in socket.if_nameindex())
+        self.port = probes.port(extra.host, extra.port)
+        self.bootstrap_port = probes.port(extra.host, extra.bootstrap_port)
+        self.key = self.key_problem = self.own_problem = ""
+        self.keyring: Keyring | None = None
+        self.own: TimedDescription | None = None
         try:
-            own = probes.describe(extra, keyring, (extra.host, extra.port))
+            self.key, self.keyring = _keys(extra, environ)
+            if self.port.taken:
+                self.own = probes.describe(extra, self.keyring, (extra.host, extra.port))
+        except ConfigError as error:
+            self.key_problem = str(error)
         except PeerError as error:
-            own_problem = str(error)
-    return Facts(
-        config=config,
-        machine=probes.machine(),
-        engines=engines,
-        engine=engine,
-        trials=_trials(extra, engine, engines, probes),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-        key=key,
-        key_problem=key_problem,
-        port=port,
-        bootstrap_port=probes.port(extra.host, extra.bootstrap_port),
-        keyring=keyring,
-        own=own,
-        own_problem=own_problem,
-    )
+            self.own_problem = str(error)
 
 
 def _keys(extra: ExtraConfig, environ: Mapping[str, str]) -> tuple[str, Keyring | None]:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.addresses import read_address
-from kvconnect.doctor.facts import Facts, Probes, gather
+from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.measure import measure
@@ -61,7 +61,7 @@ def examine(
         config = read_configuration(configuration) if configuration is not None else None
     except ConfigError as error:
         findings.append(failure("configuration", str(error), "mend it; docs/configuration.md has every key"))
-    facts = gather(config, probes)
+    facts = Facts(config, probes)
     for check in (check_node, check_software, check_hardware):
         findings += check(facts)
     if model is not None:

@@ -157,6 +157,7 @@ def test_no_key_between_machines_is_a_failure_and_none_is_made_here(tmp_path):
     said = failures(found(configured(host=OTHER)))
     assert "kvconnect keys new" in said["key"]
     assert "none yet" in found(configured())["key"].found
+    assert found(configured(insecure=True))["key"].found.startswith("insecure")
     assert not (tmp_path / "home").exists()
 
 

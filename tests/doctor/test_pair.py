@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvconnect.cli import app
 from kvconnect.doctor import measure, runner
-from kvconnect.doctor.facts import Facts, gather
+from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.findings import Level, well
 from kvconnect.doctor.machine import Machine
 from kvconnect.doctor.rates import Rates, check_rates
@@ -32,7 +32,7 @@ from kvconnect.peer import messages
 from kvconnect.peer.asking import describe
 from kvconnect.peer.description import introduced
 from kvconnect.peer.key_files import new_secret
-from kvconnect.peer.keyring import load_keyring
+from kvconnect.peer.keyring import load_keyring, new_key_pair
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning
 from kvconnect.peer.session import Ready, Received
 from kvconnect.vllm.configuration import read_configuration
@@ -178,8 +178,8 @@ def test_the_packed_rate_is_that_of_the_side_that_is_slower(node, monkeypatch):
 
 def test_one_measurement_at_a_time_and_its_end_leaves_nothing(node):
     prefill = node("kv_producer")
-    facts = gather(None, MEMORY)
-    facts = dataclasses.replace(facts, keyring=load_keyring(facts.extra, os.environ))
+    facts = Facts(None, MEMORY)
+    facts.keyring = load_keyring(facts.extra, os.environ)
     port = prefill.workers[0].address().port
     told = describe(facts.extra, facts.keyring, ("127.0.0.1", port))
     engine, arena = MemoryEngine(), Arena("cpu", 1 << 16, 1, 1 << 20)
@@ -246,7 +246,11 @@ def test_a_peer_without_slots_is_not_measured_and_said_so(node):
 )
 def test_a_rate_is_held_against_what_carries_it(wire, machine, should, why):
     trial = Trial("nixl", "UCX", wire, "")
-    facts = Facts(config=None, machine=Machine(**machine), engines={}, engine="nixl", trials={"nixl": trial})
+    found = Machine(**machine)
+    probes = dataclasses.replace(
+        QUICK, machine=lambda: found, engines=lambda: {"nixl": ""}, trial=lambda *_, **__: trial
+    )
+    facts = Facts(None, probes)
     for share, level in ((0.9, Level.PASS), (0.4, Level.WARNING if should else Level.PASS)):
         rates = Rates((should or 1e9) * share, 2e9, 1e9, 4e9)
         said = {one.about: one for one in check_rates(facts, rates)}
@@ -283,6 +287,17 @@ def test_another_key_is_named_with_what_to_compare(node, monkeypatch):
     said = failures(asked(configured("kv_consumer", engine="memory"), prefill.address))
     assert list(said) == ["peer"]
     assert "kvconnect keys show" in said["peer"]
+
+
+def test_a_peer_that_is_not_known_or_not_allowed_is_a_failure(tmp_path):
+    keys = ["keys", "add", str(tmp_path), "p", new_key_pair().public.hex(), "--at", "10.0.0.2:5"]
+    for command in (["keys", "node", str(tmp_path)], keys):
+        assert CliRunner().invoke(app, command).exit_code == 0
+    given = configured("kv_consumer", engine="memory", keys_dir=str(tmp_path), allow_peers=["10.0.0.0/24"])
+    said = failures(asked(given, "10.0.0.2:6"))
+    assert "no public key is known of a peer at 10.0.0.2:6" in said["peer"]
+    said = failures(asked(given, "10.1.0.1:5"))
+    assert "allow_peers does not have 10.1.0.1:5 > add it to allow_peers" in said["peer"]
 
 
 def test_a_node_of_ours_on_the_port_that_has_another_key_is_another_program(node, monkeypatch):
