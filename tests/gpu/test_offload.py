@@ -171,6 +171,29 @@ def shifted(rig: Rig, image: Image, by: int) -> Image:
     return image
 
 
+def test_the_numbers_of_a_restore_lie_in_no_memory_that_the_model_still_reads():
+    """What the model's stream freed is that stream's: kernels that read it may still be to run."""
+    rig = Rig(wide_side())
+    lengths = [512 << at for at in range(6)]
+    seen = [torch.zeros(length, dtype=torch.int64, device="cuda") for length in lengths]
+    used = [torch.full((length,), 7, dtype=torch.int64, device="cuda") for length in lengths]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for there, here in zip(seen, used, strict=True):
+        there.copy_(here)
+    del there, here
+    used.clear()
+    everything = [
+        RowCopies(group, tuple(range(1, NUM_ROWS + 1)), tuple(range(NUM_ROWS))) for group in rig.layout.groups
+    ]
+    ticket = rig.copier.restore(everything)
+    ticket.wait()
+    assert ticket.error is None
+    torch.cuda.synchronize()
+    assert all(bool((values == 7).all()) for values in seen)
+    rig.close()
+
+
 def test_waiting_for_staging_memory_is_counted_and_timed():
     rig = Rig(wide_side())
     everything = RowCopies(0, tuple(range(1, 31)), tuple(range(30)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -41,6 +42,9 @@ class SlowQueue:
     def __init__(self, device):
         self.device, self.work = device, []
         device.queues.append(self)
+
+    def current(self):
+        return nullcontext()
 
     def run(self, launch):
         # Like a stream, a queue does not own what its work reads.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -133,9 +133,13 @@ class CudaQueue:
     def __init__(self, stream: torch.cuda.Stream, device: CudaDevice, is_current: bool) -> None:
         self._stream, self._device, self._is_current = stream, device, is_current
 
+    def current(self) -> AbstractContextManager[Any]:
+        """The stream is the calling thread's meanwhile; what torch allocates then is this stream's."""
+        return nullcontext() if self._is_current else torch.cuda.stream(self._stream)
+
     def run(self, launch: Callable[[], None]) -> None:
         """Work that ``launch`` gives to the stream that is current while it is called."""
-        with nullcontext() if self._is_current else torch.cuda.stream(self._stream):
+        with self.current():
             launch()
 
     def copy(self, source: Column, target: Column, length: Column) -> None:

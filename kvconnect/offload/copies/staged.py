@@ -93,7 +93,10 @@ class Direction:
         while self._kept and self._kept[0][0].query():
             self._kept.popleft()
         layouts = [self._prepare(tuple(piece.numbers)) for piece in pieces]
-        lent, staged = self._launcher.stage(layouts, [piece.numbers for piece in pieces])
+        # In memory of this queue: what torch frees on another stream it gives away there at once, although
+        # kernels that were launched there before may still use it.
+        with queue.current():
+            lent, staged = self._launcher.stage(layouts, [piece.numbers for piece in pieces])
         self._lent.append(lent)
         queue.run(partial(self._launcher.load, lent))
         return staged
