@@ -21,9 +21,9 @@ import kvconnect
 from kvconnect import cli
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.demo import children, http, outcome, prompts, runner
+from kvconnect.demo.options import DemoOptions
 from kvconnect.demo.outcome import Outcome, Tokens
 from kvconnect.demo.report import report
-from kvconnect.demo.runner import DemoOptions
 from kvconnect.node.options import NodeOptions
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +71,7 @@ def test_the_command_line_itself_imports_nothing_heavy() -> None:
         (("demo", "--path", "both"), "path 'both' is unknown; choose from auto, direct, packed"),
         (("demo", "--engine", "nope"), "engine 'nope' is unknown; choose from mooncake, nixl"),
         (("demo", "--model", "nope"), "model 'nope' is unknown"),
+        (("demo", "--requests", "0"), "requests is 0, it must be at least 1"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(arguments: tuple[str, ...], names: str) -> None:
@@ -210,7 +211,7 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(mo
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
     monkeypatch.setattr(runner, "_run_model", lambda engines, *_: ran.extend(engines) or [])
-    everything = DemoOptions(models=["gqa"], requests=1)
+    everything = DemoOptions(model=["gqa"], requests=1)
     assert runner.run_demo(everything, json_output=True) == 0
     assert ran == ["nixl"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
@@ -218,7 +219,7 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(mo
     assert "mooncake is required and cannot run" in capsys.readouterr().err
     assert ran == ["nixl"]
     with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
-        runner.run_demo(replace(everything, engines=["mooncake"]))
+        runner.run_demo(replace(everything, engine=["mooncake"]))
 
 
 # --- the demo, whole ------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
+from kvconnect.peer.description import read_answer
 from kvconnect.peer.messages import Fetch
-from kvconnect.peer.timeline_page import MOST_PER_PAGE, read_page, write_page
+from kvconnect.peer.timeline_page import MOST_PER_PAGE, TimelinePage, write_page
 from kvconnect.timeline import LATE_S, Moment, Timeline, Turns
 from tests.worker.pair import Pair
 
@@ -114,8 +115,8 @@ def test_pages_have_every_record_once_and_no_handle():
     for number in range(MOST_PER_PAGE + 10):
         timeline.note(Moment.PACKED, number, handle="secret", request_id="r" * 1000, transfer_id=3)
     timeline.note(Moment.REPORTED, True, handle="secret")
-    first = read_page(write_page(timeline, "P", 1, ""))
-    second = read_page(write_page(timeline, "P", 1, repr(first.records()[-1][0])))
+    first = read_answer(write_page(timeline, "P", 1, ""), TimelinePage)
+    second = read_answer(write_page(timeline, "P", 1, repr(first.records()[-1][0])), TimelinePage)
     assert (first.is_last, second.is_last, first.engine_id, first.rank) == (False, True, "P", 1)
     records = first.records() + second.records()
     assert [record[5] for record in records] == [*range(MOST_PER_PAGE + 10), 1]
@@ -127,7 +128,7 @@ def test_pages_have_every_record_once_and_no_handle():
     with pytest.raises(PeerError, match="does not contain"):
         msgspec.structs.replace(first, rows=((0.0, 9999, 0, 0, 0, 0),)).records()
     with pytest.raises(PeerError, match="cannot be read"):
-        read_page(b"\xc1")
+        read_answer(b"\xc1", TimelinePage)
 
 
 def test_the_latest_records_are_those_that_happened_last():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvconnect.demo import pair
 from kvconnect.demo.children import Child, Children
 from kvconnect.demo.http import BadAnswer
+from kvconnect.demo.options import DemoOptions
 from kvconnect.demo.outcome import Outcome, Tokens
 from kvconnect.demo.prompts import make_prompts
 from kvconnect.demo.report import judging, note, report
@@ -19,23 +19,6 @@ MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
 PROMPT_SEED = 7
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """What runs; no engine or no model named means all of them.
-
-    ``require`` are engines that must be able to run here. ``kv_cache_dtype`` is what every node's cache
-    keeps, ``path`` how KV travels between the nodes.
-    """
-
-    engines: Sequence[str] = ()
-    models: Sequence[str] = ()
-    requests: int = 8
-    require: Sequence[str] = ()
-    device: str = "cpu"
-    kv_cache_dtype: str = "auto"
-    path: str = "packed"
-
-
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     """Returns the exit code: 1 if anything was not as it must be, or a required engine cannot run here.
 
@@ -44,16 +27,16 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     """
     from kvconnect.engine.registry import available_engines
 
-    models = _known("model", options.models, MODELS)
+    models = _known("model", options.model, MODELS)
     # The memory engine does not leave its process.
     registered = [name for name in engine_entry_points() if name != "memory"]
     _known("engine", options.require, registered)
     _known("path", [options.path], pair.PATHS)
-    chosen = _known("engine", options.engines, registered)
+    chosen = _known("engine", options.engine, registered)
     reasons = available_engines()
     skipped = {name: reasons[name] for name in chosen if reasons[name]}
     for name, reason in skipped.items():
-        if options.engines:
+        if options.engine:
             raise ConfigError(f"engine {name!r} cannot run here: {reason}")
         note(f"{name} is skipped: {reason}")
     engines = [name for name in chosen if name not in skipped]

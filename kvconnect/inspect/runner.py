@@ -15,8 +15,8 @@ from kvconnect.config import ExtraConfig
 from kvconnect.errors import PeerError
 from kvconnect.inspect.tables import WIDTH, tables
 from kvconnect.peer.asking import ask, describe
-from kvconnect.peer.description import Description
-from kvconnect.peer.inspection import TOPIC, Inspection, read_inspection
+from kvconnect.peer.description import Description, read_answer
+from kvconnect.peer.inspection import TOPIC, Inspection
 from kvconnect.peer.keyring import Keyring, load_keyring
 from kvconnect.showing import printable
 
@@ -68,22 +68,13 @@ def look(
 ) -> tuple[Description, Inspection]:
     """What a worker is, and what it holds; ``whole``: with all leases and loads, not only the oldest.
 
-    Raises ``PeerError``, which names the release of a worker that cannot say what it holds.
+    Raises ``PeerError``.
     """
     described = describe(extra, keyring, address).description
-    try:
-        found = read_inspection(ask(extra, keyring, address, TOPIC).data)
-    except PeerError as error:
-        if "topic is" not in str(error):
-            raise
-        raise PeerError(
-            f"{address[0]}:{address[1]} runs kvconnect {described.release}, which answers no such question "
-            f"yet: install the release of this command there. {error}"
-        ) from error
-    pages = [found]
-    while whole and not pages[-1].is_last and len(pages) < _MOST_PAGES:
+    pages: list[Inspection] = []
+    while not pages or (whole and not pages[-1].is_last and len(pages) < _MOST_PAGES):
         seen = sum(max(len(page.leases), len(page.loads)) for page in pages)
-        pages.append(read_inspection(ask(extra, keyring, address, TOPIC, str(seen)).data))
+        pages.append(read_answer(ask(extra, keyring, address, TOPIC, str(seen)).data, Inspection))
     # What lies at the end of a page may move to the next one while the two are read.
     leases = {(one.digest, one.request_id): one for page in pages for one in page.leases}
     loads = {one.request_id: one for page in pages for one in page.loads}

@@ -13,7 +13,7 @@ from kvconnect.errors import PeerError
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.peer.channel import Channel, LinkLost
 from kvconnect.peer.description import TOPIC as DESCRIPTION
-from kvconnect.peer.description import Description, read_description
+from kvconnect.peer.description import Description, read_answer
 from kvconnect.peer.keyring import Keyring
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Answer, Bad, Question, Refused, Side, decode, encode
@@ -58,7 +58,7 @@ class TimedDescription:
 def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, int]) -> TimedDescription:
     """Ask the worker at an address what it is. Raises ``PeerError``."""
     reply = ask(extra, keyring, address, DESCRIPTION)
-    return TimedDescription(read_description(reply.data), reply.asked_at, reply.answered_at)
+    return TimedDescription(read_answer(reply.data, Description), reply.asked_at, reply.answered_at)
 
 
 def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:

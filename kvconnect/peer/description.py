@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from kvconnect import __version__
@@ -10,6 +12,8 @@ from kvconnect.orders import RankAddress
 from kvconnect.peer.messages import PROTOCOL_VERSION, Introduction
 
 TOPIC = "description"
+
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +40,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         """What a greeting would bring. Raises ``PeerError``: another protocol, or it cannot be read."""
         if self.protocol != PROTOCOL_VERSION:
             raise PeerError(f"protocol version is {self.protocol}, accepted: {PROTOCOL_VERSION}")
-        try:
-            return msgspec.msgpack.decode(self.introduced, type=Introduction)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise PeerError(f"its introduction cannot be read: {error}") from error
+        return read_answer(self.introduced, Introduction)
 
 
 def introduced(introduction: Introduction) -> msgspec.Raw:
@@ -47,9 +48,9 @@ def introduced(introduction: Introduction) -> msgspec.Raw:
     return msgspec.Raw(msgspec.msgpack.encode(introduction))
 
 
-def read_description(data: bytes) -> Description:
-    """The answer to a question for it. Raises ``PeerError``."""
+def read_answer(data: bytes, kind: type[_Answer]) -> _Answer:
+    """What a worker answered to a question. Raises ``PeerError``: it is something else."""
     try:
-        return msgspec.msgpack.decode(data, type=Description)
+        return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise PeerError(f"its description cannot be read: {error}") from error
+        raise PeerError(f"its {kind.__name__.lower()} cannot be read: {error}") from error

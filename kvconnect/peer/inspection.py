@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.errors import PeerError
-
 TOPIC = "inspection"
 MOST_PER_PAGE = 256
 """Of leases, and of loads, which take 1 ms of a transfer thread."""
@@ -105,11 +103,3 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     tiers: dict[str, dict[str, Any]]
     latest: tuple[RecordView, ...]
     is_last: bool
-
-
-def read_inspection(data: bytes) -> Inspection:
-    """The answer to a question for it. Raises ``PeerError``."""
-    try:
-        return msgspec.msgpack.decode(data, type=Inspection)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise PeerError(f"what it holds cannot be read: {error}") from error

@@ -82,14 +82,6 @@ def write_page(timeline: Timeline, engine_id: str, rank: int, argument: str) -> 
     return msgspec.msgpack.encode(page)
 
 
-def read_page(data: bytes) -> TimelinePage:
-    """The answer to a question for it. Raises ``PeerError``."""
-    try:
-        return msgspec.msgpack.decode(data, type=TimelinePage)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise PeerError(f"its timeline cannot be read: {error}") from error
-
-
 def digest(handle: str) -> str:
     """What stands for a handle in a page; empty for none."""
     return hashlib.blake2b(handle.encode(), digest_size=_DIGEST_BYTES).hexdigest() if handle else ""

@@ -11,8 +11,9 @@ from kvconnect.addresses import read_address
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.asking import ask, describe
+from kvconnect.peer.description import read_answer
 from kvconnect.peer.keyring import Keyring, load_keyring
-from kvconnect.peer.timeline_page import TOPIC, read_page
+from kvconnect.peer.timeline_page import TOPIC, TimelinePage
 from kvconnect.timeline import Record
 from kvconnect.trace.joining import Span, Worker, align, join
 from kvconnect.trace.output import slowest, trace
@@ -62,7 +63,7 @@ def read_worker(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str,
     # A worker that is busy records more meanwhile, and there is an end all the same.
     for _ in range(_MOST_PAGES):
         reply = ask(extra, keyring, address, TOPIC, argument)
-        page = read_page(reply.data)
+        page = read_answer(reply.data, TimelinePage)
         records += page.records()
         ahead = Span(page.clock_s - reply.answered_at, page.clock_s - reply.asked_at).also(ahead)
         if page.is_last or not records:

@@ -8,7 +8,8 @@ import pytest
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Hold, Orders
-from kvconnect.peer.inspection import MOST_PER_PAGE, read_inspection
+from kvconnect.peer.description import read_answer
+from kvconnect.peer.inspection import MOST_PER_PAGE, Inspection
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.timeline_page import digest
 from kvconnect.worker.inspection import write_inspection
@@ -20,7 +21,7 @@ def answer(worker, argument=""):
 
 
 def seen(worker, argument=""):
-    return read_inspection(answer(worker, argument))
+    return read_answer(answer(worker, argument), Inspection)
 
 
 def slots(worker, direction):
@@ -114,7 +115,7 @@ def test_ten_thousand_leases_are_read_in_pages_that_take_little_time(pair):
         took_s.append(time.thread_time() - began_at)
         assert len(data) < 1 << 16
         assert b"the handle" not in data, "it would open a load"
-        page = read_inspection(data)
+        page = read_answer(data, Inspection)
         assert len(page.leases) <= MOST_PER_PAGE
         found += page.leases
     assert [lease.request_id for lease in found] == [hold.request_id for hold in holds]

@@ -11,14 +11,12 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvconnect import __version__
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import PeerError
 from kvconnect.inspect.runner import look, run_inspect
 from kvconnect.orders import GroupBlocks, Hold, Orders
-from kvconnect.peer import inspection
 from kvconnect.peer.asking import ask
-from kvconnect.peer.description import TOPIC, read_description
+from kvconnect.peer.description import TOPIC, Description, read_answer
 from kvconnect.peer.keyring import SharedKeys
 from kvconnect.peer.messages import PROTOCOL_VERSION, CacheMeaning, Question
 from kvconnect.timeline import Moment
@@ -58,7 +56,7 @@ def asked(worker, topic=TOPIC, secret=SECRET, **changes):
 def test_a_worker_describes_itself(worker):
     before = time.time()
     reply = asked(worker)
-    told = read_description(reply.data)
+    told = read_answer(reply.data, Description)
     assert before <= reply.asked_at <= told.clock_s <= reply.answered_at
     assert (told.protocol, told.role, told.path) == (PROTOCOL_VERSION, "kv_both", "packed")
     assert told.lane == "memory of this process"
@@ -73,13 +71,13 @@ def test_who_asks_has_no_file_read_on_the_transfer_thread(worker, monkeypatch):
         raise AssertionError("while peers are served")
 
     monkeypatch.setattr(connector, "package_versions", read)
-    assert read_description(asked(worker).data).versions["python"]
+    assert read_answer(asked(worker).data, Description).versions["python"]
 
 
 def test_weights_that_were_replaced_are_told(worker):
     worker.replace_weights("files 2e")
     deadline = time.monotonic() + 5
-    while read_description(asked(worker).data).introduction.meaning.weights != "files 2e":
+    while read_answer(asked(worker).data, Description).introduction.meaning.weights != "files 2e":
         assert time.monotonic() < deadline
 
 
@@ -109,8 +107,10 @@ def test_a_listener_that_says_nothing_costs_the_time_of_a_peer(worker):
 
 
 def test_another_protocol_is_described_and_not_read(worker):
-    told = msgspec.structs.replace(read_description(asked(worker).data), protocol=PROTOCOL_VERSION + 1)
-    told = read_description(msgspec.msgpack.encode(told))
+    told = msgspec.structs.replace(
+        read_answer(asked(worker).data, Description), protocol=PROTOCOL_VERSION + 1
+    )
+    told = read_answer(msgspec.msgpack.encode(told), Description)
     with pytest.raises(PeerError, match=f"protocol version is {PROTOCOL_VERSION + 1}"):
         _ = told.introduction
 
@@ -162,10 +162,3 @@ def test_what_a_worker_holds_is_read_over_the_side_channel(worker, capsys):
     assert len(look(extra, keyring, address, whole=False)[1].leases) < 600, "one page"
     assert run_inspect(":".join(map(str, address)), extra, watch=False, json_output=True) == 0
     assert len(json.loads(capsys.readouterr().out)["holds"]["leases"]) == 600
-
-
-def test_a_release_that_cannot_be_inspected_is_named(worker):
-    del worker._transfers.prefill.topics._readers[inspection.TOPIC]
-    address = ("127.0.0.1", worker.address().port)
-    with pytest.raises(PeerError, match=f"runs kvconnect {__version__}, which answers no such question"):
-        look(worker._config.extra, SharedKeys(SECRET, "here"), address, whole=False)
