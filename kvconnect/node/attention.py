@@ -91,17 +91,19 @@ class RequestStates:
     """The recurrent states of some requests of a step, which compute equally many tokens each.
 
     ``span``: their tokens in the batch, request by request. ``block_ids`` of shape ``(n,)`` hold their
-    states. Where ``used`` is False nothing is stored.
+    states, and ``begins`` those whose first token is computed: whatever their block holds, their state is
+    zero. Where ``used`` is False nothing is stored.
     """
 
     span: slice
     pages: StatePages
     block_ids: torch.Tensor
+    begins: torch.Tensor
     used: torch.Tensor | None
 
     def read(self) -> list[torch.Tensor]:
         """Copies of the states, each of shape ``(n, *shape)``."""
-        held = self.pages.pages[self.block_ids]
+        held = self.pages.pages[self.block_ids].masked_fill(self.begins[:, None], 0)
         states, start = [], 0
         for shape, dtype in zip(self.pages.shapes, self.pages.dtypes, strict=True):
             end = start + torch.Size(shape).numel() * dtype.itemsize
@@ -245,7 +247,8 @@ class StepContext:
             raise TypeError(f"layer {layer!r} keeps no recurrent state")
         table = self.tables[self.cache.group_of[layer]]
         for span, rows in self.runs:
-            yield RequestStates(span, pages, table[rows, 0].long(), self.used)
+            begins = self.positions[span].view(len(rows), -1)[:, 0] == 0
+            yield RequestStates(span, pages, table[rows, 0].long(), begins, self.used)
 
     def attend(
         self,

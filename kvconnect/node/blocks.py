@@ -193,13 +193,9 @@ class RequestBlocks:
 
 @dataclass(frozen=True)
 class Grown:
-    """What an allocation added: ids by group, and those of them that must be zeroed.
-
-    ``zero_blocks`` are fresh state blocks by group, ``new_block_ids_to_zero`` fresh attention blocks.
-    """
+    """What an allocation added: ids by group, and those of attention groups that must be zeroed."""
 
     new_ids: tuple[list[int], ...]
-    zero_blocks: list[tuple[int, list[int]]]
     new_block_ids_to_zero: list[int]
 
 
@@ -314,7 +310,6 @@ class BlockManager:
                 ids.append(block_id if position >= kept else NULL_BLOCK)
                 self.pool.hold(ids[-1:])
         added: list[list[int]] = []
-        zero_blocks: list[tuple[int, list[int]]] = []
         to_zero: list[int] = []
         for index, group in enumerate(self._groups):
             ids, kept = blocks.ids[index], first_kept[index]
@@ -324,13 +319,11 @@ class BlockManager:
             first = len(ids) + skipped
             added.append([NULL_BLOCK] * skipped + fresh)
             ids.extend(added[-1])
-            if group.is_state and fresh:
-                zero_blocks.append((index, fresh))
-            elif self._zeroes_new_blocks:
+            if self._zeroes_new_blocks and not group.is_state:
                 # A load writes every byte of the blocks that it fills whole, and no more of the last one
                 # than it needs.
                 to_zero.extend(fresh[max(0, num_loaded // group.block_size - first) :])
-        return Grown(tuple(added), zero_blocks, to_zero)
+        return Grown(tuple(added), to_zero)
 
     def _free_left(self, blocks: RequestBlocks, index: int, end: int) -> None:
         """Free a group's blocks before the place ``end``."""

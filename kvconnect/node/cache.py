@@ -7,7 +7,6 @@ everything after the kernel sizes counts in kernel blocks. It is the same with a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -151,11 +150,6 @@ class NodeCache:
     def region_table(self) -> RegionTable:
         """Every page of the cache, as transfers and the zeroer know it."""
         return RegionTable.build(self.config, self.kernel_block_sizes, self.tensors)
-
-    def zero_blocks(self, group: int, block_ids: Sequence[int]) -> None:
-        """Zero the logical blocks of a state group, in every layer of the group."""
-        for name in self.config.groups[group].layer_names:
-            self.tensors[name].tensor[list(block_ids)] = 0
 
 
 def _pages(layer: CachedLayer, tensor: torch.Tensor) -> LayerPages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -18,12 +17,11 @@ from kvconnect.cache.specs import (
     SlidingWindowSpec,
     StateSpec,
 )
-from kvconnect.errors import ConfigError
 from kvconnect.node.request import Request
 from kvconnect.offload.events import Described, EventMaker, TierEvents, last_64_bits
 from kvconnect.orders import Count
 from kvconnect.peer.feed import Feed
-from kvconnect.reading import read_struct
+from kvconnect.reading import json_object, read_struct
 
 _KINDS = {
     FullAttentionSpec: "full_attention",
@@ -120,13 +118,7 @@ def configured_publisher(text: str | None, config: KVCacheConfig) -> Publisher |
     """The publisher that ``--kv-events-config`` asks for, if any. Raises ``ConfigError``: it is wrong."""
     if text is None:
         return None
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"kv_events_config is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"kv_events_config is {given!r}, it must be an object of settings")
-    wanted = read_struct(given, KVEventsConfig, "kv_events_config")
+    wanted = read_struct(json_object(text, "kv_events_config"), KVEventsConfig, "kv_events_config")
     if not wanted.enable_kv_cache_events or wanted.publisher == "null":
         return None
     feed = Feed(

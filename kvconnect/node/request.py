@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvconnect.node.blocks import Grown, RequestBlocks
+from kvconnect.node.blocks import RequestBlocks
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,6 @@ class Step:
     """Work of one step.
 
     Attributes:
-        zero_blocks: fresh blocks of state groups, by group: a recurrence begins at zero.
         new_block_ids_to_zero: fresh blocks of attention groups whose old bytes could be NaN; blocks that a
             load fills whole are not among them.
         released_rows: block table rows that no request owns any more.
@@ -124,14 +123,8 @@ class Step:
     """
 
     chunks: list[Chunk] = field(default_factory=list)
-    zero_blocks: list[tuple[int, list[int]]] = field(default_factory=list)
     new_block_ids_to_zero: list[int] = field(default_factory=list)
     released_rows: list[int] = field(default_factory=list)
     new_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     grown_rows: list[tuple[int, BlockIds]] = field(default_factory=list)
     deferred: bool = False
-
-    def add_fresh(self, grown: Grown) -> None:
-        """Add an allocation's blocks to those that are zeroed."""
-        self.zero_blocks += grown.zero_blocks
-        self.new_block_ids_to_zero += grown.new_block_ids_to_zero

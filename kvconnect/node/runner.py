@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.errors import LocalError
 from kvconnect.node.attention import Segment, segment_step
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
@@ -15,22 +14,15 @@ from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 
 class Runner:
-    """Executes steps. Blocks are addressed through ``cache.tables`` alone.
+    """Executes steps. Blocks are addressed through ``cache.tables`` alone."""
 
-    ``zeroer`` is None until the runner's owner built it; a step that has attention blocks to zero needs it.
-    """
-
-    def __init__(self, model: Model, cache: NodeCache, zeroer: KVBlockZeroer | None = None) -> None:
+    def __init__(self, model: Model, cache: NodeCache) -> None:
         self.model = model
         self.cache = cache
-        self.zeroer = zeroer
+        self.zeroer = KVBlockZeroer(cache.region_table(), device=cache.device)
 
     def prepare(self, step: Step) -> None:
-        """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well.
-
-        Raises:
-            LocalError: attention blocks are to be zeroed, and there is no zeroer.
-        """
+        """Bring the block tables up to date, then zero fresh blocks. Needed by loads as well."""
         for row in step.released_rows:
             self.cache.tables.clear_row(row)
         for row, block_ids in step.new_rows:
@@ -38,12 +30,7 @@ class Runner:
         for row, block_ids in step.grown_rows:
             self.cache.tables.append_block_ids(row, block_ids)
         self.cache.tables.apply()
-        for group, fresh in step.zero_blocks:
-            self.cache.zero_blocks(group, fresh)
-        if step.new_block_ids_to_zero:
-            if self.zeroer is None:
-                raise LocalError("fresh blocks are to be zeroed, but the runner has no zeroer")
-            self.zeroer.zero_block_ids(step.new_block_ids_to_zero)
+        self.zeroer.zero_block_ids(step.new_block_ids_to_zero)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> dict[str, tuple[int, int | None]]:

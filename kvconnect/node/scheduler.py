@@ -183,7 +183,7 @@ class Scheduler:
                 return False
         if any(grown.new_ids):
             step.grown_rows.append((request.row, grown.new_ids))
-        step.add_fresh(grown)
+        step.new_block_ids_to_zero += grown.new_block_ids_to_zero
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -254,7 +254,7 @@ class Scheduler:
             self._count_cached(request, computed)
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
-        step.add_fresh(grown)
+        step.new_block_ids_to_zero += grown.new_block_ids_to_zero
         if self.transfers is not None:
             self.transfers.hooks.update_after_alloc(request, block_ids, 0)
             # The blocks that this leaves without tokens are there for the next chunk.
@@ -299,7 +299,7 @@ class Scheduler:
         request.num_computed_tokens = computed
         self._count_cached(request, computed)
         self.transfers.loading[request.request_id] = request
-        step.add_fresh(grown)
+        step.new_block_ids_to_zero += grown.new_block_ids_to_zero
         self.transfers.hooks.update_after_alloc(request, request.blocks.snapshot(), external)
         return 0
 

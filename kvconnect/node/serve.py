@@ -25,7 +25,6 @@ from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
 from kvconnect.node.server import HttpLimits, NodeServer
 from kvconnect.node.transfers import Transfers
-from kvconnect.runner_kit.zeroing import KVBlockZeroer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def build_engine(
         max_num_batched_tokens=options.max_num_batched_tokens,
         device=device,
     )
-    runner = Runner(model, cache, KVBlockZeroer(cache.region_table(), device=device))
+    runner = Runner(model, cache)
     publisher = configured_publisher(options.kv_events_config, cache.config)
     pool.events = None if publisher is None else publisher.events
     if connector is None and options.kv_transfer_config is not None:

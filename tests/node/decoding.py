@@ -18,7 +18,7 @@ class DecodingRunner(Runner):
     """Takes a runner's place: ``decoder`` runs the steps that only decode and fit, ``num_runs`` of them."""
 
     def __init__(self, runner, sizes, *, captured):
-        super().__init__(runner.model, runner.cache, runner.zeroer)
+        super().__init__(runner.model, runner.cache)
         self.decoder = Decoder(runner.model, runner.cache, sizes=sizes, captured=captured)
         self.num_runs = 0
 

@@ -194,7 +194,7 @@ def test_a_node_publishes_what_it_holds_and_repeats_it_for_those_who_missed_it()
     ("text", "problem"),
     [
         ("{", "kv_events_config is not JSON"),
-        ("[]", "it must be an object"),
+        ("[]", "kv_events_config holds list; accepted: a JSON object"),
         ('{"enable_cache_events": true}', "did you mean 'enable_kv_cache_events'"),
         ('{"enable_kv_cache_events": true, "publisher": "http"}', "publisher is 'http'"),
         ('{"enable_kv_cache_events": true, "endpoint": "tcp://*:none"}', "nothing can be published on"),
