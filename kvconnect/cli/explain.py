@@ -31,14 +31,6 @@ def explain(
         typer.Option(min=1, help="Tokens of a block (16 of a model); a second one is the decode node's."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the request.")] = 8192,
-    rates: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSON",
-            help="What was measured of the link: seconds_per_batch, seconds_per_copy and bytes_per_s of the "
-            "engine, and pack_bytes_per_s, unpack_bytes_per_s and round_trip_s if known.",
-        ),
-    ] = None,
     json_output: JsonObject = False,
 ) -> None:
     """Report what two nodes would exchange, by which path and how fast, or why not; neither need run."""
@@ -46,7 +38,5 @@ def explain(
 
     given = {"tp_size": tp or [], "block_size": block_size or []}
     sizes = [{key: values[at] for key, values in given.items() if values} for at in (0, -1)]
-    code = run_explain(
-        source, target or source, tokens=tokens, rates=rates, json_output=json_output, sizes=sizes
-    )
+    code = run_explain(source, target or source, tokens=tokens, json_output=json_output, sizes=sizes)
     raise typer.Exit(code)

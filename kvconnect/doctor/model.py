@@ -35,7 +35,7 @@ def check_model(facts: Facts, asked: ModelAsked) -> Iterator[Finding]:
     device = "cuda" if facts.machine.gpus else "cpu"
     ours = msgspec.structs.replace(cache, extra=facts.extra, device=device)
     try:
-        report = make_report(ours, ours, _TOKENS, None)
+        report = make_report(ours, ours, _TOKENS)
     except KVConnectError as error:
         yield failure("model", str(error), "another tensor-parallel or block size")
         return

@@ -27,8 +27,6 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]
 
 
@@ -111,22 +109,6 @@ class _Outer(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: Ranks = 1
     device: Literal["cuda", "cpu"] = "cuda"
     kv_connector_extra_config: dict[str, Any] = {}
-
-
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured of a link, as ``--rates`` reads it: see ``LinkCost``."""
-
-    seconds_per_batch: Seconds
-    seconds_per_copy: Seconds
-    bytes_per_s: Rate
-    pack_bytes_per_s: Rate | None = None
-    unpack_bytes_per_s: Rate | None = None
-    round_trip_s: Seconds | None = None
-
-
-def parse_rates(given: Mapping[str, Any]) -> Rates:
-    """Check what was measured of a link. Raises ``ConfigError``."""
-    return read_struct(given, Rates, "rates")
 
 
 def parse_cache(given: Mapping[str, Any]) -> CacheFile:

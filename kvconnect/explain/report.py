@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import partner_ranks, shard_heads
-from kvconnect.explain.cache_file import CacheFile, HeadLayers, Rates, StateLayers
+from kvconnect.explain.cache_file import CacheFile, HeadLayers, StateLayers
 from kvconnect.explain.paths import PathEnd, paths_between, reasons_in
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
 from kvconnect.pack.arena import auto_slot_bytes
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunker, RequestCutter
-from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, EngineRates, LinkCost
+from kvconnect.plan.cost import DEFAULT_PACK_BYTES_PER_S, LinkCost
 from kvconnect.plan.transfer import plan_size
 
 CUDA_SLOT_BYTES = 128 << 20
@@ -63,7 +63,6 @@ class Report:
     """Everything about a pair of configurations. ``refusals`` are reasons why they cannot work together."""
 
     tokens: int
-    measured: bool
     rates: str
     refusals: list[str]
     pairs: list[Pair]
@@ -76,21 +75,26 @@ class Report:
         )
 
 
-def make_report(source: CacheFile, target: CacheFile, num_tokens: int, rates: Rates | None) -> Report:
+def make_report(
+    source: CacheFile, target: CacheFile, num_tokens: int, cost: LinkCost | None = None
+) -> Report:
     """Work out what the ranks of ``target`` fetch from those of ``source`` for a request of ``num_tokens``.
+
+    Without its ``cost`` the link is taken to be as one that was not measured.
 
     Raises:
         LayoutError: one of the caches cannot be expressed.
         ConfigError: it has no room on this machine, not even for its addresses.
     """
+    cost = cost or LinkCost()
     refusals = list(_refusals(source, target))
     pairs = []
     if source.num_heads == target.num_heads:
-        sides = _Sides(source, target, num_tokens, rates)
+        sides = _Sides(source, target, num_tokens, cost)
         for target_rank in range(target.tp_size):
             for source_rank in partner_ranks(target_rank, target.tp_size, source.tp_size, target.num_heads):
                 pairs.append(sides.explain(source_rank, target_rank, not refusals))
-    return Report(num_tokens, rates is not None, _link_cost(rates).describe(), refusals, pairs)
+    return Report(num_tokens, cost.describe(), refusals, pairs)
 
 
 def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
@@ -126,10 +130,10 @@ def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
 class _Sides:
     """Both configurations with what is made once of them: tables by rank, and the request's blocks."""
 
-    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int, rates: Rates | None) -> None:
+    def __init__(self, source: CacheFile, target: CacheFile, num_tokens: int, cost: LinkCost) -> None:
         self._files = (source, target)
         self._tokens = num_tokens
-        self._cost = _link_cost(rates)
+        self._cost = cost
         self._room = [blocks_needed(side, num_tokens) for side in self._files]
         self._tables: dict[tuple[int, int], RegionTable] = {}
         self._blocks = {
@@ -141,7 +145,6 @@ class _Sides:
         }
         self._convert = source.extra.convert_dtype and target.extra.convert_dtype
         self._slot_bytes = min(_slot_bytes(side) for side in self._files)
-        self._pack_rate = (rates.pack_bytes_per_s if rates else None) or DEFAULT_PACK_BYTES_PER_S
 
     def explain(self, source_rank: int, target_rank: int, may: bool) -> Pair:
         """What one rank fetches from another; no path is taken where they ``may`` not."""
@@ -165,7 +168,9 @@ class _Sides:
                     case.direct_s = cost.predict_direct(size.copies, size.total_bytes)
             with reasons_in(closed["packed"]):
                 if chunker is not None and not closed["packed"]:
-                    cutter = RequestCutter(chunker, source, target, self._slot_bytes, self._pack_rate)
+                    cutter = RequestCutter(
+                        chunker, source, target, self._slot_bytes, DEFAULT_PACK_BYTES_PER_S
+                    )
                     chunk_bytes = [
                         chunker.place(chunk).total_bytes for chunk in cutter.cut(wanted, self._tokens)
                     ]
@@ -196,13 +201,6 @@ class _Sides:
                 shared = held.intersect(wanted)
                 heads[kind.name] = (shared.start, shared.stop - 1)
         return heads
-
-
-def _link_cost(rates: Rates | None) -> LinkCost:
-    if rates is None:
-        return LinkCost()
-    engine = EngineRates(rates.seconds_per_batch, rates.seconds_per_copy, rates.bytes_per_s)
-    return LinkCost(engine, rates.pack_bytes_per_s, rates.unpack_bytes_per_s, rates.round_trip_s)
 
 
 def _slot_bytes(side: CacheFile) -> int:

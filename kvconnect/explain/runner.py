@@ -12,10 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvconnect.errors import ConfigError
-from kvconnect.explain.cache_file import parse_rates
 from kvconnect.explain.hugging_face import read_cache
 from kvconnect.explain.report import Case, Pair, Report, make_report
-from kvconnect.reading import read_file
 
 MAX_TOKENS = 1 << 20
 
@@ -30,7 +28,6 @@ def run_explain(
     target: Path,
     *,
     tokens: int,
-    rates: Path | None = None,
     json_output: bool = False,
     sizes: Sequence[Mapping[str, int]] = ({}, {}),
 ) -> int:
@@ -40,9 +37,8 @@ def run_explain(
     """
     if not 1 <= tokens <= MAX_TOKENS:
         raise ConfigError(f"tokens is {tokens}; accepted: 1 to {MAX_TOKENS}")
-    measured = read_file(rates, parse_rates) if rates else None
     held, wanted = map(read_cache, (source, target), sizes)
-    report = make_report(held, wanted, tokens, measured)
+    report = make_report(held, wanted, tokens)
     if json_output:
         print(msgspec.json.encode({**asdict(report), "works": report.works}).decode())
     else:
@@ -64,8 +60,7 @@ def _print(report: Report, source: str, target: str) -> None:
     for (path, reason), ranks in _closed(report).items():
         where = "every pair of ranks" if len(ranks) == len(report.pairs) else ", ".join(ranks)
         lines.append(f"{path} is closed, {where}: {reason}")
-    basis = "measured" if report.measured else "assumed, not measured (see --rates)"
-    lines.append(f"predicted from rates that are {basis}: {report.rates}")
+    lines.append(f"predicted from rates that are assumed, not measured: {report.rates}")
     console.print(escape("\n".join(lines)), soft_wrap=True)
 
 
