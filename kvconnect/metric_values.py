@@ -122,6 +122,11 @@ class Observations:
             self._is_noted = True
             self._owner.changed.append(self)
 
+    def values(self) -> dict[tuple[str, ...], float]:
+        """The sum of what was observed, and by the upper edge of each bucket how often it was in there."""
+        edges = [*map(str, self.family.buckets), "+Inf"]
+        return {(): self.total, **{(edge,): count for edge, count in zip(edges, self.counts, strict=True)}}
+
     def take(self, changes: Changes) -> None:
         """Write down what it has observed since the last call."""
         self._is_noted = False

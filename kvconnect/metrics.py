@@ -274,7 +274,6 @@ class Exporter(Collector):
     def __init__(self) -> None:
         self._living: list[MetricSet] = []
         self._past: dict[str, dict[tuple[str, ...], float]] = {}
-        self._past_observed: dict[str, tuple[list[int], float]] = {}
 
     def add(self, metrics: MetricSet) -> None:
         self._living.append(metrics)
@@ -284,37 +283,31 @@ class Exporter(Collector):
         if metrics not in self._living:
             return
         self._living.remove(metrics)
-        for numbers in metrics.families.values():
-            if numbers.family.kind == "counter":
+        every: list[Numbers | Observations] = [*metrics.families.values(), *metrics.histograms.values()]
+        for numbers in every:
+            if numbers.family.kind != "gauge":
                 add_to(self._past.setdefault(numbers.family.name, {}), numbers.values())
-        for name, observed in metrics.histograms.items():
-            counts, total = self._past_observed.get(name, ([0] * len(observed.counts), 0.0))
-            self._past_observed[name] = _sums([counts, observed.counts]), total + observed.total
 
     def collect(self) -> Iterator[Metric]:
         living = list(self._living)
         for family in FAMILIES:
-            if family.kind == "histogram":
-                yield self._histogram(family, living)
-                continue
             total = dict(self._past.get(family.name, {} if family.labels else {(): 0.0}))
             for metrics in living:
-                if family.name in metrics.families:
-                    add_to(total, metrics.families[family.name].values())
-            make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            shown = make(f"{PREFIX}_{family.name}", family.text, labels=family.labels)
-            for labels, value in total.items():
-                shown.add_metric(labels, value)
-            yield shown
+                if numbers := metrics.families.get(family.name) or metrics.histograms.get(family.name):
+                    add_to(total, numbers.values())
+            yield _shown(f"{PREFIX}_{family.name}", family, total)
 
-    def _histogram(self, family: Family, living: Sequence[MetricSet]) -> Metric:
-        parts = [metrics.histograms[family.name] for metrics in living if family.name in metrics.histograms]
-        counts, total = self._past_observed.get(family.name, ([0] * (len(family.buckets) + 1), 0.0))
-        counts = _sums([counts, *(part.counts for part in parts)])
+
+def _shown(name: str, family: Family, total: Mapping[tuple[str, ...], float]) -> Metric:
+    if family.kind == "histogram":
         edges = [*map(str, family.buckets), "+Inf"]
-        buckets = list(zip(edges, itertools.accumulate(counts), strict=True))
-        seconds = total + sum(part.total for part in parts)
-        return HistogramMetricFamily(f"{PREFIX}_{family.name}", family.text, buckets, seconds)
+        counts = itertools.accumulate(total.get((edge,), 0) for edge in edges)
+        return HistogramMetricFamily(name, family.text, list(zip(edges, counts, strict=True)), total[()])
+    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    shown = make(name, family.text, labels=family.labels)
+    for labels, value in total.items():
+        shown.add_metric(labels, value)
+    return shown
 
 
 @functools.cache
@@ -322,7 +315,3 @@ def _exporter_on(registry: CollectorRegistry) -> Exporter:
     exporter = Exporter()
     registry.register(exporter)
     return exporter
-
-
-def _sums(columns: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip(*columns, strict=True)]
