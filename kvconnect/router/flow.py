@@ -24,7 +24,7 @@ from aiohttp import web
 from kvconnect.router import bodies
 from kvconnect.router.bodies import SideChannel
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.placing import Placement, Placing
+from kvconnect.router.placing import Placing
 from kvconnect.router.pool import Lease, Pool
 from kvconnect.router.upstream import Clock, Headers, Upstream, UpstreamError, UpstreamRequest
 
@@ -120,38 +120,36 @@ class Flow:
 
     async def _run_plain(self, exchange: Exchange) -> web.StreamResponse:
         """Serve a request from one server."""
-        placement = await self._placed(exchange, self._decode)
-        lease = self._decode.take(self._clock(), work=placement.work)
-        more = placement.params(lease.url) if lease is not None else {}
-        return await self._run_decode(exchange, bodies.decode_body(exchange.body, more or None), lease)
+        lease, placed = await self._take(exchange, self._decode)
+        return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
 
-    async def _placed(self, exchange: Exchange, pool: Pool) -> Placement:
+    async def _take(self, exchange: Exchange, pool: Pool) -> tuple[Lease | None, Mapping[str, Any]]:
+        """The node that is asked first, and what tells it of a peer that has more of the prompt."""
         if self.placing is None:
-            return Placement()
-        return await self.placing.place(pool, exchange.headers, exchange.body)
+            return pool.take(self._clock()), {}
+        placement = await self.placing.place(pool, exchange.headers, exchange.body)
+        lease = pool.take(self._clock(), work=placement.work)
+        return lease, {} if lease is None else placement.params(lease.url)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
-        placement = await self._placed(exchange, prefill)
-        lease = prefill.take(self._clock(), work=placement.work)
+        lease, placed = await self._take(exchange, prefill)
         channel = self._channels.get(lease.url) if lease is not None and self._parallel else None
         if lease and channel and (channel.handle or not bodies.is_several(exchange.body)):
-            return await self._run_at_once(exchange, lease, channel, placement)
-        return await self._run_in_turn(exchange, lease, placement)
+            return await self._run_at_once(exchange, lease, channel, placed)
+        return await self._run_in_turn(exchange, lease, placed)
 
     async def _run_in_turn(
-        self, exchange: Exchange, lease: Lease | None = None, placement: Placement | None = None
+        self, exchange: Exchange, lease: Lease | None = None, placed: Mapping[str, Any] | None = None
     ) -> web.StreamResponse:
         """Prefill, at the node of ``lease`` first, then decode."""
         self._metrics.flows.labels("sequential").inc()
         # Never the client's own id: it would choose whose KV a decode node is given.
-        params = bodies.prefill_params(exchange.body, uuid.uuid4().hex)
-        if lease is not None and placement is not None:
-            params = {**params, **placement.params(lease.url)}
+        params = {**bodies.prefill_params(exchange.body, uuid.uuid4().hex), **(placed or {})}
         return await self._go_on(exchange, self._run_prefill(exchange, params, lease))
 
     async def _run_at_once(
-        self, exchange: Exchange, lease: Lease, channel: SideChannel, placement: Placement
+        self, exchange: Exchange, lease: Lease, channel: SideChannel, placed: Mapping[str, Any]
     ) -> web.StreamResponse:
         """Serve a request from both nodes: the decode node waits for KV while the prefill node computes it.
 
@@ -160,7 +158,7 @@ class Flow:
         """
         self._metrics.flows.labels("parallel").inc()
         transfer_id = uuid.uuid4().hex
-        announced = {**bodies.announced_prefill(transfer_id), **placement.params(lease.url)}
+        announced = {**bodies.announced_prefill(transfer_id), **placed}
         # It has begun, and with it the lease has an owner, before this task can be cancelled: that takes its
         # next turn, and tasks take their first in the order in which they are made.
         prefill = asyncio.create_task(self._run_prefill(exchange, announced, lease, retry=False))
@@ -240,13 +238,8 @@ class Flow:
         ``lease`` and ``retry`` as ``Upstream.send`` has them.
         """
         assert self._prefill is not None, "plain servers are asked for no prefill"
-        with contextlib.ExitStack() as unsent:
-            if lease is not None:
-                unsent.callback(self._prefill.release, lease)
-            body = bodies.to_bytes(bodies.prefill_body(exchange.body, params))
-            headers = bodies.identity_encoding(exchange.headers)
-            request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
-            unsent.pop_all()
+        headers, body = bodies.identity_encoding(exchange.headers), bodies.prefill_body(exchange.body, params)
+        request = UpstreamRequest("POST", exchange.request.path_qs, headers, body)
         async with self._upstream.send(self._prefill, request, lease, retry=retry) as (leased, answer):
             raw = await self._read_whole(answer)
             if answer.status != 200:
@@ -318,12 +311,7 @@ class Flow:
             UpstreamError: there is none.
         """
         client = exchange.request
-        with contextlib.ExitStack() as unsent:
-            if lease is not None:
-                unsent.callback(self._decode.release, lease)
-            raw = None if body is None else bodies.to_bytes(body)
-            request = UpstreamRequest(client.method, client.path_qs, exchange.headers, raw)
-            unsent.pop_all()
+        request = UpstreamRequest(client.method, client.path_qs, exchange.headers, body)
         leased, answer = await stack.enter_async_context(self._upstream.send(self._decode, request, lease))
         with self._upstream.translated("decode"):
             first = await answer.content.readany()

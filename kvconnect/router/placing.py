@@ -112,9 +112,7 @@ class Placing:
             return ()
 
     async def _tokenized(self, pool: Pool, headers: Headers, asked: Mapping[str, Any]) -> Sequence[int]:
-        request = UpstreamRequest(
-            "POST", "/tokenize", bodies.identity_encoding(headers), bodies.to_bytes(asked)
-        )
+        request = UpstreamRequest("POST", "/tokenize", bodies.identity_encoding(headers), asked)
         async with self._upstream.send(pool, request, retry=False) as (_, answer):
             if answer.status != 200:
                 return ()

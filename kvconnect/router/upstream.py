@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
+from kvconnect.router.bodies import to_bytes
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterLimits
 from kvconnect.router.pool import Lease, Pool
@@ -49,7 +51,12 @@ class UpstreamRequest:
     method: str
     path: str
     headers: Headers
-    body: bytes | None
+    body: Mapping[str, Any] | None
+
+    @property
+    def data(self) -> bytes | None:
+        """The body as it is sent. Raises ``BadBody``."""
+        return None if self.body is None else to_bytes(self.body)
 
 
 class Upstream:
@@ -97,6 +104,7 @@ class Upstream:
 
         Raises:
             UpstreamError: no node is in rotation, none can be reached, or the node gave no answer.
+            BadBody: the body cannot be written.
         """
         started = self._clock()
         lease, response = await self._reach(pool, request, lease, self.limits.retries if retry else 0)
@@ -131,7 +139,7 @@ class Upstream:
                         response = await self._session.request(
                             request.method,
                             lease.url + request.path,
-                            data=request.body,
+                            data=request.data,
                             headers=request.headers,
                             timeout=self._timeouts[pool.role],
                             allow_redirects=False,
