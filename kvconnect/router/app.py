@@ -25,7 +25,6 @@ from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
 from kvconnect.router.policy import place_by_prefix
 from kvconnect.router.pool import Pool
-from kvconnect.router.summary import Summaries
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
 logger = logging.getLogger("kvconnect.router")
@@ -64,7 +63,7 @@ class Router:
         self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """Hold the client session, the health checks and the summaries while the application runs."""
+        """Hold the client session, the health checks and what follows events while the application runs."""
         async with self._upstream:
             checks = [
                 asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
@@ -72,7 +71,6 @@ class Router:
                 for url in pool.urls
             ]
             checks += [asyncio.create_task(events.run(), name="KV events") for events in self._kv_events]
-            checks.append(asyncio.create_task(Summaries(self.metrics).run(), name="summaries"))
             try:
                 yield
             finally:

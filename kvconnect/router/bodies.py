@@ -73,22 +73,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-DIRECT: Mapping[str, str] = {
-    "beam_search": "it asks for a beam search",
-    "prompt_logprobs": "log probabilities of the prompt are asked for",
-}
-"""Why a request cannot be split between two nodes, in words."""
-
-
-def direct_reason(body: Mapping[str, Any]) -> str | None:
-    """Why a request cannot be split between two nodes, as a key of ``DIRECT``, or None if it can.
+def direct_reason(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why a request cannot be split between two nodes, as it is counted and in words; None if it can.
 
     Log probabilities of the prompt can be known only by the node that prefills.
     """
     if body.get("use_beam_search") is True:
-        return "beam_search"
+        return "beam_search", "it asks for a beam search"
     if body.get("prompt_logprobs") is not None or (body.get("echo") is True and body.get("logprobs")):
-        return "prompt_logprobs"
+        return "prompt_logprobs", "log probabilities of the prompt are asked for"
     return None
 
 

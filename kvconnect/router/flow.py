@@ -100,7 +100,7 @@ class Flow:
             return await self._run_plain(exchange)
         reason = bodies.direct_reason(body)
         if reason is not None:
-            return await self._run_alone(exchange, reason, bodies.DIRECT[reason])
+            return await self._run_alone(exchange, *reason)
         return await self._run_both(exchange, self._prefill)
 
     async def pass_to_decode(

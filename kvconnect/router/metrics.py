@@ -73,15 +73,6 @@ class RouterMetrics:
         )
         registry.register(_PoolCollector(pools))
 
-    def counts(self) -> dict[tuple[str, str], float]:
-        """Every counter as it is now, by its name and its labels' values."""
-        return {
-            (family.name, " ".join(sample.labels.values())): sample.value
-            for family in self._registry.collect()
-            for sample in family.samples
-            if sample.name.endswith("_total")
-        }
-
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -75,7 +75,7 @@ def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
     ],
 )
 def test_which_requests_go_straight_to_decode(body: dict, reason: str | None) -> None:
-    assert bodies.direct_reason(body) == reason
+    assert (bodies.direct_reason(body) or (None,))[0] == reason
 
 
 def test_headers_of_one_connection_stay_on_it() -> None:
