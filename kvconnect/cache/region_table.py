@@ -276,7 +276,9 @@ class _TensorView:
                 f"configuration gives {num_blocks} kernel blocks"
             )
         inner, outer = self._dense_suffix()
-        divisible = "head" in self.size and not isinstance(spec, (StateSpec, MLASpec))
+        divisible = "head" in self.size and not isinstance(spec, MLASpec)
+        # Of a state only what is declared is divided.
+        divisible = divisible and (heads is not None or not isinstance(spec, StateSpec))
         interval = heads or HeadInterval(0, self.size.get("head", 0))
         if divisible and len(interval) != self.size["head"]:
             raise LayoutError(

@@ -150,12 +150,9 @@ def make_worker_half(
             lookahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
             meaning = CacheMeaning(
                 model=fingerprint(
-                    vllm_config,
-                    kv_cache_config,
-                    bound_to=world_size if cache.rank_bound else None,
-                    convert_dtype=config.extra.convert_dtype,
+                    vllm_config, kv_cache_config, cache, convert_dtype=config.extra.convert_dtype
                 ),
-                num_heads=counts.finest,
+                num_heads=cache.finest(counts),
                 world_size=world_size,
                 weights=weights,
                 held_back=held_back(kv_cache_config, lookahead),

@@ -31,6 +31,7 @@ from kvconnect.cache.specs import (
     UniformTypeSpec,
 )
 from kvconnect.errors import LayoutError
+from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 
 _AXES = "block head token content"
@@ -66,8 +67,9 @@ class HeadCounts:
 class VllmCache:
     """A worker's caches, ready to be registered, with the scales of those layers that keep quantised values.
 
-    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (recurrent state,
-    heads whose number is none of the models'): they travel whole, between equal ranks of equal worlds.
+    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (heads whose number is
+    none of the models', states of a kind without ``sections``): they travel whole, between equal ranks of
+    equal worlds. The sections of a state, by layer, stand in its place, each as a layer of its own.
     """
 
     config: KVCacheConfig
@@ -76,6 +78,12 @@ class VllmCache:
     heads: dict[str, HeadInterval]
     rank_bound: tuple[str, ...]
     scales: dict[str, Scales]
+    sections: dict[str, tuple[Section, ...]]
+
+    def finest(self, counts: HeadCounts) -> int | None:
+        """The finest division of any layer over ranks; None where every rank keeps the same bytes."""
+        totals = [part.total for parts in self.sections.values() for part in parts]
+        return max([counts.finest or 0, *totals]) or None
 
 
 def transferred_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -168,36 +176,38 @@ def worker_cache(
     tensors: dict[str, CacheTensor] = {}
     heads: dict[str, HeadInterval] = {}
     scales: dict[str, Scales] = {}
+    sections: dict[str, tuple[Section, ...]] = {}
     rank_bound: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(name for name in group.layer_names if name in kv_caches)
         if index not in moved or not names:
-            groups.append(
-                KVCacheGroup(tuple(group.layer_names), EncoderOnlySpec(group.kv_cache_spec.block_size))
-            )
+            kind = EncoderOnlySpec(group.kv_cache_spec.block_size)
+            groups.append(KVCacheGroup(tuple(group.layer_names), kind))
             continue
         specs: dict[str, LayerSpec] = {}
         ratios = set()
         for name in names:
-            tensor, layer = kv_caches[name], (layers or {}).get(name)
-            theirs = group_spec(group, name)
+            tensor, theirs, layer = kv_caches[name], group_spec(group, name), (layers or {}).get(name)
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
-            count = head_counts.of(name, theirs)
-            owned = None if count is None else shard_heads(count, rank, world_size)
-            # Otherwise which of its model's heads it has is unknown.
-            owned = owned if owned is not None and len(owned) == tensor.shape[1] else None
+            if is_state(theirs) and tensor.shape[:3] == (kv_cache_config.num_blocks, 1, 1):
+                sections[name] = parts = state_sections(theirs, layer, rank, world_size)
+                for part in parts:
+                    label = f"{name}/{part.name}"
+                    specs[label], heads[label] = part.spec(theirs.block_size), part.owned
+                    tensors[label] = part.view(tensor[:, 0, 0])
+                if parts:
+                    continue
+            owned = _owned_heads(head_counts.of(name, theirs), tensor, rank, world_size)
             by_block = is_by_block(layer) and not is_state(theirs)
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
-            if quantised is not None and not (divided or quantised.is_even):
-                quantised = None
-            if quantised is not None:
+            if quantised is not None and (divided or quantised.is_even):
                 scales[name] = quantised.scales
+            else:
+                quantised = None
             if convert_dtype and not is_state(theirs) and tensor.dtype in BYTES:
-                # Bytes of which it is not known what they stand for are no values.
-                convertible = quantised is not None and quantised.convertible
-                tensor = tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
+                tensor = _as_values(tensor, quantised)
             if by_block:
                 # One row for each head of a kernel block: rows that are no token's are not cut by token.
                 tensor = tensor.view(*tensor.shape[:2], 1, -1)
@@ -209,12 +219,27 @@ def worker_cache(
                 rank_bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
-        alike = len(set(specs.values())) == 1
-        spec_of_group: GroupSpec = next(iter(specs.values())) if alike else UniformTypeSpec(specs)
-        groups.append(KVCacheGroup(names, spec_of_group))
+        groups.append(_group_of(specs))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
-    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales)
+    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales, sections)
+
+
+def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
+    alike = len(set(specs.values())) == 1
+    return KVCacheGroup(tuple(specs), next(iter(specs.values())) if alike else UniformTypeSpec(specs))
+
+
+def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tensor:
+    # Bytes of which it is not known what they stand for are no values.
+    convertible = quantised is not None and quantised.convertible
+    return tensor.view(torch.float8_e4m3fn if convertible else torch.uint8)
+
+
+def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:
+    """Which of its model's heads a layer's cache has; None where that is not known."""
+    owned = None if count is None else shard_heads(count, rank, world_size)
+    return owned if owned is not None and len(owned) == tensor.shape[1] else None
 
 
 def _is_latent(spec: Any) -> bool:

@@ -5,9 +5,11 @@ Versions and paths need not be equal; block sizes and layouts are bridged where 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvconnect.vllm.geometry import HeadCounts, group_spec, is_state
+from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, is_state
+from kvconnect.vllm.states import Section, conv_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,17 +20,17 @@ _CONVERTED_MODELS = ("bfloat16", "float16")
 
 
 def fingerprint(
-    vllm_config: VllmConfig, kv_cache_config: Any, *, bound_to: int | None, convert_dtype: bool = False
+    vllm_config: VllmConfig, kv_cache_config: Any, cache: VllmCache, *, convert_dtype: bool = False
 ) -> str:
     """Model and cache contents in words: ``name=value`` but for the first, so that what differs can be named.
 
     Nothing of a model's path counts, since paths differ between hosts, and weights have a name of their own.
-    ``bound_to`` is the number of ranks where some layer can only travel between equal ones. With
+    The number of ranks counts where some layer can only travel between equal ones. With
     ``convert_dtype`` the types that are converted count as one, so that a peer must convert them too.
     """
     model = vllm_config.model_config
     text = model.hf_text_config
-    states = _states(kv_cache_config)
+    states = _states(kv_cache_config, cache.sections)
     parts = [
         str(text.model_type),
         f"layers={text.num_hidden_layers}",
@@ -36,8 +38,8 @@ def fingerprint(
         *_dtypes(vllm_config, bool(states), convert_dtype),
         *states,
     ]
-    if bound_to is not None:
-        parts.append(f"tensor_parallel_size={bound_to}")
+    if cache.rank_bound:
+        parts.append(f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}")
     return ":".join(parts)
 
 
@@ -71,20 +73,15 @@ def _num_heads(model_config: Any) -> int | None:
     return None if model_config.use_mla else int(model_config.get_total_num_kv_heads())
 
 
-def _states(kv_cache_config: Any) -> list[str]:
-    """The recurrent states of a page: to us they are bytes, so their order and types must be equal."""
+def _states(kv_cache_config: Any, sections: Mapping[str, Sequence[Section]]) -> list[str]:
+    """The recurrent states of a page over the whole model; where that is not known, those of a rank."""
     described = set()
     for group in kv_cache_config.kv_cache_groups:
-        spec = group_spec(group)
-        if is_state(spec):
-            shapes = getattr(spec, "shapes", ())
-            dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in getattr(spec, "dtypes", ()))
-            described.add(f"state={shapes} {dtypes} {conv_layout()}")
+        for layer in group.layer_names:
+            spec = group_spec(group, layer)
+            if is_state(spec):
+                parts = sections.get(layer)
+                shapes = ", ".join(part.text for part in parts) if parts else getattr(spec, "shapes", ())
+                dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in getattr(spec, "dtypes", ()))
+                described.add(f"state={shapes} {dtypes} {conv_layout()}")
     return sorted(described)
-
-
-def conv_layout() -> str:
-    """The order within a convolution's state. It is set by the environment or the platform."""
-    from vllm import envs
-
-    return getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None) or "SD"

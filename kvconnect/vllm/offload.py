@@ -20,7 +20,7 @@ from kvconnect.offload.namespace import salted
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, is_state, scheduler_config, transferred_groups
-from kvconnect.vllm.meaning import conv_layout
+from kvconnect.vllm.states import conv_layout
 from kvconnect.vllm.versions import vllm_version
 
 if TYPE_CHECKING:

@@ -192,7 +192,8 @@ def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None) 
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
     groups = Config(5, [((NAME,), spec or FullAttentionSpec())])
-    return fingerprint(config, groups, bound_to=None, convert_dtype=convert)
+    cache = SimpleNamespace(sections={}, rank_bound=())
+    return fingerprint(config, groups, cache, convert_dtype=convert)
 
 
 def test_types_that_are_converted_count_as_one():
