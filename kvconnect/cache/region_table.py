@@ -76,11 +76,11 @@ class PageAxes(msgspec.Struct, frozen=True, array_like=True):
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """One contiguous stretch of equal pages. All sizes are in bytes, all counts in kernel blocks.
 
-    ``heads`` is the interval of the model's heads that a page holds, or None where a page cannot be
-    divided by head (latent and state pages). ``first_plane`` is the first of the planes that a page
-    holds; only a region split by plane starts above 0. ``scales`` are those of the layer's quantised
-    values. ``key_bytes`` of each row, from its start on, are K's where K and V share rows; None where a
-    row holds one kind.
+    ``heads`` is the interval of the model's heads (of a state's section, of its units) that a page holds, or
+    None where a page cannot be divided (latent rows, whole states). ``first_plane`` is the first of the
+    planes that a page holds; only a region split by plane starts above 0. ``scales`` are those of the
+    layer's quantised values. ``key_bytes`` of each row, from its start on, are K's where K and V share
+    rows; None where a row holds one kind.
     """
 
     layer: str

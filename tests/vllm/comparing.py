@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
+import numpy as np
+
 from tests.vllm.servers import Server
+from tests.vllm.tiny_models import STATE_TAPS, STATE_WIDTH
 
 Pages = dict[tuple[str, str, int], str]
 """A digest by layer, position of the block in the sequence, and head of the model."""
@@ -41,6 +45,49 @@ def assert_heads_landed(prefill: Server, decode: Server, at_least: int) -> None:
         assert landed.keys() <= held.keys()
         assert {head for *_, head in landed} == {head for *_, head in held}
         _assert_equal(landed, held)
+
+
+def assert_states_landed(prefill: Server, decode: Server, at_least: int, heads: dict[str, int]) -> None:
+    """Of a gated delta net the ranks of both sides hold the same, put together by hand.
+
+    ``heads`` are those of the whole model by projection, in the order of the convolution's channels; they and
+    the channels of each are what the tests' models have.
+    """
+    holds, loads = prefill.observed("hold"), decode.observed("load")
+    handles = {record["handle"] for record in loads}
+    assert len(handles) >= at_least
+    for handle in handles:
+        landed, held = (
+            [
+                record["states"]
+                for record in sorted(records, key=lambda one: one["rank"])
+                if record["handle"] == handle
+            ]
+            for records in (loads, holds)
+        )
+        assert landed[0], "no state was written down"
+        for layer in landed[0]:
+            pages = [[bytes.fromhex(states[layer]) for states in side] for side in (landed, held)]
+            ours, theirs = (_whole_state(side, heads) for side in pages)
+            for name, values in ours.items():
+                assert values.any(), f"{name} of {layer} is all zeros"
+                assert np.array_equal(values, theirs[name]), f"{name} of {layer} differs"
+
+
+def _whole_state(pages: list[bytes], heads: dict[str, int]) -> dict[str, Any]:
+    """The states of all heads, from the pages of all ranks."""
+    parts: dict[str, list[Any]] = defaultdict(list)
+    for page in pages:
+        channels = {name: count * STATE_WIDTH // len(pages) for name, count in heads.items()}
+        width = sum(channels.values())
+        conv = np.frombuffer(page[: STATE_TAPS * width * 2], dtype=np.int16).reshape(STATE_TAPS, width)
+        for name, part in zip(
+            channels, np.split(conv, np.cumsum([*channels.values()])[:-1], axis=1), strict=True
+        ):
+            parts[name].append(part)
+        rest = np.frombuffer(page[conv.nbytes :], dtype=np.uint8)
+        parts["temporal"].append(rest.reshape(heads["v"] // len(pages), -1))
+    return {name: np.concatenate(found, axis=0 if name == "temporal" else 1) for name, found in parts.items()}
 
 
 def became_of(decode: Server, handle: str) -> str:

@@ -2,7 +2,7 @@
 
 Loaded by vLLM servers under test as ``kv_connector_module_path``. It shares no code with what plans and
 moves: pages are taken from the tensors that vLLM registered, by vLLM's own block ids, and hashed head by
-head.
+head. Pages of recurrent states are written down as they are: what of them is whose is the test's to say.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class KVConnect(Observed):
     def _write(self, kind: str, handle: str, groups: tuple[GroupBlocks, ...]) -> None:
         pages: dict[str, dict[int, list[str]]] = {}
         ids: dict[int, list[int]] = {}
+        states: dict[str, str] = {}
         for blocks in groups:
             group = self._cache.kv_cache_groups[blocks.group]
             ids[blocks.group] = list(blocks.block_ids)
@@ -94,7 +95,12 @@ class KVConnect(Observed):
                     for index, block in enumerate(blocks.block_ids)
                     if block
                 }
+                if tensor.shape[1:3] == (1, 1):
+                    states[name] = bytes(
+                        tensor[blocks.block_ids[-1]].view(torch.uint8).flatten().tolist()
+                    ).hex()
         record = {"kind": kind, "handle": handle, "rank": self._own.rank, "pages": pages, "ids": ids}
+        record["states"] = states
         with self._lines.open("a") as out:
             out.write(json.dumps(record) + "\n")
 

@@ -110,6 +110,7 @@ class Rank:
     """A rank's caches as vLLM registers them: pages of bytes with padding, and an attention layer."""
 
     def __init__(self, model: Model, rank: int, world: int, layout: str, num_blocks: int, pad: int) -> None:
+        LAYOUT[0] = layout
         self.states = model.states(rank, world, layout)
         content = sum(state.nbytes for state in self.states)
         self.storage = torch.full((num_blocks, content + pad), -1, dtype=torch.int8)
@@ -175,7 +176,6 @@ def packed(source: Rank, target: Rank, held, wanted) -> None:
     st.sampled_from([copied, packed]),
 )
 def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model, worlds, order, pads, how):
-    LAYOUT[0] = order
     sources = [Rank(model, rank, worlds[0], order, 6, 4 * pads[0]) for rank in range(worlds[0])]
     for source in sources:
         source.fill(3)
@@ -204,12 +204,11 @@ def text_of(rank: Rank, world: int) -> str:
 
 @given(models(), st.sampled_from(WORLDS), st.sampled_from(["SD", "DS"]))
 def test_the_number_of_ranks_is_no_part_of_what_a_state_means(model, world, order):
-    LAYOUT[0] = order
     one, many = Rank(model, 0, 1, order, 4, 0), Rank(model, world - 1, world, order, 4, 0)
     text = text_of(one, 1)
     assert text_of(many, world) == text
-    LAYOUT[0] = "DS" if order == "SD" else "SD"
-    assert text_of(Rank(model, 0, 1, LAYOUT[0], 4, 0), 1) != text
+    other = Rank(model, 0, 1, "DS" if order == "SD" else "SD", 4, 0)
+    assert text_of(other, 1) != text
 
 
 def mamba2(groups: int, **changes) -> Model:

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
 
-from tests.vllm.comparing import assert_bytes_landed, assert_heads_landed
+from tests.vllm.comparing import assert_bytes_landed, assert_heads_landed, assert_states_landed
 from tests.vllm.servers import pair, random_prompt
-from tests.vllm.tiny_models import write_model
+from tests.vllm.tiny_models import STATE_HEADS, write_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.servers]
 LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
@@ -45,9 +45,10 @@ def test_two_ranks_to_two_ranks(tmp_path, kind, engine):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["gqa", "hybrid"])
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
-def test_different_numbers_of_ranks(tmp_path, prefill_ranks, decode_ranks):
-    recipe = write_model("gqa", tmp_path)
+def test_different_numbers_of_ranks(tmp_path, kind, prefill_ranks, decode_ranks):
+    recipe = write_model(kind, tmp_path)
     with pair(
         recipe,
         tmp_path,
@@ -58,4 +59,7 @@ def test_different_numbers_of_ranks(tmp_path, prefill_ranks, decode_ranks):
     ) as (prefill, decode):
         answers = _run(prefill, decode)
         assert all(len(got) == 16 for _, got in answers.values())
-        assert_heads_landed(prefill, decode, len(LENGTHS))
+        if kind == "gqa":
+            assert_heads_landed(prefill, decode, len(LENGTHS))
+        else:
+            assert_states_landed(prefill, decode, len(LENGTHS) - 1, STATE_HEADS)

@@ -49,6 +49,9 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+STATE_HEADS = {"q": 2, "k": 2, "v": 4}
+"""Of the hybrid model's recurrence, by projection, in the order of its convolution's channels."""
+STATE_WIDTH, STATE_TAPS = 64, 3
 _WHOLE = ("--max-num-batched-tokens", "4096")
 """vLLM's CPU build computes a prompt of a latent model in one piece or not at all."""
 
@@ -110,10 +113,11 @@ def _sliding(kind: str, folder: Path) -> Recipe:
 def _hybrid(kind: str, folder: Path) -> Recipe:
     config = Qwen3NextConfig(
         num_hidden_layers=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
+        linear_num_key_heads=STATE_HEADS["k"],
+        linear_num_value_heads=STATE_HEADS["v"],
+        linear_key_head_dim=STATE_WIDTH,
+        linear_value_head_dim=STATE_WIDTH,
+        linear_conv_kernel_dim=STATE_TAPS + 1,
         num_experts=2,
         num_experts_per_tok=1,
         moe_intermediate_size=64,
