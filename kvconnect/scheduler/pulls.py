@@ -326,15 +326,16 @@ class PullRequests:
             self._sources.miss(loading.source, loading.key, now)
             self._count(request_id, FAILED)
         rate = self._rate.tokens_per_s
-        is_judged = pull is not None and ok and rate and not loading.is_first
-        if is_judged and now - loading.began_at > loading.gain / rate:
+        if pull is None or not ok or not rate or loading.is_first:
+            return
+        saved_s = loading.gain / rate - (now - loading.began_at)
+        if self._sources.loaded(loading.source, saved_s, now):
             logger.info(
                 "%s:%d is asked for no KV by name for %g s: to load %d tokens took longer than computing",
                 *loading.source,
                 SLOW_REST_S,
                 loading.num_tokens,
             )
-            self._sources.rest(loading.source, now + SLOW_REST_S)
 
     def _drop(self, request_id: str, pull: _Pull, outcome: str) -> None:
         """Nothing comes of what a source was asked, or found."""

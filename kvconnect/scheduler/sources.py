@@ -16,7 +16,7 @@ V = TypeVar("V")
 MOST_ASKED = 3
 """Sources that are asked for one request, one after the other."""
 SLOW_REST_S = 60.0
-"""How long a source is not asked from which a load took longer than to compute the same."""
+"""How long a source is not asked from which loads took longer than to compute the same."""
 MISS_S = 1.0
 """How long a source is believed to lack what it did not have."""
 _FIXED_S = 0.01
@@ -66,6 +66,7 @@ class Sources:
         self._next = 0
         self._namings: OrderedDict[Address, Naming] = OrderedDict()
         self._rests: OrderedDict[Address, float] = OrderedDict()
+        self._balances: OrderedDict[Address, float] = OrderedDict()
         self._misses: OrderedDict[tuple[Address, bytes], float] = OrderedDict()
 
     def chosen(self, named: Sequence[Address]) -> tuple[Address, ...]:
@@ -88,6 +89,18 @@ class Sources:
     def rest(self, source: Address, until: float) -> None:
         """Do not ask a source before then."""
         _remember(self._rests, source, until, _MOST_SOURCES)
+
+    def loaded(self, source: Address, saved_s: float, now: float) -> bool:
+        """A load took so much less than to compute the same would have.
+
+        Whether the loads of late cost more than they saved, one late load among good ones not: it rests then.
+        """
+        balance_s = self._balances.pop(source, 0.0) * (1 - _WEIGHT) + saved_s
+        if balance_s < 0:
+            self.rest(source, now + SLOW_REST_S)
+        else:
+            _remember(self._balances, source, balance_s, _MOST_SOURCES)
+        return balance_s < 0
 
     def miss(self, source: Address, name: bytes, now: float) -> None:
         """A source has nothing that begins with this name."""

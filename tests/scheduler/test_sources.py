@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.orders import Naming
-from kvconnect.scheduler.sources import MISS_S, PrefillRate, Sources, is_worth_it
+from kvconnect.scheduler.sources import MISS_S, SLOW_REST_S, PrefillRate, Sources, is_worth_it
 
 OURS = Naming("s", 16)
 A, B, C, D, E = (("10.0.0.9", 5600 + number) for number in range(5))
@@ -78,6 +78,21 @@ def test_a_miss_and_a_rest_are_over_after_their_time():
     assert not sources.is_resting(C, 0.0)
 
 
+def test_one_late_load_among_good_ones_is_forgiven_and_loads_that_only_cost_are_not():
+    sources = Sources([], own=A)
+    assert sources.loaded(C, -0.01, 0.0), "the first one already"
+    for now in range(5):
+        assert not sources.loaded(B, 0.1, now)
+    assert not sources.loaded(B, -0.2, 5.0)
+    assert not sources.is_resting(B, 5.0)
+    for now in range(6, 9):
+        if sources.loaded(B, -0.2, now):
+            break
+    assert sources.is_resting(B, now)
+    assert sources.is_resting(B, now + SLOW_REST_S - 1)
+    assert sources.loaded(B, -0.01, now + SLOW_REST_S), "what was good before counts no more"
+
+
 def test_names_are_made_as_a_source_makes_them_if_the_function_is_ours():
     sources = Sources([], own=A)
     assert sources.naming(B, OURS) == OURS
@@ -95,6 +110,7 @@ def test_what_is_remembered_is_bounded(number):
     for n in range(number):
         sources.miss(B, n.to_bytes(4, "big"), 0.0)
         sources.rest(("h", n), 1e9)
+        sources.loaded(("h", n), 1.0, 0.0)
         sources.names_by(("h", n), OURS)
-    assert max(map(len, (sources._misses, sources._rests, sources._namings))) <= 4096
+    assert max(map(len, (sources._misses, sources._rests, sources._namings, sources._balances))) <= 4096
     assert sources.lacks(B, (number - 1).to_bytes(4, "big"), 0.0)
