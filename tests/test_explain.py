@@ -411,3 +411,21 @@ def test_a_model_that_keeps_what_its_config_does_not_say_is_refused_by_name(tmp_
         result = explained(tmp_path, {**model, **more})
         assert isinstance(result.exception, ConfigError)
         assert match in str(result.exception)
+
+
+def test_a_nodes_own_configuration_may_close_a_path(tmp_path):
+    model = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 2048}
+    given = {"kv_connector": "KVConnect", "kv_role": "kv_both"}
+    for extra, is_open, reasons in (
+        ({"path": "auto"}, True, []),
+        ({"slot_bytes": 4096}, False, ["a slot has 4096 bytes, but layer 'gqa.0' needs at least"]),
+    ):
+        configuration = json.dumps({**given, "kv_connector_extra_config": extra})
+        result = explained(tmp_path, model, "--tp", "2", "--kv-transfer-config", configuration)
+        report = json.loads(result.output)
+        assert (result.exit_code, report["works"]) == (not is_open, is_open)
+        (pair, other) = report["pairs"]
+        assert pair["closed"] == other["closed"]
+        closed = pair["closed"]["packed"]
+        assert len(closed) == len(reasons)
+        assert all(reason in told for reason, told in zip(reasons, closed, strict=True))

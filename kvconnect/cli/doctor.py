@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,21 +21,9 @@ def doctor(
     measure: Annotated[
         bool, typer.Option(help="Measure the link to each peer too, for some three seconds.")
     ] = False,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            help="A model's folder or config.json, or a file of its cache as `explain` takes it: what would "
-            "be refused of it.",
-        ),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the model.")] = 1,
     json_output: JsonObject = False,
 ) -> None:
     """Report what will work here, what will not, and what to do about it; exit 1 on a failure."""
-    from kvconnect.doctor.model import ModelAsked
     from kvconnect.doctor.runner import run_doctor
 
-    asked = None if model is None else ModelAsked(model, tp)
-    code = run_doctor(kv_transfer_config, peer or (), asked, measured=measure, json_output=json_output)
-    raise typer.Exit(code)
+    raise typer.Exit(run_doctor(kv_transfer_config, peer or (), measured=measure, json_output=json_output))

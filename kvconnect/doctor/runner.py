@@ -15,7 +15,6 @@ from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
 from kvconnect.doctor.measure import measure
-from kvconnect.doctor.model import ModelAsked, check_model
 from kvconnect.doctor.node import check_node
 from kvconnect.doctor.pair import check_pair, meet, unreached
 from kvconnect.doctor.rates import check_rates
@@ -28,16 +27,9 @@ _WIDTH = 80
 _COLOURS = {Level.PASS: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
 
 
-def run_doctor(
-    configuration: str | None,
-    peers: Sequence[str],
-    model: ModelAsked | None,
-    *,
-    measured: bool,
-    json_output: bool,
-) -> int:
+def run_doctor(configuration: str | None, peers: Sequence[str], *, measured: bool, json_output: bool) -> int:
     """Print what was found; 1 if anything of it is a failure. Raises as ``examine`` does."""
-    findings = examine(configuration, Probes(), peers, model, measured=measured)
+    findings = examine(configuration, Probes(), peers, measured=measured)
     works = all(finding.level is not Level.FAILURE for finding in findings)
     if json_output:
         print(msgspec.json.encode({"works": works, "findings": findings}).decode())
@@ -47,12 +39,7 @@ def run_doctor(
 
 
 def examine(
-    configuration: str | None,
-    probes: Probes,
-    peers: Sequence[str] = (),
-    model: ModelAsked | None = None,
-    *,
-    measured: bool = False,
+    configuration: str | None, probes: Probes, peers: Sequence[str] = (), *, measured: bool = False
 ) -> list[Finding]:
     """Look at everything. Raises ``ConfigError``: a peer is no address."""
     addresses = [read_address(peer, "--peer") for peer in peers]
@@ -64,8 +51,6 @@ def examine(
     facts = Facts(config, probes)
     for check in (check_node, check_software, check_hardware):
         findings += check(facts)
-    if model is not None:
-        findings += check_model(facts, model)
     for peer, address in zip(peers, addresses, strict=True):
         if not facts.key_problem:
             findings += _ask(facts, probes, peer, address, measured=measured)

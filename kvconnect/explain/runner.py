@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.explain.hugging_face import read_cache
 from kvconnect.explain.report import Case, Pair, Report, make_report
@@ -23,26 +24,24 @@ _COLUMNS = (
 )
 
 
-def run_explain(
-    source: Path,
-    target: Path,
-    *,
-    tokens: int,
-    json_output: bool = False,
-    sizes: Sequence[Mapping[str, int]] = ({}, {}),
-) -> int:
-    """Print what a decode node of ``target`` fetches from a prefill node of ``source``; 1 if it cannot.
+Side = tuple[Path, Mapping[str, int]]
+"""A node's file, and what replaces ``tp_size`` and ``block_size`` of it."""
 
-    ``sizes`` are by side what replaces ``tp_size`` and ``block_size`` of the files.
-    """
+
+def run_explain(
+    source: Side, target: Side, *, tokens: int, extra: ExtraConfig | None = None, json_output: bool = False
+) -> int:
+    """Print what a decode node fetches from a prefill node; 1 if it cannot. ``extra`` replaces the files'."""
     if not 1 <= tokens <= MAX_TOKENS:
         raise ConfigError(f"tokens is {tokens}; accepted: 1 to {MAX_TOKENS}")
-    held, wanted = map(read_cache, (source, target), sizes)
+    held, wanted = (read_cache(*side) for side in (source, target))
+    if extra is not None:
+        held, wanted = (msgspec.structs.replace(side, extra=extra) for side in (held, wanted))
     report = make_report(held, wanted, tokens)
     if json_output:
         print(msgspec.json.encode({**asdict(report), "works": report.works}).decode())
     else:
-        _print(report, source.name, target.name)
+        _print(report, source[0].name, target[0].name)
     return 0 if report.works else 1
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from kvconnect.doctor import runner
 from kvconnect.doctor.facts import Probes
 from kvconnect.doctor.findings import Finding, Level
-from kvconnect.doctor.model import ModelAsked
 from kvconnect.doctor.trial import Trial, TrialSettings
 
 RDMA = Trial("nixl", "UCX mlx5_0:1", "rc_mlx5/mlx5_0:1", "")
@@ -36,12 +35,11 @@ def found(
     probes: Probes = QUICK,
     peers: tuple[str, ...] = (),
     measured: bool = False,
-    model: ModelAsked | None = None,
     **changes,
 ) -> dict[str, Finding]:
     """What the doctor says, by what it is about; the worst of several."""
     order = list(Level)
-    said = runner.examine(configuration, replace(probes, **changes), peers, model, measured=measured)
+    said = runner.examine(configuration, replace(probes, **changes), peers, measured=measured)
     return {one.about: one for one in sorted(said, key=lambda one: order.index(one.level))}
 
 

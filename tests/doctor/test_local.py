@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.doctor.findings import Level
 from kvconnect.doctor.machine import Gpu, Machine, look
-from kvconnect.doctor.model import ModelAsked
 from kvconnect.doctor.trial import Trial, TrialSettings, run_trial
 from kvconnect.engine.fabric import read_topology
 from kvconnect.engine.lanes import wire_of
@@ -301,36 +299,3 @@ def test_a_vllm_that_would_not_find_us_is_named(version, environ, about, names):
 def test_no_secret_of_the_environment_is_kept():
     assert "KVCONNECT_KEY" not in look(environ={"KVCONNECT_KEY": "x", "UCX_TLS": "tcp"}).environ
     assert QUICK.machine is look
-
-
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 2048,
-}
-
-
-def test_what_a_model_would_be_refused_for_is_told_from_its_own_config(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    both = found(configured(path="auto"), model=ModelAsked(tmp_path))["model"]
-    assert (both.level, both.found) == (Level.PASS, "rank to rank 0 > 0: direct and packed")
-    refused = failures(found(configured(slot_bytes=4096), model=ModelAsked(tmp_path, 2)))
-    assert list(refused) == ["model"]
-    assert "rank to rank 0 > 0, 1 > 1: no path" in refused["model"]
-    assert "packed: a slot has 4096 bytes, but layer 'gqa.0' needs at least" in refused["model"]
-
-
-def test_a_model_that_does_not_state_its_cache_is_a_warning_beside_all_others(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "layer_types": ["linear_attention"] * 4}))
-    said = found(configured(), model=ModelAsked(tmp_path))
-    assert said["model"].level is Level.WARNING
-    assert "layer_types has 'linear_attention'" in said["model"].found
-    assert failures(said) == {}
-
-
-def test_a_file_of_a_cache_is_taken_for_a_model_too():
-    example = str(ROOT / "deploy/examples/prefill.cache.json")
-    said = json.loads(doctor("--json", "--model", example, "--tp", "2"))
-    assert any(one["about"] == "model" and one["level"] == "pass" for one in said["findings"])
