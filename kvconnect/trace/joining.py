@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -159,55 +158,38 @@ def align(workers: Sequence[Worker]) -> list[Worker]:
     ]
 
 
-class _Messages:
-    """When a worker sent and received messages, by handle and D's number for the fetch.
-
-    A fetch that P received has D's rank beside it, since each rank of D counts its fetches for itself.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self.rank = worker.rank
-        self.fetch_sent_at: dict[tuple[str, int], float] = {}
-        self.fetch_received_at: dict[tuple[str, int, int], float] = {}
-        self.reply_sent_at: dict[tuple[str, str, int, int], float] = {}
-        self.reply_received_at: dict[tuple[str, str, int, int], float] = {}
-        for at, moment, handle, _, transfer_id, number in worker.records:
-            if moment == Moment.FETCH_SENT:
-                self.fetch_sent_at[handle, transfer_id] = at
-            elif moment == Moment.FETCH_RECEIVED:
-                self.fetch_received_at[handle, transfer_id, number] = at
-            elif moment in (Moment.WRITTEN, Moment.ANSWER_SENT):
-                self.reply_sent_at[_RECEIVED_AS[moment], handle, transfer_id, number] = at
-            elif moment in _RECEIVED_AS.values():
-                self.reply_received_at[moment, handle, transfer_id, number] = at
-        # Where several ranks of D ask under one number it is not known which of them P sent a message to.
-        asking = Counter(key[:2] for key in self.fetch_received_at)
-        self.ambiguous = {key for key, count in asking.items() if count > 1}
-
-
 _RECEIVED_AS = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER_RECEIVED}
 """What P records before it sends D a message, and what D records when it receives that."""
 
 
+class _Messages:
+    """When a worker sent and received messages: by moment, handle, D's number for the fetch, that of the chunk,
+    and D's rank, since each rank of D counts its fetches for itself."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.sent: dict[tuple[str, str, int, int, int], float] = {}
+        self.received: dict[tuple[str, str, int, int, int], float] = {}
+        asking: dict[tuple[str, int], set[int]] = {}
+        for at, moment, handle, _, transfer_id, number in worker.records:
+            if moment == Moment.FETCH_SENT:
+                self.sent[Moment.FETCH_RECEIVED, handle, transfer_id, 0, worker.rank] = at
+            elif moment == Moment.FETCH_RECEIVED:
+                self.received[moment, handle, transfer_id, 0, number] = at
+                asking.setdefault((handle, transfer_id), set()).add(number)
+            elif moment in _RECEIVED_AS.values():
+                self.received[moment, handle, transfer_id, number, worker.rank] = at
+        for at, moment, handle, _, transfer_id, number in worker.records:
+            ranks = asking.get((handle, transfer_id), set())
+            # Where several ranks ask under one number it is not known which of them was sent a message.
+            if moment in _RECEIVED_AS and len(ranks) == 1:
+                self.sent[_RECEIVED_AS[moment], handle, transfer_id, number, min(ranks)] = at
+
+
 def _ahead(first: _Messages, second: _Messages) -> Span:
-    """How far the second one's clock is ahead of the first's, whichever of them is D."""
-    return _prefill_ahead(first, second).also(-_prefill_ahead(second, first))
-
-
-def _prefill_ahead(decode: _Messages, prefill: _Messages) -> Span:
-    """How far P's clock is ahead of D's, since no message arrives before it is sent."""
-    low, high = -math.inf, math.inf
-    fetches = set()
-    for fetch, at in decode.fetch_sent_at.items():
-        received_at = prefill.fetch_received_at.get((*fetch, decode.rank))
-        if received_at is not None:
-            fetches.add(fetch)
-            high = min(high, received_at - at)
-    fetches -= prefill.ambiguous
-    for key, at in prefill.reply_sent_at.items():
-        received_at = decode.reply_received_at.get(key) if key[1:3] in fetches else None
-        if received_at is not None:
-            low = max(low, at - received_at)
+    """How far the second one's clock is ahead of the first's, since no message arrives before it is sent."""
+    there = (second.received[key] - at for key, at in first.sent.items() if key in second.received)
+    back = (at - first.received[key] for key, at in second.sent.items() if key in first.received)
+    low, high = max(back, default=-math.inf), min(there, default=math.inf)
     # Clocks that drift contradict themselves a little over minutes.
     return Span(low, high) if low <= high else Span((low + high) / 2, (low + high) / 2)
 
