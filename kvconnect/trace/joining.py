@@ -163,8 +163,10 @@ _RECEIVED_AS = {Moment.WRITTEN: Moment.LANDED, Moment.ANSWER_SENT: Moment.ANSWER
 
 
 class _Messages:
-    """When a worker sent and received messages: by moment, handle, D's number for the fetch, that of the chunk,
-    and D's rank, since each rank of D counts its fetches for itself."""
+    """When a worker sent and received messages: by moment, handle, D's number for the fetch, chunk, D's rank.
+
+    Each rank of D counts its fetches for itself.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.sent: dict[tuple[str, str, int, int, int], float] = {}
