@@ -12,8 +12,11 @@ from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
 from kvconnect.errors import KVConnectError
 from kvconnect.explain.paths import PathEnd, paths_between
+from kvconnect.peer.agreement import disagreement, other_weights, wanted_card
 from kvconnect.peer.asking import TimedDescription
-from kvconnect.peer.messages import PROTOCOL_VERSION, disagreement, other_weights
+from kvconnect.peer.description import Description
+from kvconnect.peer.messages import PROTOCOL_VERSION
+from kvconnect.plan.align import TableCard
 from kvconnect.scheduler.handles import MOST_SKEW_S
 
 _NOTICED_SKEW_S = 5.0
@@ -51,8 +54,8 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
     if first.protocol == PROTOCOL_VERSION:
         peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
     if facts.own is not None:
-        world_size = facts.own.description.introduction.meaning.world_size
-        own = {rank: ask((extra.host, extra.port + rank)) for rank in range(world_size)}
+        num_ranks = facts.own.description.introduction.meaning.topology.size
+        own = {rank: ask((extra.host, extra.port + rank)) for rank in range(num_ranks)}
     return Pair(f"{address[0]}:{address[1]}", peer, own)
 
 
@@ -124,10 +127,15 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
     source, target = (side[0].description.introduction.meaning for side in (sources, targets))
     closed = {}
     for rank in targets:
-        for partner in partner_ranks(rank, len(targets), source.world_size, target.num_heads):
+        for partner in partner_ranks(rank, target.topology, source.topology, target.num_heads):
             if partner in sources:
-                ends = map(_path_end, (sources[partner], targets[rank]))
-                paths = paths_between(*ends, convert=facts.extra.convert_dtype)
+                ends = sources[partner].description, targets[rank].description
+                introduced = [end.introduction for end in ends]
+                if refusal := disagreement(*introduced):
+                    yield failure("ranks", f"ranks {partner} > {rank}: {refusal}", "restart the nodes")
+                    continue
+                cards = introduced[0].table, wanted_card(*introduced)
+                paths = paths_between(*map(_path_end, ends, cards), convert=facts.extra.convert_dtype)
                 closed[f"{partner} > {rank}"] = paths.closed
             else:
                 found = f"rank {partner} of the prefill node is not known"
@@ -135,9 +143,8 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
     yield from check_paths("caches", closed.items())
 
 
-def _path_end(worker: TimedDescription) -> PathEnd:
-    ours = worker.description.introduction
-    return PathEnd(worker.description.path, ours.slot_bytes > 0, ours.table)
+def _path_end(worker: Description, card: TableCard) -> PathEnd:
+    return PathEnd(worker.path, worker.introduction.slot_bytes > 0, card)
 
 
 def check_paths(about: str, closed: Iterable[tuple[str, Mapping[str, list[str]]]]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.cache.shard import partner_ranks, shard_heads
+from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.explain.cache_file import CacheFile, HeadLayers, StateLayers
 from kvconnect.explain.paths import PathEnd, paths_between, reasons_in
 from kvconnect.explain.tables import blocks_needed, rank_table, request_blocks
@@ -92,7 +92,8 @@ def make_report(
     if source.num_heads == target.num_heads:
         sides = _Sides(source, target, num_tokens, cost)
         for target_rank in range(target.tp_size):
-            for source_rank in partner_ranks(target_rank, target.tp_size, source.tp_size, target.num_heads):
+            ranks = Topology(target.tp_size), Topology(source.tp_size)
+            for source_rank in partner_ranks(target_rank, *ranks, target.num_heads):
                 pairs.append(sides.explain(source_rank, target_rank, not refusals))
     return Report(num_tokens, cost.describe(), refusals, pairs)
 

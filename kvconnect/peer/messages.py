@@ -8,14 +8,16 @@ from typing import Annotated
 
 import msgspec
 
+from kvconnect.cache.shard import Topology
 from kvconnect.errors import PeerError
 from kvconnect.orders import Count, GroupBlocks, Naming, Prefix, RankAddress
 from kvconnect.peer.transport import Transport
-from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import Chunk
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=256)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
+Stages = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=256)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Address = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
@@ -51,13 +53,20 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
 
     ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` names
     those that it runs with now. ``held_back`` are the last tokens of a prompt that P leaves to D.
+    ``tensor`` and ``stages`` need not be equal: see ``Topology``.
     """
 
     model: str
     num_heads: Heads | None
-    world_size: Ranks
+    tensor: Ranks
     weights: str = ""
     held_back: Count = 0
+    stages: Stages = (0,)
+
+    @property
+    def topology(self) -> Topology:
+        """How this side's cache is divided over its ranks."""
+        return Topology(self.tensor, self.stages)
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -359,42 +368,3 @@ def decode(side: Side, frame: bytes, max_bytes: int) -> ToPrefill | ToDecode:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerError(f"a message that cannot be read: {error}") from error
     return message
-
-
-def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
-    """Why two workers cannot work together, naming what differs with both values; None if they can.
-
-    The tables themselves are compared when they are lined up.
-    """
-    if ours.meaning.model != theirs.meaning.model:
-        return f"model differ: {_model_differences(ours.meaning.model, theirs.meaning.model)}"
-    for what, our_value, their_value in (
-        ("number of KV heads", ours.meaning.num_heads, theirs.meaning.num_heads),
-        ("prompt tokens left to the decode node", ours.meaning.held_back, theirs.meaning.held_back),
-        ("engine", ours.engine, theirs.engine),
-    ):
-        if our_value != their_value:
-            return f"{what} differ: {their_value!r} asks {our_value!r}"
-    return other_weights(ours.meaning, theirs.meaning) or card_refusal(theirs.table)
-
-
-def _model_differences(ours: str, theirs: str) -> str:
-    """Which parts of two models' words differ; a part is ``name=value``, or a value alone."""
-    parts: list[dict[str, list[str]]] = [{}, {}]
-    for words, named in zip((ours, theirs), parts, strict=True):
-        for part in words.split(":"):
-            name, _, value = part.rpartition("=")
-            named.setdefault(name, []).append(value)
-    our_parts, their_parts = ({name: " ".join(values) for name, values in named.items()} for named in parts)
-    return "; ".join(
-        f"{name} {their_parts.get(name, 'none')!r} asks {our_parts.get(name, 'none')!r}".strip()
-        for name in dict.fromkeys([*our_parts, *their_parts])
-        if our_parts.get(name) != their_parts.get(name)
-    )
-
-
-def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:
-    """Why KV of one side's weights is useless to the other's; None if they are the same."""
-    if ours.weights == theirs.weights:
-        return None
-    return f"{OTHER_WEIGHTS}: {theirs.weights!r} asks {ours.weights!r}"

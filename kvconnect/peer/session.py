@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LocalError, PeerError
 from kvconnect.orders import RankAddress
+from kvconnect.peer.agreement import disagreement
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import (
     PROTOCOL_VERSION,
@@ -43,7 +44,6 @@ from kvconnect.peer.messages import (
     Welcome,
     Written,
     decode,
-    disagreement,
     encode,
 )
 from kvconnect.peer.transport import Transport

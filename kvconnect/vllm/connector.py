@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
@@ -131,6 +131,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self._config.extra.bootstrap_port and self._workers and self._scheduler is None:
             # A router asks before any request comes.
             self._make_half()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """As before, by pipeline and tensor-parallel rank."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. One that is prefilled for others stops where they take over."""
@@ -251,7 +255,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        rank = int(get_tensor_model_parallel_rank())
+        tensor = get_tp_group()
+        rank = int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
         self._weights = loaded_weights(self._vllm)
         made = functools.partial(
             make_worker_half,

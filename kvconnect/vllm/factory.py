@@ -25,7 +25,7 @@ from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
-from kvconnect.vllm.meaning import fingerprint, head_counts
+from kvconnect.vllm.meaning import finest, fingerprint, head_counts, topology
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -91,7 +91,7 @@ def make_scheduler_half(
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
             row_bytes=_same_rows(workers),
-            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            num_ranks=vllm_config.parallel_config.world_size,
             clock=time.monotonic,
         )
         if wants_events(vllm_config):
@@ -109,13 +109,12 @@ def make_worker_half(
     weights: str,
 ) -> WorkerComposite:
     """The worker half, with the caches registered."""
-    world_size = vllm_config.parallel_config.tensor_parallel_size
-    counts = head_counts(vllm_config)
+    ranks, counts = topology(vllm_config, rank, kv_caches), head_counts(vllm_config)
     described = functools.partial(
         worker_cache,
         kv_caches=kv_caches,
-        rank=rank,
-        world_size=world_size,
+        tensor_rank=rank % ranks.tensor,
+        num_ranks=ranks.tensor,
         head_counts=counts,
         layers=attention_layers(vllm_config),
     )
@@ -134,7 +133,7 @@ def make_worker_half(
                 cache.kernel_block_sizes,
                 facts={**stack_facts(vllm_config, kv_cache_config), "weights": weights, "label": label},
                 rank=rank,
-                world_size=world_size,
+                world_size=ranks.size,
             )
             opened.callback(offload.close)
             offload.announces = wants_events(vllm_config) and rank == 0
@@ -152,8 +151,9 @@ def make_worker_half(
                 model=fingerprint(
                     vllm_config, kv_cache_config, cache, convert_dtype=config.extra.convert_dtype
                 ),
-                num_heads=cache.finest(counts),
-                world_size=world_size,
+                num_heads=finest(vllm_config, cache),
+                tensor=ranks.tensor,
+                stages=ranks.stages,
                 weights=weights,
                 held_back=held_back(kv_cache_config, lookahead),
             )

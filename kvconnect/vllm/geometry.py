@@ -6,7 +6,6 @@ vLLM's is asked only what kind of layer it is: fields change, and the scheduler'
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from kvconnect.arithmetic import div_exact
 from kvconnect.cache.region_table import CacheTensor, Scales
 from kvconnect.cache.retention import FULL, Chunked, Retention, Window
-from kvconnect.cache.shard import HeadInterval, shard_heads
+from kvconnect.cache.shard import HeadInterval, layer_number, shard_heads
 from kvconnect.cache.specs import (
     ChunkedLocalSpec,
     EncoderOnlySpec,
@@ -35,7 +34,6 @@ from kvconnect.vllm.states import Section, state_sections
 from kvconnect.vllm.values import BYTES, Quantised, is_by_block, read_quantised
 
 _AXES = "block head token content"
-_LAYER_NUMBER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class HeadCounts:
         """The heads of a layer's model."""
         is_draft = getattr(spec, "is_draft", None)
         if is_draft is None:
-            number = _LAYER_NUMBER.search(layer)
-            is_draft = "draft" in layer or bool(number and int(number[1]) >= self.num_layers > 0)
+            is_draft = (layer_number(layer) or 0) >= self.num_layers > 0
         return self.draft if is_draft else self.main
 
     @property
@@ -157,8 +154,8 @@ def worker_cache(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
     *,
-    rank: int,
-    world_size: int,
+    tensor_rank: int,
+    num_ranks: int,
     head_counts: HeadCounts,
     layers: Mapping[str, Any] | None = None,
     convert_dtype: bool = False,
@@ -182,7 +179,7 @@ def worker_cache(
         names = tuple(name for name in group.layer_names if name in kv_caches)
         if index not in moved or not names:
             kind = EncoderOnlySpec(group.kv_cache_spec.block_size)
-            groups.append(KVCacheGroup(tuple(group.layer_names), kind))
+            groups.append(KVCacheGroup(tuple(group.layer_names) or (f"group{index}",), kind))
             continue
         specs: dict[str, LayerSpec] = {}
         ratios = set()
@@ -191,14 +188,14 @@ def worker_cache(
             ratio = _kernel_blocks(name, tensor, kv_cache_config.num_blocks)
             ratios.add(ratio)
             if is_state(theirs) and tensor.shape[:3] == (kv_cache_config.num_blocks, 1, 1):
-                sections[name] = parts = state_sections(theirs, layer, rank, world_size)
+                sections[name] = parts = state_sections(theirs, layer, tensor_rank, num_ranks)
                 for part in parts:
                     label = f"{name}/{part.name}"
                     specs[label], heads[label] = part.spec(theirs.block_size), part.owned
                     tensors[label] = part.view(tensor[:, 0, 0])
                 if parts:
                     continue
-            owned = _owned_heads(head_counts.of(name, theirs), tensor, rank, world_size)
+            owned = _owned_heads(head_counts.of(name, theirs), tensor, tensor_rank, num_ranks)
             by_block = is_by_block(layer) and not is_state(theirs)
             divided = owned is not None and not by_block and _is_divided(theirs, tensor, ratio)
             quantised = None if layer is None or is_state(theirs) else read_quantised(layer, tensor)
@@ -215,7 +212,7 @@ def worker_cache(
             tensors[name] = CacheTensor(tensor, _AXES)
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
-            elif world_size > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
+            elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
                 rank_bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")

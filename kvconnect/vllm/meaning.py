@@ -5,11 +5,14 @@ Versions and paths need not be equal; block sizes and layouts are bridged where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvconnect.cache.shard import Topology, layer_number
+from kvconnect.errors import ConfigError
 from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, is_state
 from kvconnect.vllm.states import Section, conv_layout
+from kvconnect.vllm.weights import all_ranks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +33,9 @@ def fingerprint(
     """
     model = vllm_config.model_config
     text = model.hf_text_config
-    states = _states(kv_cache_config, cache.sections)
+    # Not every pipeline rank has layers of each kind.
+    given = _of_stages(vllm_config, (_states(kv_cache_config, cache.sections), bool(cache.rank_bound)))
+    states = sorted({state for states, _ in given for state in states})
     parts = [
         str(text.model_type),
         f"layers={text.num_hidden_layers}",
@@ -38,7 +43,7 @@ def fingerprint(
         *_dtypes(vllm_config, bool(states), convert_dtype),
         *states,
     ]
-    if cache.rank_bound:
+    if any(is_bound for _, is_bound in given):
         parts.append(f"tensor_parallel_size={vllm_config.parallel_config.tensor_parallel_size}")
     return ":".join(parts)
 
@@ -52,6 +57,34 @@ def head_counts(vllm_config: VllmConfig) -> HeadCounts:
         draft=None if draft is None else _num_heads(draft),
         num_layers=int(main.hf_text_config.num_hidden_layers),
     )
+
+
+def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topology:
+    """How caches are divided over vLLM's ranks. All of them must call it, each with the layers that it has.
+
+    Raises ``ConfigError``: ranks do not have layers one after the other.
+    """
+    tensor = vllm_config.parallel_config.tensor_parallel_size
+    numbers = [number for number in map(layer_number, layers) if number is not None]
+    _, *firsts = _of_stages(vllm_config, min(numbers, default=0))[::tensor]
+    made = Topology(tensor, (0, *firsts))
+    for layer in layers:
+        if not made.owns(rank, layer):
+            raise ConfigError(
+                f"rank {rank} has layer {layer!r}, but its pipeline rank begins with layer "
+                f"{made.layers(rank).start}, all of them with {made.stages}; accepted: layers in order"
+            )
+    return made
+
+
+def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:
+    """The finest division of any layer over tensor-parallel ranks; None where they keep the same bytes."""
+    return max(_of_stages(vllm_config, cache.finest(head_counts(vllm_config)) or 0)) or None
+
+
+def _of_stages(vllm_config: VllmConfig, value: Any) -> list[Any]:
+    """What every rank gave; without pipeline ranks, which all have the same, ours."""
+    return all_ranks(value) if vllm_config.parallel_config.pipeline_parallel_size > 1 else [value]
 
 
 def _dtypes(vllm_config: VllmConfig, has_states: bool, convert_dtype: bool) -> list[str]:

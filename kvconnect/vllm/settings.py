@@ -41,7 +41,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     parallel, offload = vllm_config.parallel_config, extra.get("offload")
     index = int(parallel.data_parallel_index)
     if extra.get("port"):
-        extra["port"] += index * parallel.tensor_parallel_size
+        extra["port"] += index * parallel.world_size
     if extra.get("bootstrap_port"):
         extra["bootstrap_port"] += index
     if index and isinstance(offload, dict) and offload.get("disk_path"):
@@ -52,7 +52,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
     """Raise ``ConfigError`` for a setting under which KV would be lost or wrong, with what is accepted."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for name in ("pipeline", "decode_context", "prefill_context"):
+    for name in ("decode_context", "prefill_context"):
         if (value := getattr(parallel, f"{name}_parallel_size", 1)) > 1:
             raise ConfigError(f"{name}_parallel_size is {value}, this version of kvconnect accepts 1")
     speculative = vllm_config.speculative_config

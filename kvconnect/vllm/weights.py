@@ -45,11 +45,11 @@ _DRAFTERS = ("drafter", "speculator")
 _UNIDENTIFIED = "unidentified"
 
 Gather = Callable[[Any], list[Any]]
-"""What every tensor-parallel rank gave, in order. All of them must call it."""
+"""What every rank of a server gave, in order. All of them must call it."""
 
 
 class LoadedWeights:
-    """One name on all tensor-parallel ranks, equal on two servers wherever the weights are.
+    """One name on all ranks, equal on two servers wherever the weights are.
 
     ``checkpoint`` is that of the files, None where it is unknown; ``models`` may be out of reach.
     """
@@ -90,7 +90,7 @@ class LoadedWeights:
 
 def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:
     """Those of the runner that registers its caches now: it is among the callers."""
-    return LoadedWeights(_checkpoint(vllm_config), _running_models(), _all_ranks)
+    return LoadedWeights(_checkpoint(vllm_config), _running_models(), all_ranks)
 
 
 def _checkpoint(vllm_config: VllmConfig) -> str | None:
@@ -147,14 +147,16 @@ def _running_models() -> list[nn.Module]:
     return []
 
 
-def _all_ranks(value: Any) -> list[Any]:
-    from vllm.distributed.parallel_state import get_tp_group
+def all_ranks(value: Any) -> list[Any]:
+    """What every rank gave, pipeline rank by pipeline rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    group = get_tp_group()
-    if group.world_size == 1:
-        return [value]
-    gathered: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(gathered, value, group=group.cpu_group)
+    gathered = [value]
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            parts: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(parts, gathered, group=group.cpu_group)
+            gathered = [given for part in parts for given in part]
     return gathered
 
 

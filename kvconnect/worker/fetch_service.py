@@ -17,6 +17,7 @@ import msgspec
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, PeerError
 from kvconnect.metrics import Metrics
+from kvconnect.peer.agreement import other_weights
 from kvconnect.peer.messages import (
     Accepted,
     CreditGrant,
@@ -29,7 +30,6 @@ from kvconnect.peer.messages import (
     Measure,
     Measured,
     Written,
-    other_weights,
 )
 from kvconnect.plan.transfer import make_plan
 from kvconnect.timeline import Moment

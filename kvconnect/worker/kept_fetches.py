@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from kvconnect.errors import PeerError
 from kvconnect.orders import Hold
-from kvconnect.peer.messages import Fetch, FindPrefix, PrefixFound, other_weights
+from kvconnect.peer.agreement import other_weights
+from kvconnect.peer.messages import Fetch, FindPrefix, PrefixFound
 from kvconnect.worker.inbound_peers import InboundPeer
 from kvconnect.worker.kept import KeptByName
 from kvconnect.worker.leases import Lease

@@ -24,6 +24,7 @@ from kvconnect.orders import GroupBlocks
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes, fitted_slots, spare_bytes
 from kvconnect.pack.digest import CPU_DIGEST_SAMPLE
 from kvconnect.pack.packer import Packer
+from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.plan.chunks import TokenSpan
@@ -94,7 +95,7 @@ class Local:
         Raises:
             LayoutError: the two caches cannot be matched.
         """
-        wire = align_wire(source.table, target.table, convert=convert)
+        wire = align_wire(source.table, wanted_card(source, target), convert=convert)
         return self._packer(table or self.table, wire, side, min(source.digest_sample, target.digest_sample))
 
     def _packer(self, table: RegionTable, wire: Wire, side: str, digest_sample: int = 1) -> Packer:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.addresses import split_address
-from kvconnect.cache.shard import consumer_ranks, partner_ranks
+from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
+from kvconnect.peer.agreement import groups_elsewhere
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
@@ -48,9 +49,9 @@ PackedPath = tuple[RequestCutter, Packer]
 class RankLink:
     """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
-    ``was_met`` once it has introduced itself. The peer's clock is ahead of ours by
-    ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries its
-    bytes to us, once it has reported that; ``refusal`` is why our settings or its own do not accept it.
+    ``was_met`` once it has introduced itself; cache groups ``elsewhere`` are not its. Its clock is ahead
+    of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries
+    its bytes to us, once it has reported that; ``refusal`` is why settings do not accept it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class RankLink:
     packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
     was_met: bool = False
+    elsewhere: Container[int] = ()
     found: Transport | None = None
     refusal: str = ""
 
@@ -252,15 +254,16 @@ class Peers:
             if named != found and named != "":
                 return f"{host}:{port} is {what} {found}, the request names {named}"
         if link.rank == 0:
-            world_size = introduction.meaning.world_size
-            if not {address.rank for address in ready.directory} >= set(range(1, world_size)):
+            topology = introduction.meaning.topology
+            if not {address.rank for address in ready.directory} >= set(range(1, topology.size)):
                 # Its scheduler has not sent it the addresses of its other ranks yet. It will soon.
                 return "the peer does not know its own ranks yet"
             if refusal := self._foreign_rank(host, ready.directory):
                 self._metrics.failures.labels("peer_not_trusted").inc()
                 return refusal
             peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
-            _match_ranks(peer, link.session.ours, world_size)
+            _match_ranks(peer, link.session.ours, topology)
+        link.elsewhere = groups_elsewhere(introduction, link.session.ours)
         link.clock_ahead_s = ready.clock_s - now
         peer.breaker.met()
         self._send_releases(peer, now)
@@ -377,11 +380,11 @@ class Peers:
                 logger.warning("a message to %s could not be sent", link.name)
 
 
-def _match_ranks(peer: Peer, ours: Introduction, world_size: int) -> None:
+def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:
     """Work out once which of a peer's ranks each of ours fetches from."""
-    sizes = ours.meaning.world_size, world_size, ours.meaning.num_heads
-    peer.partners = tuple(partner_ranks(ours.rank, *sizes))
-    peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumer_ranks(*sizes))}
+    sides = ours.meaning.topology, topology, ours.meaning.num_heads
+    peer.partners = tuple(partner_ranks(ours.rank, *sides))
+    peer.consumers = {rank: len(fetching) for rank, fetching in enumerate(consumer_ranks(*sides))}
     reachable = {address.rank for address in peer.directory}
     unused = (rank for rank, count in peer.consumers.items() if not count and rank in reachable)
     # Rank 0 ends their leases for all of us.

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import LayoutError, LocalError
 from kvconnect.metrics import Metrics
+from kvconnect.orders import GroupBlocks
 from kvconnect.peer.loss import LOSS_RULES, PeerLoss, Quarantine
 from kvconnect.peer.messages import (
     Accepted,
@@ -43,6 +44,7 @@ SILENT_S = 0.5
 _MOST_CANCELLED = 4096
 """Cancelled fetches that are remembered: what the peer sent before it knew, and its answer, are no fault."""
 
+Blocks = tuple[GroupBlocks, ...]
 Opened = tuple[tuple[Chunk, ...], tuple[Grant, ...]]
 AboutFetch = Accepted | Declined | Landed | CreditRequest | Written
 
@@ -77,8 +79,9 @@ class RankFetches:
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
+        groups = tuple(blocks for blocks in order.groups if blocks.group not in link.elsewhere)
         try:
-            chunks, grants = self._open(fetch, link, transfer_id)
+            chunks, grants = self._open(fetch, link, transfer_id, groups)
         except LayoutError as error:
             load.fail(str(error))
             return
@@ -98,7 +101,7 @@ class RankFetches:
             transfer_id=transfer_id,
             handle=order.handle,
             num_tokens=order.num_tokens,
-            groups=order.groups if self._is_direct_open and order.prefix is None else (),
+            groups=groups if self._is_direct_open and order.prefix is None else (),
             consumers=link.peer.consumers[link.rank],
             timeout_s=max(0.001, load.deadline - now),
             chunks=chunks,
@@ -114,7 +117,7 @@ class RankFetches:
             moment, number, handle=fetch.load.order.handle, transfer_id=fetch.transfer_id
         )
 
-    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int) -> Opened:
+    def _open(self, fetch: RankFetch, link: RankLink, transfer_id: int, groups: Blocks) -> Opened:
         """The chunks of a fetch, and slots; none for the direct path, a LayoutError if no path is open."""
         order = fetch.load.order
         # What a peer keeps by name lies in no cache of its own: it is packed.
@@ -127,7 +130,7 @@ class RankFetches:
             return (), ()
         cutter, packer = packed
         try:
-            chunks = cutter.cut(order.groups, order.num_tokens)
+            chunks = cutter.cut(groups, order.num_tokens)
             if not chunks:
                 return (), ()
             fetch.landing, grants = self.bay.open(transfer_id, fetch.load, chunks, packer, link)

@@ -16,6 +16,7 @@ from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
+from kvconnect.peer.agreement import wanted_card
 from kvconnect.peer.messages import Fetch, Introduction
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableAlignment, TableCard, align_tables
@@ -121,7 +122,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
         way.refusals["direct"] = "this node's path is 'packed'"
     else:
         try:
-            way.direct = align_tables(ours.table, peer.table)
+            way.direct = align_tables(ours.table, wanted_card(ours, peer))
         except LayoutError as error:
             way.refusals["direct"] = str(error)
     if not way.slot_bytes:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvconnect.cache.shard import HeadInterval, partner_ranks
+from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack import numpy_mover
@@ -229,7 +229,9 @@ def check(kernels, case):
     target = Side(other, theirs, rank_heads(other, rank, worlds[1]), NUM_BLOCKS, 7, scales)
     fill_values(target, 8)
     with interpreted_by(programs), mock.patch.object(numpy_mover, "_VALUES_AT_ONCE", at_once):
-        for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
+        for partner in partner_ranks(
+            rank, *map(Topology, reversed(worlds)), model.total_heads if attention else None
+        ):
             source = Side(model, ours, rank_heads(model, partner, worlds[0]), NUM_BLOCKS, 100, scales)
             fill_values(source, partner)
             exchange(kernels, source, held, target, wanted, spans, slot_bytes, seed, scales)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.cache.shard import HeadInterval, partner_ranks
+from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks
 from kvconnect.errors import ConfigError, LayoutError, LocalError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
@@ -151,7 +151,9 @@ def check(kernels, case):
     ]
     rank = seed % worlds[1]
     target = Side(model, theirs, rank_heads(model, rank, worlds[1]), NUM_BLOCKS, 7)
-    for partner in partner_ranks(rank, *reversed(worlds), model.total_heads if attention else None):
+    for partner in partner_ranks(
+        rank, *map(Topology, reversed(worlds)), model.total_heads if attention else None
+    ):
         with interpreted_by(programs):
             exchange(kernels, sources[partner], held, target, wanted, spans, slot_bytes, seed)
 
@@ -296,7 +298,7 @@ def test_any_tensor_parallel_sizes(worlds, heads):
     ]
     for rank in range(own_world):
         target = Side(model, theirs, rank_heads(model, rank, own_world), 12, 7)
-        for partner in partner_ranks(rank, own_world, world, heads):
+        for partner in partner_ranks(rank, Topology(own_world), Topology(world), heads):
             exchange(
                 KERNELS[0],
                 sources[partner],
@@ -311,7 +313,7 @@ def test_any_tensor_parallel_sizes(worlds, heads):
             head: sources[owner].reader(layer)
             for layer in model.layers[:1]
             for head in range(target.heads.start, target.heads.stop)
-            for owner in partner_ranks(rank, own_world, world, heads)
+            for owner in partner_ranks(rank, Topology(own_world), Topology(world), heads)
             if sources[owner].heads.start <= head < sources[owner].heads.stop
         }
         assert set(full) == set(range(target.heads.start, target.heads.stop))

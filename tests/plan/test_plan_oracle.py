@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import CacheTensor, RegionTable
-from kvconnect.cache.shard import HeadInterval, partner_ranks, shard_heads
+from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks, shard_heads
 from kvconnect.cache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -119,7 +119,7 @@ def test_any_layout_any_ratio_any_world(case):
             name: [block_values(cache, block) for block in range(14 * ratios[1])]
             for name, cache in target.caches.items()
         }
-        partners = partner_ranks(rank, worlds[1], worlds[0], total_heads)
+        partners = partner_ranks(rank, Topology(worlds[1]), Topology(worlds[0]), total_heads)
         for partner in partners:
             link = align_tables(sources[partner].card(), target.card())
             plan = make_plan(

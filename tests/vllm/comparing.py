@@ -112,7 +112,7 @@ def _pages(records: list[dict[str, Any]]) -> Pages:
     for record in records:
         for layer, pages in record["pages"].items():
             for position, digests in pages.items():
-                first = record["rank"] * len(digests)
+                first = record["tensor_rank"] * len(digests)
                 for head, digest in enumerate(digests, first):
                     found[layer, position, head] = digest
     return found

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvconnect.orders import GroupBlocks
 from kvconnect.vllm.connector import KVConnect as Observed
@@ -25,6 +26,19 @@ from kvconnect.worker import prefill_side
 # Ranks of vLLM spin while they wait for each other's messages. Where there are more ranks than cores, those
 # that spin keep the others from running, with and without a connector.
 shm_broadcast.sched_yield = lambda: time.sleep(50e-6)
+_gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+
+def _gather_into_what_there_is(self: Any, *given: Any, **more: Any) -> Any:
+    if self.intermediate_tensors is None:
+        # A forward that warms up makes them. vLLM's CPU build has none where nothing is compiled, and dies.
+        self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
+    return _gather(self, *given, **more)
+
+
+GPUModelRunner.sync_and_gather_intermediate_tensors = _gather_into_what_there_is
 
 
 class KVConnect(Observed):
@@ -101,6 +115,7 @@ class KVConnect(Observed):
                     ).hex()
         record = {"kind": kind, "handle": handle, "rank": self._own.rank, "pages": pages, "ids": ids}
         record["states"] = states
+        record["tensor_rank"] = self._own.rank % self._vllm.parallel_config.tensor_parallel_size
         with self._lines.open("a") as out:
             out.write(json.dumps(record) + "\n")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.retention import Window
-from kvconnect.cache.shard import HeadInterval, partner_ranks, shard_heads
+from kvconnect.cache.shard import HeadInterval, Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.plan.align import TableCard, align_tables
@@ -94,7 +94,7 @@ def attention(num_blocks: int, heads: int, content: int, split: int = 1, layout:
 
 
 def build(config: Config, tensors: dict[str, torch.Tensor], rank: int, world: int, counts: HeadCounts):
-    cache = worker_cache(config, tensors, rank=rank, world_size=world, head_counts=counts)
+    cache = worker_cache(config, tensors, tensor_rank=rank, num_ranks=world, head_counts=counts)
     table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads)
     return cache, table
 
@@ -151,7 +151,7 @@ def test_every_rank_gets_its_heads_of_latent_target_and_draft_layers(worlds, lay
     for rank in range(decode_world):
         _, tensors, (cache, table) = mixed(11, rank, decode_world, split, layouts[1])
         assert not cache.rank_bound
-        for partner in partner_ranks(rank, decode_world, prefill_world, COUNTS.finest):
+        for partner in partner_ranks(rank, Topology(decode_world), Topology(prefill_world), COUNTS.finest):
             plan = make_plan(
                 align_tables(prefill[partner][1], TableCard.of(table)),
                 [GroupBlocks(0, 0, tuple(source_ids))],
@@ -220,8 +220,8 @@ def test_groups_that_are_not_transferred_are_left_alone():
     cache = worker_cache(
         config,
         {"a": torch.zeros(3, dtype=torch.int8), "b": attention(5, 1, 4)},
-        rank=0,
-        world_size=1,
+        tensor_rank=0,
+        num_ranks=1,
         head_counts=HeadCounts(1),
     )
     assert set(cache.tensors) == {"b"}
@@ -234,5 +234,7 @@ def test_groups_that_are_not_transferred_are_left_alone():
 def test_a_tensor_of_another_form_is_refused_by_name(shape, problem):
     config = Config(5, [(("layer",), FullAttentionSpec())])
     with pytest.raises(LayoutError, match=problem) as caught:
-        worker_cache(config, {"layer": torch.zeros(shape)}, rank=0, world_size=1, head_counts=HeadCounts(1))
+        worker_cache(
+            config, {"layer": torch.zeros(shape)}, tensor_rank=0, num_ranks=1, head_counts=HeadCounts(1)
+        )
     assert "'layer'" in str(caught.value)

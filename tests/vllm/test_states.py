@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.cache.region_table import RegionTable
-from kvconnect.cache.shard import partner_ranks, shard_heads
+from kvconnect.cache.shard import Topology, partner_ranks, shard_heads
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
@@ -124,7 +124,7 @@ class Rank:
         layers = {STATE: SimpleNamespace(norm=SimpleNamespace(n_groups=model.groups))}
         self.counts = HeadCounts(model.kv_heads)
         self.cache = worker_cache(
-            self.config, tensors, rank=rank, world_size=world, head_counts=self.counts, layers=layers
+            self.config, tensors, tensor_rank=rank, num_ranks=world, head_counts=self.counts, layers=layers
         )
         cache = self.cache
         self.table = RegionTable.build(cache.config, cache.kernel_block_sizes, cache.tensors, cache.heads)
@@ -186,7 +186,9 @@ def test_every_rank_gets_its_heads_and_channels_from_those_that_have_them(model,
         assert card_refusal(target.card) is None
         assert not target.cache.rank_bound
         expected.fill(5)
-        for partner in partner_ranks(rank, worlds[1], worlds[0], target.cache.finest(target.counts)):
+        for partner in partner_ranks(
+            rank, Topology(worlds[1]), Topology(worlds[0]), target.cache.finest(target.counts)
+        ):
             how(sources[partner], target, held, wanted)
         assert torch.equal(target.storage, expected.storage), "a byte is wrong, or one outside was touched"
         assert torch.equal(target.attention, expected.attention)
@@ -197,7 +199,7 @@ def text_of(rank: Rank, world: int) -> str:
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=model, dtype=torch.bfloat16),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=world),
+        parallel_config=SimpleNamespace(tensor_parallel_size=world, pipeline_parallel_size=1),
     )
     return fingerprint(config, rank.config, rank.cache)
 
@@ -248,5 +250,5 @@ def test_a_state_that_every_rank_keeps_is_not_divided():
     rank = Rank(mamba2(4), 0, 2, "SD", 4, 0)
     rank.spec.tp_replicated = True
     tensors = {STATE: rank.storage.view(4, 1, 1, -1)}
-    cache = worker_cache(rank.config, tensors, rank=0, world_size=2, head_counts=rank.counts)
+    cache = worker_cache(rank.config, tensors, tensor_rank=0, num_ranks=2, head_counts=rank.counts)
     assert (cache.sections, cache.rank_bound, set(cache.tensors)) == ({STATE: ()}, (), {STATE})

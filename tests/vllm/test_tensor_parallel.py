@@ -1,4 +1,4 @@
-"""Servers of several ranks: every rank gets its own heads, from whichever ranks have them."""
+"""Servers of several ranks: each gets its layers and heads, from whichever ranks have them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LENGTHS = [1, 5, 128, 129, 300, 513, 513, 513, 1025, 1025]
 CPUS = {1: "0", 2: "0|1"}
 
 
-def _options(ranks: int) -> list[str]:
-    return ["--tensor-parallel-size", str(ranks)]
+def _options(ranks: int, stages: int = 1) -> list[str]:
+    return ["--tensor-parallel-size", str(ranks), "--pipeline-parallel-size", str(stages)]
 
 
 def _run(prefill, decode):
@@ -63,3 +63,36 @@ def test_different_numbers_of_ranks(tmp_path, kind, prefill_ranks, decode_ranks)
             assert_heads_landed(prefill, decode, len(LENGTHS))
         else:
             assert_states_landed(prefill, decode, len(LENGTHS) - 1, STATE_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((1, 2), (1, 1)),
+        pytest.param((1, 1), (1, 2), marks=pytest.mark.full),
+        pytest.param((1, 2), (2, 1), marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_two_pipeline_ranks(tmp_path, prefill, decode):
+    """Each of ``prefill`` and ``decode`` is tensor-parallel and pipeline ranks."""
+    recipe = write_model("gqa", tmp_path)
+    cpus = tuple(CPUS[tensor * stages] for tensor, stages in (prefill, decode))
+    sides = {"prefill_options": _options(*prefill), "decode_options": _options(*decode)}
+    with pair(recipe, tmp_path, "nixl", cpus=cpus, **sides) as (producer, consumer):
+        answers = _run(producer, consumer)
+        assert_heads_landed(producer, consumer, len(LENGTHS))
+        held, landed = (
+            {(record["rank"], layer) for record in side.observed(kind) for layer in record["pages"]}
+            for side, kind in ((producer, "hold"), (consumer, "load"))
+        )
+        for kept, (tensor, stages) in ((held, prefill), (landed, decode)):
+            assert {rank for rank, _ in kept} == set(range(tensor * stages))
+            layers = {layer for _, layer in kept}
+            assert len(layers) > 1
+            assert len(kept) == len(layers) * tensor, "two pipeline ranks have a layer"
+        assert {layer for _, layer in held} == {layer for _, layer in landed}
+        for prompt, got in answers.values():
+            assert len(got) == 16
+            # Stages round as one rank does; sums over tensor-parallel ranks do not.
+            if len(prompt) % 512 == 1 and prefill[0] == decode[0]:
+                assert got == producer.local_tokens(prompt)

@@ -64,8 +64,8 @@ def cards(
     cache = worker_cache(
         Config(5, [((NAME,), spec or FullAttentionSpec())]),
         tensors,
-        rank=0,
-        world_size=1,
+        tensor_rank=0,
+        num_ranks=1,
         head_counts=HeadCounts(count),
         layers={} if layer is None else {NAME: layer},
         convert_dtype=convert,
@@ -190,6 +190,7 @@ def words(cache_dtype="auto", dtype=torch.bfloat16, *, convert=True, spec=None) 
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=text, dtype=dtype),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     groups = Config(5, [((NAME,), spec or FullAttentionSpec())])
     cache = SimpleNamespace(sections={}, rank_bound=())

@@ -42,7 +42,6 @@ LEFT_TO_BASE: dict[str, str] = {
     "supports_divergent_local_hybrid_hits": "a fetch starts where every group of D's own cache agrees",
     "get_required_kvcache_layout": "any layout is moved as it is",
     "has_pending_block_frees": "when a peer will fetch, nobody here can promise: waiting could last for ever",
-    "set_xfer_handshake_metadata_pp_aware": "the base class passes them on: pipelines are refused at start",
     "requires_piecewise_for_cudagraph": "no layer hook is used, so full CUDA graphs stay",
     "get_block_ids_with_load_errors": "failures are reported by request: with several groups blocks end vLLM",
 }

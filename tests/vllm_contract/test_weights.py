@@ -308,7 +308,7 @@ def test_what_cannot_be_looked_at_is_another_after_each_reset():
 
 
 def test_the_models_are_those_of_the_runner_that_registers(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvconnect.vllm.weights._all_ranks", alone)
+    monkeypatch.setattr("kvconnect.vllm.weights.all_ranks", alone)
     vllm_config = SimpleNamespace(speculative_config=None)
     vllm_config.model_config, vllm_config.load_config = config(tmp_path, "s3://bucket/x")
     models = [network(0), network(1)]

@@ -6,7 +6,7 @@ import itertools
 import random
 
 from kvconnect.arithmetic import div_ceil
-from kvconnect.cache.shard import shard_heads
+from kvconnect.cache.shard import Topology, shard_heads
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Hold, Load, Orders, RankAddress
 from tests.worker.pair import SLOT_BYTES, Clock, FakeWorker, TappedNetwork
@@ -23,8 +23,8 @@ class Ranks:
         model: Model,
         prefill: Shape,
         decode: Shape,
-        prefill_ranks: int = 1,
-        decode_ranks: int = 1,
+        prefill_ranks: int | Topology = 1,
+        decode_ranks: int | Topology = 1,
         config: ExtraConfig | None = None,
         *,
         prefill_config: ExtraConfig | None = None,
@@ -53,22 +53,29 @@ class Ranks:
         self,
         engine_id: str,
         shape: Shape,
-        world_size: int,
+        ranks: int | Topology,
         num_blocks: int,
         slot_bytes: int,
         config: ExtraConfig,
     ) -> list[FakeWorker]:
         workers = []
-        for rank in range(world_size):
-            heads = shard_heads(self.model.heads, rank, world_size)
-            cache = ShapedCache(self.model, shape, num_blocks, heads, 1000 * rank + len(engine_id))
+        topology = Topology(ranks) if isinstance(ranks, int) else ranks
+        for rank in range(topology.size):
+            heads = shard_heads(self.model.heads, rank % topology.tensor, topology.tensor)
+            # Said once more, in the plainest words.
+            stage = rank // topology.tensor
+            ends = [*topology.stages[1:], len(self.model.all_names)]
+            names = self.model.all_names[topology.stages[stage] : ends[stage]]
+            seed = 1000 * rank + len(engine_id)
+            cache = ShapedCache(self.model, shape, num_blocks, heads, seed, names)
             worker = FakeWorker(
                 engine_id,
                 num_blocks,
                 self.network,
                 config,
                 rank=rank,
-                world_size=world_size,
+                world_size=topology.tensor,
+                stages=topology.stages,
                 cache=cache,
                 num_heads=self.model.num_heads,
                 slot_bytes=slot_bytes,

@@ -6,6 +6,8 @@ it back one row at a time, by indexing tensors: it shares no code with plans, wi
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import (
+    EncoderOnlySpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -45,7 +48,14 @@ class Model:
     window: int = 40
 
     def names(self, kind: str) -> list[str]:
-        return [f"{kind}{index}" for index in range(self.layers.get(kind, 0))]
+        """Kinds of layers take turns, and layers are numbered over all of them."""
+        return [name for name in self.all_names if kind_of(name) == kind]
+
+    @functools.cached_property
+    def all_names(self) -> list[str]:
+        turns = range(max(self.layers.values(), default=0))
+        kinds = [kind for turn in turns for kind in KINDS if turn < self.layers.get(kind, 0)]
+        return [f"{kind}.{number}" for number, kind in enumerate(kinds)]
 
     @property
     def kinds(self) -> list[str]:
@@ -55,6 +65,11 @@ class Model:
     def num_heads(self) -> int | None:
         """What peers must agree on: None where all ranks keep the same bytes."""
         return self.heads if {"full", "window"} & set(self.kinds) else None
+
+
+def kind_of(name: str) -> str:
+    """The kind of a layer."""
+    return name.split(".")[0]
 
 
 @dataclass(frozen=True)
@@ -96,14 +111,23 @@ class Truth:
 
 
 class ShapedCache:
-    """One rank's cache, every byte of it random. ``heads`` are those that it keeps."""
+    """One rank's cache, every byte of it random. ``heads`` are those that it keeps, of ``names`` or all."""
 
-    def __init__(self, model: Model, shape: Shape, num_blocks: int, heads: HeadInterval, seed: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        shape: Shape,
+        num_blocks: int,
+        heads: HeadInterval,
+        seed: int,
+        names: Sequence[str] | None = None,
+    ) -> None:
         self.model, self.shape, self.heads = model, shape, heads
+        self._names = model.all_names if names is None else names
         self.tensors, groups = {}, []
         for kind in shape.groups(model):
             block, kernel = shape.block[kind], shape.kernel[kind]
-            for name in model.names(kind):
+            for name in self.names(kind):
                 seed += 1
                 fixed = {"latent": "block token", "state": "block"}
                 layout = fixed.get(kind) or LAYOUTS[shape.layout]
@@ -113,14 +137,21 @@ class ShapedCache:
                 cache = attention_layer(layout, count, len(heads), kernel, content, DTYPE)
                 fill_random(cache, seed)
                 self.tensors[name] = cache
-            groups.append(KVCacheGroup(tuple(model.names(kind)), self._spec(kind)))
+            names = tuple(self.names(kind))
+            spec = self._spec(kind) if names else EncoderOnlySpec(block)
+            groups.append(KVCacheGroup(names or (kind,), spec))
         sizes = {
             index: shape.block[kind] if kind == "state" else shape.kernel[kind]
             for index, kind in enumerate(shape.groups(model))
+            if self.names(kind)
         }
-        divided = {name: heads for kind in ("full", "window") for name in model.names(kind)}
+        divided = {name: heads for kind in ("full", "window") for name in self.names(kind)}
         self.config = KVCacheConfig(num_blocks, tuple(groups))
         self.table = RegionTable.build(self.config, sizes, self.tensors, divided)
+
+    def names(self, kind: str) -> list[str]:
+        """The layers of a kind that this rank has."""
+        return [name for name in self._names if kind_of(name) == kind]
 
     def _spec(self, kind: str):
         block, width = self.shape.block[kind], self.model.width
@@ -144,7 +175,7 @@ class ShapedCache:
 
     def row(self, name: str, blocks: GroupBlocks, token: int, head: int, plane: int) -> np.ndarray | None:
         """K or V of one token and head; a view, or None where no block is."""
-        kind = name.rstrip("0123456789")
+        kind = kind_of(name)
         block_tokens, kernel = self.shape.block[kind], self.shape.kernel[kind]
         index = token // block_tokens - blocks.first_block
         if not 0 <= index < len(blocks.block_ids) or not blocks.block_ids[index]:
@@ -162,8 +193,8 @@ class ShapedCache:
 
     def write(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> None:
         """Put a request's KV where its blocks are."""
-        for name, rows in truth.rows.items():
-            kind = name.rstrip("0123456789")
+        for name, rows in self._own(truth):
+            kind = kind_of(name)
             if kind == "state":
                 self.bytes_of(name)[blocks[kind].block_ids[0]] = rows
                 continue
@@ -178,8 +209,8 @@ class ShapedCache:
     def differences(self, truth: Truth, blocks: dict[str, GroupBlocks]) -> list[str]:
         """What of a request is not in these blocks as it should be; before a window nothing need be."""
         wrong = []
-        for name, rows in truth.rows.items():
-            kind = name.rstrip("0123456789")
+        for name, rows in self._own(truth):
+            kind = kind_of(name)
             if kind == "state":
                 if not np.array_equal(self.bytes_of(name)[blocks[kind].block_ids[0]], rows):
                     wrong.append(name)
@@ -194,6 +225,9 @@ class ShapedCache:
                             wrong.append(f"{name}: token {token}, head {head}, plane {plane}")
         return wrong
 
+    def _own(self, truth: Truth) -> list[tuple[str, np.ndarray]]:
+        return [(name, rows) for name, rows in truth.rows.items() if name in self.tensors]
+
     def outside(self, blocks: dict[str, GroupBlocks]) -> dict[str, np.ndarray]:
         """Every byte of all other blocks; a copy."""
         kept = {}
@@ -202,7 +236,7 @@ class ShapedCache:
             used = {
                 block * ratio + part for block in blocks[kind].block_ids if block for part in range(ratio)
             }
-            for name in self.model.names(kind):
+            for name in self.names(kind):
                 axis = self.tensors[name].axes.split().index("block")
                 kept[name] = np.delete(self.bytes_of(name), sorted(used), axis=axis)
         return kept

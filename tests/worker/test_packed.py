@@ -138,7 +138,7 @@ def test_a_slot_that_no_row_fits_is_named_with_both_sizes_where_there_is_no_othe
     ranks.prefilled("a", 11)
     ranks.fetched("a", 11)
     ranks.run_until_received(1)
-    assert "a slot has 4096 bytes, but layer 'full0' needs at least" in ranks.decode[0].failed["a"]
+    assert "a slot has 4096 bytes, but layer 'full.0' needs at least" in ranks.decode[0].failed["a"]
     ranks.assert_idle()
 
 

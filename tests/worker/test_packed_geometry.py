@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvconnect.cache.shard import Topology
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import GroupBlocks, Hold, Orders
 from kvconnect.peer.messages import Fetch, Written
@@ -42,6 +43,13 @@ def shapes(draw):
     return Shape(block, kernel, draw(st.sampled_from(sorted(LAYOUTS))), draw(st.booleans()))
 
 
+@st.composite
+def topologies(draw, model: Model, most_tensor: int):
+    layers = len(model.all_names)
+    cuts = draw(st.sets(st.integers(1, layers - 1), max_size=2)) if layers > 1 else ()
+    return Topology(draw(st.integers(1, most_tensor)), (0, *sorted(cuts)))
+
+
 def move(ranks, num_tokens, known_tokens=0, drop=(True, True), request="a"):
     """One request, from P to D; it is checked that all of it landed, and nothing else was touched."""
     truth = ranks.prefilled(request, num_tokens, drop=drop[0])
@@ -70,8 +78,8 @@ def test_any_shape_lands_in_any_other(data):
         model,
         prefill,
         decode,
-        data.draw(st.integers(1, 4)),
-        data.draw(st.integers(1, 4)),
+        data.draw(topologies(model, 4)),
+        data.draw(topologies(model, 4)),
         ExtraConfig(
             path=data.draw(st.sampled_from(["packed", "auto"])), num_slots=data.draw(st.integers(1, 4))
         ),

@@ -1,0 +1,40 @@
+"""How a worker of vLLM finds out which layers each rank of its server has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnect.cache.shard import Topology
+from kvconnect.errors import ConfigError
+from kvconnect.vllm import meaning
+
+
+def layers(*numbers: int) -> list[str]:
+    return [f"model.layers.{number}.self_attn.attn" for number in numbers]
+
+
+def found(monkeypatch, tensor: int, *stages: list[str]) -> list[Topology]:
+    """What each rank finds; ``stages`` are the layers of each pipeline rank, ``tensor`` ranks have each."""
+    ranks = [names for names in stages for _ in range(tensor)]
+    firsts = [int(names[0].split(".")[2]) for names in ranks]
+    given: list[int] = []
+    monkeypatch.setattr(meaning, "all_ranks", lambda first: given.append(first) or firsts)
+    parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=len(stages))
+    config = SimpleNamespace(parallel_config=parallel)
+    made = [meaning.topology(config, rank, names) for rank, names in enumerate(ranks)]
+    assert given == (firsts if len(stages) > 1 else [])
+    return made
+
+
+def test_a_pipeline_rank_begins_with_the_first_layer_that_it_has(monkeypatch):
+    assert found(monkeypatch, 2, layers(0, 1, 2)) == [Topology(2)] * 2
+    stages = layers(0, 1), layers(2, 3, 4), [*layers(5, 6), "draft_model.layers.0.attn"]
+    assert found(monkeypatch, 1, *stages) == [Topology(1, (0, 2, 5))] * 3
+    assert found(monkeypatch, 2, *stages) == [Topology(2, (0, 2, 5))] * 6
+
+
+def test_layers_that_do_not_follow_each_other_are_refused_by_name(monkeypatch):
+    with pytest.raises(ConfigError, match=r"rank 0 has layer 'model.layers.2.self_attn.attn'.*\(0, 1\)"):
+        found(monkeypatch, 1, layers(0, 2), layers(1, 3))
