@@ -56,6 +56,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         store_protocol: how the store is reached: ``tcp`` or ``rdma``.
         store_bytes: memory that this rank gives to the store.
         salt: nothing that was kept under another salt is found.
+        pin_quota: which part of host memory, and of the disk, one tenant's sessions may pin; 0 for none. All
+            together may pin three quarters.
+        tenant_key: the key of ``kv_transfer_params`` that names a request's tenant; empty for its
+            ``cache_salt``.
     """
 
     cpu_bytes: Bound
@@ -72,6 +76,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     store_protocol: Literal["tcp", "rdma"] = "tcp"
     store_bytes: Size = 0
     salt: str = ""
+    pin_quota: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    tenant_key: str = ""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -231,6 +231,9 @@ class OffloadMetrics(MetricSet):
     seconds: Numbers = _counter(
         "offload_seconds", "Seconds from order to end, summed over these jobs", "move", "tier"
     )
+    session_actions: Numbers = _counter(
+        "session_actions", "What requests asked for their sessions, by outcome", "action", "outcome"
+    )
     wait_seconds: Numbers = _counter(
         "offload_wait_seconds",
         "Seconds that steps waited for staging memory (staging), and orders until they were begun (turn)",

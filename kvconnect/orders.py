@@ -236,7 +236,8 @@ class OffloadOrders(_Parts, frozen=True):
     """What the tiers below the device's memory are to do.
 
     ``held_rows`` are the rows of host memory that hold something, by class, once this is done; empty where
-    there is nothing to do.
+    there is nothing to do. ``disk_pins`` are contents that must stay on disk, there or not yet, or need
+    not any more; ``actions`` what was asked for sessions, what came of it and how often, to be counted.
     """
 
     stores: tuple[Store, ...] = ()
@@ -246,6 +247,8 @@ class OffloadOrders(_Parts, frozen=True):
     clear: bool = False
     """Forget everything that lower tiers keep, before any of the others."""
     held_rows: tuple[Count, ...] = ()
+    disk_pins: tuple[tuple[Index, bytes, bool], ...] = ()
+    actions: tuple[tuple[str, str, int], ...] = ()
 
 
 CHANGES_AT_ONCE = 2048

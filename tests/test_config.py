@@ -148,6 +148,8 @@ OFFLOAD = {
     "store_protocol": "rdma",
     "store_bytes": GIB,
     "salt": "tenant",
+    "pin_quota": 0.5,
+    "tenant_key": "tenant",
 }
 
 

@@ -15,6 +15,7 @@ from kvconnect.cache.region_table import RegionTable
 from kvconnect.errors import LocalError
 from kvconnect.metric_values import Changes, merge_changes
 from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.scheduler.sessions import RESULTS_KEY
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
@@ -131,11 +132,11 @@ class SchedulerComposite(SchedulerHooks):
     def request_finished(
         self, request: RequestView, block_ids: BlockIdsByGroup, *, delivered: bool
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.offload is not None:
-            self.offload.request_finished(request, block_ids)
-        if self.transfer is None:
-            return False, None
-        return self.transfer.request_finished(request, block_ids, delivered=delivered)
+        done = None if self.offload is None else self.offload.request_finished(request, block_ids)
+        is_held, params = False, None
+        if self.transfer is not None:
+            is_held, params = self.transfer.request_finished(request, block_ids, delivered=delivered)
+        return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
 
     def update_results(self, results: Results) -> None:
         for part in self._parts:

@@ -78,7 +78,8 @@ class LowerTier(Protocol):
 
     ``name`` is what orders and metrics call it. It is ``indexed`` if it reports what it has by ``added`` and
     ``removed``; if not, it must be asked by ``seek``. Jobs are numbers of the caller's choice; one of each
-    kind may be used again once it was reported. To begin one that is under way raises ``LocalError``.
+    kind may be used again once it was reported. To begin one that is under way raises ``LocalError``. A tier
+    that can keep contents from making room has ``pin`` too: with group, hash, and whether it is pinned now.
     """
 
     name: str

@@ -19,6 +19,7 @@ def check_index(index: TierIndex) -> None:
         is_pinned = rows.pins > 0
         assert not (rows.pins < 0).any()
         assert not np.isin(rows.state[is_pinned], (ABSENT, PENDING)).any()
-        aging = np.flatnonzero((rows.state == READY) & ~is_pinned)
+        assert not rows.is_session_pinned[np.flatnonzero(rows.state == ABSENT)].any()
+        aging = np.flatnonzero((rows.state == READY) & ~is_pinned & ~rows.is_session_pinned)
         assert sorted(rows.ages.rows().tolist()) == aging.tolist()
         assert all(len(row_of) <= rows.num_rows for row_of in rows.row_of.values())

@@ -36,6 +36,7 @@ class Catalog:
         self._tracker = tracker
         self._lock = threading.Lock()
         self._rows: OrderedDict[Content, Kept] = OrderedDict()
+        self._pinned: set[Content] = set()
         # Files that are of no content any more, and still take room: by name how many bytes.
         self._doomed: dict[str, int] = {}
 
@@ -108,14 +109,29 @@ class Catalog:
                     self._doom(content)
             self._tracker.remove([content for content in missing if content not in self._rows])
 
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
+        """Contents that are pinned make no room from now on, there or not; the others may again."""
+        with self._lock:
+            self._pinned.update((group, hash_) for group, hash_, is_pinned in pins if is_pinned)
+            self._pinned.difference_update(
+                (group, hash_) for group, hash_, is_pinned in pins if not is_pinned
+            )
+
     def doom_oldest(self, length_bytes: int) -> bool:
-        """Forget what was used least recently, so many bytes; its files go next. False: nothing is there."""
+        """Forget what was used least recently, so many bytes; its files go next. False: nothing may go."""
         doomed = []
         with self._lock:
-            while self._rows and length_bytes > 0:
-                doomed.append(next(iter(self._rows)))
-                length_bytes -= self._rows[doomed[-1]].disk_bytes
-                self._doom(doomed[-1])
+            for _ in range(len(self._rows)):
+                if length_bytes <= 0:
+                    break
+                oldest = next(iter(self._rows))
+                if oldest in self._pinned:
+                    # Not looked at again before the others were.
+                    self._rows.move_to_end(oldest)
+                    continue
+                doomed.append(oldest)
+                length_bytes -= self._rows[oldest].disk_bytes
+                self._doom(oldest)
             self._tracker.remove(doomed)
         return bool(doomed)
 
@@ -138,6 +154,7 @@ class Catalog:
             self.epoch += 1
             self._doomed.update((row_name(content), kept.disk_bytes) for content, kept in self._rows.items())
             self._rows = OrderedDict()
+            self._pinned = set()
             self._unreported = []
             self._tracker.forget_changes()
 

@@ -139,6 +139,9 @@ class DiskTier:
             found = [content for content, is_there in zip(contents, there, strict=True) if is_there]
             self._tracker.settle("found", job, len(contents), found)
 
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
+        self._catalog.pin(pins)
+
     def poll(self) -> TierUpdate:
         return self._tracker.take()
 

@@ -28,10 +28,11 @@ _MOST_SINGLES = 128
 
 
 class ClassRows:
-    """What each row holds. Only what is ready and not pinned has an age.
+    """What each row holds. Only what is ready and not pinned, by jobs or by a session, has an age.
 
     ``hash`` of a free row is what it held before: to forget it takes longer than to free the row, and is done
-    when the row is taken again. The last element of ``state`` and ``pins`` stands for unknown contents.
+    when the row is taken again. The last element of ``state``, ``pins`` and ``is_session_pinned`` stands for
+    unknown contents.
     """
 
     def __init__(self, num_rows: int, groups: Iterable[int]) -> None:
@@ -42,6 +43,7 @@ class ClassRows:
         self.ages = AgeOrder(num_rows)
         self.state: NDArray[np.uint8] = np.zeros(num_rows + 1, dtype=np.uint8)
         self.pins: NDArray[np.int32] = np.zeros(num_rows + 1, dtype=np.int32)
+        self.is_session_pinned: NDArray[np.bool_] = np.zeros(num_rows + 1, dtype=np.bool_)
         self.group: NDArray[np.int32] = np.full(num_rows, min(self.row_of), dtype=np.int32)
         self.hash: list[bytes] = [b""] * num_rows
 
@@ -57,6 +59,12 @@ class ClassRows:
         rows = self.ages.take(count)
         self.let_go(rows)
         return rows
+
+    def may_go(self, rows: Rows) -> NDArray[np.bool_]:
+        """Of each row whether what it holds may make room."""
+        is_kept: NDArray[np.bool_] = (self.pins[rows] > 0) | self.is_session_pinned[rows]
+        may_go: NDArray[np.bool_] = (self.state[rows] == READY) & ~is_kept
+        return may_go
 
     def let_go(self, rows: Rows) -> None:
         self.state[rows] = ABSENT

@@ -6,7 +6,7 @@ the index holds: see ``python -m benchmarks index``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -60,6 +60,8 @@ class TierIndex:
         self._totals = {group: GroupCounts() for group in plan.groups}
         self.events: TierEvents | None = None
         """Where it is noted what is ready, and what is so no more, if events are published."""
+        self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
+        """Told which contents that sessions have pinned are about to be dropped: it unpins them."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""
@@ -93,7 +95,7 @@ class TierIndex:
         rows = self._rows(group)
         found = rows.find(group, hashes)
         states = rows.state[found]
-        used = found[(states == READY) & (rows.pins[found] == 0)]
+        used = found[rows.may_go(found)]
         rows.ages.remove(used)
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
         if len(absent) > len(rows.free):
@@ -115,7 +117,7 @@ class TierIndex:
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
-        rows.ages.append(found[::-1])
+        rows.ages.append(found[rows.may_go(found)][::-1])
         self._totals[group].stored_total += len(hashes)
         if self.events is not None:
             self.events.stored(HOST, group, hashes)
@@ -130,13 +132,14 @@ class TierIndex:
         self._drop(group, found[rows.state[found] == READY])
         pending = found[rows.state[found] == PENDING]
         self._totals[group].dropped_total += len(pending)
+        self._lose_session_pins(group, pending)
         rows.let_go(pending)
 
     def drop_unused(self, group: int, hashes: Sequence[bytes]) -> None:
         """Forget those that are ready and not pinned."""
         rows = self._rows(group)
         found = rows.find(group, list(dict.fromkeys(hashes)))
-        self._drop(group, found[(rows.state[found] == READY) & (rows.pins[found] == 0)])
+        self._drop(group, found[rows.may_go(found)])
 
     def clear(self) -> None:
         """Forget all that is ready; pinned rows become free when they are unpinned. Pending contents stay."""
@@ -161,15 +164,25 @@ class TierIndex:
             np.add.at(rows.pins, found, np.int32(1))
             raise LocalError(f"a content of cache group {group} is unpinned more often than it was pinned")
         free = found[rows.pins[found] == 0]
-        states = rows.state[free]
-        rows.ages.append(free[states == READY][::-1])
-        rows.let_go(np.unique(free[states == DOOMED]))
+        rows.ages.append(free[rows.may_go(free)][::-1])
+        rows.let_go(np.unique(free[rows.state[free] == DOOMED]))
+
+    def set_session_pins(self, group: int, hashes: Sequence[bytes], is_pinned: bool) -> None:
+        """Whether a session pins contents, ready or pending: then they make room for nothing.
+
+        No count is kept. The end of it is a use, and what is dropped is pinned no more.
+        """
+        rows = self._rows(group)
+        found = rows.find(group, hashes)
+        rows.is_session_pinned[found] = is_pinned
+        rows.ages.remove(found)
+        rows.ages.append(found[rows.may_go(found)][::-1])
 
     def touch(self, group: int, hashes: Sequence[bytes]) -> None:
         """Contents were used. The first of them is kept longest; what is not ready is skipped."""
         rows = self._rows(group)
         found = rows.find(group, hashes)
-        rows.ages.append(found[(rows.state[found] == READY) & (rows.pins[found] == 0)][::-1])
+        rows.ages.append(found[rows.may_go(found)][::-1])
 
     def counts(self) -> dict[int, GroupCounts]:
         """Rows and totals by cache group. It takes time for all that the index holds."""
@@ -209,9 +222,15 @@ class TierIndex:
         rows = self._rows(group)
         self._totals[group].dropped_total += len(ready)
         self._lost(rows, ready)
+        self._lose_session_pins(group, ready)
         pinned = rows.pins[ready] > 0
         rows.state[ready[pinned]] = DOOMED
         rows.let_go(ready[~pinned])
+
+    def _lose_session_pins(self, group: int, gone: Rows) -> None:
+        lost = gone[self._rows(group).is_session_pinned[gone]]
+        if len(lost):
+            self.session_pins_lost(group, [self._rows(group).hash[row] for row in lost.tolist()])
 
     def _lost(self, rows: ClassRows, gone: Rows) -> None:
         if self.events is not None and len(gone):

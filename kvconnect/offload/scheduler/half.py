@@ -16,11 +16,13 @@ from kvconnect.cache.specs import KVCacheGroup
 from kvconnect.config import OffloadConfig
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.budgets import plan_for
+from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitRequirements
 from kvconnect.offload.scheduler.host import Hashes, Host, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
+from kvconnect.offload.scheduler.sessions import Sessions
 from kvconnect.offload.scheduler.stores import Stores
 from kvconnect.offload.tier import DISK, HOST, lower_tier_names
 from kvconnect.orders import OffloadOrders, OffloadReport, Results
@@ -55,8 +57,11 @@ class OffloadScheduler:
     ) -> None:
         self._config, self._clock = config, clock
         self.plan = plan_for(config, groups, row_bytes, requirements.least_rows(config.min_tokens))
-        self.host = Host(requirements, TierIndex(self.plan), hashes, num_ranks)
+        index = TierIndex(self.plan)
+        pins = SessionPins(index, self.plan, config.pin_quota, config.disk_bytes)
+        self.host = Host(requirements, index, pins, hashes, num_ranks)
         self._lookup = PrefixLookup(self.host, config)
+        self._sessions = Sessions(self.host, self._lookup, config)
         self._stores = Stores(
             self.host,
             self._lookup,
@@ -80,6 +85,7 @@ class OffloadScheduler:
         most = 0 if not writes else NEVER if most is None else most
         self._requests[request.request_id] = OffloadRequest(request, reads, most)
         self._stores.due[request.request_id] = 0
+        self._sessions.arrive(request)
 
     @property
     def due(self) -> Mapping[str, int]:
@@ -155,15 +161,17 @@ class OffloadScheduler:
             record.known_tokens = record.view.num_tokens
             self._stores.due[request_id] = 0
 
-    def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> None:
+    def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> dict[str, Any] | None:
+        """Returns what came of its hints, if it had any."""
         # The blocks may be read until the next orders are carried out.
         record = self._requests.pop(request.request_id, None)
         if record is None:
-            return
+            return None
         del self._stores.due[request.request_id]
         self._lookup.release(record)
         if request.request_id not in self._lookup.restoring:
             self._stores.collect_last(record, block_ids)
+        return self._sessions.finished(request.request_id, record.final_tokens(), self._clock())
 
     def overwritten(self, block_ids: Collection[int]) -> None:
         self._stores.overwritten(block_ids)
@@ -186,7 +194,8 @@ class OffloadScheduler:
         restores, fetches, seeks = self._lookup.take()
         clear, self._clear = self._clear, False
         self._num_clears += clear
-        orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear)
+        asked = self._sessions.orders(self._clock())
+        orders = OffloadOrders(self._stores.take(), restores, fetches, seeks, clear, **asked)
         return msgspec.structs.replace(orders, held_rows=self.host.index.held_rows()) if orders else orders
 
     def update_results(self, results: Results) -> None:
@@ -238,6 +247,7 @@ class OffloadScheduler:
             self._lookup.release(record)
             if record.is_admitted:
                 record.most_tokens = 0
+        self.host.pins.clear()
         self.host.jobs.invalidate()
         self.host.index.clear()
         self.host.lower.clear()
@@ -273,6 +283,7 @@ class OffloadScheduler:
         return {
             "host": {str(group): asdict(counts) for group, counts in self.host.index.counts().items()},
             "lower": self.host.lower.counts(),
+            "pinned": {" ".join(map(str, place)): n for place, n in self.host.pins.counts().items()},
             "totals": dict(self.host.totals),
         }
 
@@ -284,4 +295,5 @@ class OffloadScheduler:
             # Looked at for the first time: its prompt is what it will be.
             record.prompt_tokens = request.num_tokens
             record.lay_out(self.host.requirements, self._config.checkpoint_tokens)
+            record.pin = self._sessions.begin(request, is_kept=record.most_tokens > 0)
         return record

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.offload.events import TierEvents
 from kvconnect.offload.index.lower_index import LowerIndex
+from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.scheduler.requests import Pins
@@ -136,6 +137,11 @@ class Jobs:
                     ended[number] = job
         return tuple(ended.values())
 
+    def being_kept(self, group: int) -> set[bytes]:
+        """Contents that are on their way to lower tiers."""
+        jobs = [job for job in self._jobs.values() if job.group == group and job.unkept]
+        return {name for job in jobs for name in job.hashes}
+
     @property
     def are_due(self) -> bool:
         """Whether any that is not overdue is to be reported yet, as kept if by nothing else."""
@@ -160,9 +166,14 @@ class Host:
     """
 
     def __init__(
-        self, requirements: HitRequirements, index: TierIndex, hashes: Hashes, num_ranks: int
+        self,
+        requirements: HitRequirements,
+        index: TierIndex,
+        pins: SessionPins,
+        hashes: Hashes,
+        num_ranks: int,
     ) -> None:
-        self.requirements, self.index, self.hashes = requirements, index, hashes
+        self.requirements, self.index, self.pins, self.hashes = requirements, index, pins, hashes
         self.lower, self.jobs = LowerIndex(num_ranks), Jobs(num_ranks)
         self.totals: Counter[str] = Counter()
         self.events: TierEvents | None = None

@@ -341,20 +341,25 @@ class PrefixLookup:
                 missing.setdefault((index, tier), []).append(name)
         coming: dict[int, list[bytes]] = {}
         for (index, tier), names in missing.items():
-            taken, rows = self._host.index.reserve(index, names)
+            taken = self.fetch(index, tier, names)
             coming.setdefault(index, []).extend(taken)
             if len(taken) < len(names):
                 self._host.count("offload_rows_short")
-                lookup.lost.update((index, name) for name in set(names) - set(taken))
-            if taken:
-                job = self._host.jobs.open(JobKind.FETCH, index, tuple(taken), tier=tier)
-                self._fetches.append(Fetch(job.number, tier, index, tuple(taken), tuple(rows)))
-                self._await(lookup, index, taken, tier)
+            lookup.lost.update((index, name) for name in set(names) - set(taken))
+            self._await(lookup, index, taken, tier)
         if self._host.events is not None:
             for group, parts, _ in needed:
                 hashes = self._host.hashes(request.view, group.block_tokens)
                 each = ((request.view, hashes, part.start, part.stop) for part in parts)
                 self._host.events.describe(group, each, frozenset(coming.get(group.group, ())))
+
+    def fetch(self, group: int, tier: str, names: Sequence[bytes]) -> list[bytes]:
+        """Have a tier bring contents that are absent; those that there are rows for."""
+        taken, rows = self._host.index.reserve(group, names)
+        if taken:
+            job = self._host.jobs.open(JobKind.FETCH, group, tuple(taken), tier=tier)
+            self._fetches.append(Fetch(job.number, tier, group, tuple(taken), tuple(rows)))
+        return taken
 
     def _await(self, lookup: Lookup, group: int, names: Iterable[bytes], tier: str = "") -> None:
         for name in names:

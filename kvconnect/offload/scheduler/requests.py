@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvconnect.offload.index.session_pins import Pin
 from kvconnect.offload.scheduler.hit_requirements import HitGroup, HitRequirements
 from kvconnect.offload.tier import Content
 from kvconnect.scheduler.stack import RequestView
@@ -60,7 +61,7 @@ class OffloadRequest:
     other prompts begin to differ. ``next_position`` is by group the first one that was not considered for a
     store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
     ``is_admitted``: it had blocks at some time. ``is_offered``: it was promised what is kept, of which lower
-    tiers brought ``sources``.
+    tiers brought ``sources``. What is kept of it is held by ``pin``, if that was asked for.
     """
 
     view: RequestView
@@ -80,6 +81,7 @@ class OffloadRequest:
     is_admitted: bool = False
     is_offered: bool = False
     sources: dict[str, int] = field(default_factory=dict)
+    pin: Pin | None = None
 
     @property
     def last_boundary(self) -> int:

@@ -15,6 +15,7 @@ from kvconnect.offload.scheduler.hit_requirements import HitGroup
 from kvconnect.offload.scheduler.host import Host, Job, JobKind
 from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
 from kvconnect.offload.scheduler.requests import NEVER, OffloadRequest
+from kvconnect.offload.tier import HOST
 from kvconnect.orders import RowCopies, Store
 from kvconnect.scheduler.stack import BlockIdsByGroup, StateBlock
 
@@ -89,7 +90,9 @@ class Stores:
         if not names or not self._reserve(group, names, [state.block_id]):
             return
         self._describe(group, [(request.view, hashes, position, position + 1)])
-        if is_decoded:
+        if not is_decoded:
+            self._hold(request, group, names)
+        else:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
@@ -208,6 +211,7 @@ class Stores:
                 part.request.next_position[group.group] = part.first
                 continue
             part.request.next_position[group.group] = part.first + len(part.names)
+            self._hold(part.request, group, part.names)
             if absent:
                 num_absent += absent
                 wanted.append(part)
@@ -219,6 +223,8 @@ class Stores:
             group,
             ((part.request.view, part.hashes, part.first, part.first + len(part.names)) for part in wanted),
         )
+        for part in wanted:
+            self._hold(part.request, group, part.names)
         for part in wanted if taken < num_absent else ():
             states = self._host.index.states(group.group, part.names)
             if ContentState.ABSENT in states:
@@ -250,6 +256,9 @@ class Stores:
             self._host.count("offload_rows_short")
         if taken:
             self._describe(group, [(request.view, hashes, absent[0], absent[taken - 1] + 1)])
+        # What is kept of an answer is superseded as it grows.
+        num_known = sum(at * group.block_tokens < request.last_boundary for at in there)
+        self._hold(request, group, names[:num_known])
         for at in absent[:taken]:
             if at * group.block_tokens >= request.last_boundary:
                 trail = request.trail.setdefault(group.group, deque())
@@ -265,6 +274,11 @@ class Stores:
             batch = self._batches.setdefault(group.group, {})
             batch.update(zip(taken, zip(block_ids, rows, strict=True), strict=True))
         return len(taken)
+
+    def _hold(self, request: OffloadRequest, group: HitGroup, names: Sequence[bytes]) -> None:
+        """Keep what is here of a request for its session, if that was asked for."""
+        if request.pin is not None:
+            self._host.pins.add(request.pin, (HOST, group.group), names)
 
     def _describe(self, group: HitGroup, parts: Iterable[Part]) -> None:
         """Note what those of these blocks are that are stored next, if events are published."""

@@ -203,6 +203,10 @@ class OffloadWorker:
         if orders.clear:
             self._jobs.forget_names()
             loop.order((loop.work.clear, None), (lambda _: self._jobs.cleared(), None))
+        if orders.disk_pins:
+            loop.order((partial(loop.work.pin, orders.disk_pins), None))
+        if orders.actions and self._rank == 0:
+            loop.order((partial(loop.work.count, orders.actions), None))
         if not orders.stores:
             return
         jobs = []

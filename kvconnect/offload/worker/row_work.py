@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvconnect.metrics import OffloadMetrics
@@ -86,6 +87,17 @@ class RowWork:
         tier = self._tier(job, name)
         if tier is not None:
             self._begin(tier, "seek", job, [(job.copies.group, hash_) for hash_ in job.hashes], now)
+
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]], _: float) -> None:
+        """Have tiers that can keep contents keep these, or not any more."""
+        for tier in self.tiers:
+            if (pin := getattr(tier, "pin", None)) is not None:
+                self._safely(tier, "pin", partial(pin, pins))
+
+    def count(self, actions: Sequence[tuple[str, str, int]], _: float) -> None:
+        """What was asked for sessions, and what came of it."""
+        for action, outcome, times in actions:
+            self._metrics.session_actions.labels(action, outcome).inc(times)
 
     def clear(self, now: float) -> None:
         """Forget everything that was kept, or ordered to be kept, before."""

@@ -1,0 +1,206 @@
+"""What sessions have pinned, until when, and how much of each tier a tenant may pin.
+
+A pin is of one prefix. What it holds does not make room, in host memory or on disk, before its time. Pure
+bookkeeping: no clock, and a call takes time for the contents that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvconnect.offload.disk.folder import bytes_on_disk
+from kvconnect.offload.index.budgets import ArenaPlan
+from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.tier import DISK, HOST, Content
+
+MOST_PINNED = 0.75
+"""Which part of a tier all tenants together may pin: the rest is for what is in use."""
+_MOST_BRANCHES = 16
+"""Pins of one session; a new one takes the place of the one that ends first."""
+
+_OVER = -math.inf
+
+Place = tuple[str, int]
+"""A tier and a cache group: each has a quota of its own, so that none is short of what a hit needs."""
+
+
+class Ledger:
+    """What tenants have pinned in one place, by name. A content counts once for each tenant that has it."""
+
+    def __init__(self, limit: float, share: float) -> None:
+        self._quota, self._most = int(limit * share), int(limit * MOST_PINNED)
+        self._by_tenant: dict[str, Counter[bytes]] = {}
+        self._all: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, tenant: str, names: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """A pin gets these, from the first on, as far as there is room: those, and what none had before."""
+        own = self._by_tenant.setdefault(tenant, Counter())
+        taken, fresh = [], []
+        for name in names:
+            is_new, is_first = name not in own, name not in self._all
+            if (is_new and len(own) >= self._quota) or (is_first and len(self._all) >= self._most):
+                break
+            own[name] += 1
+            self._all[name] += 1
+            taken.append(name)
+            if is_first:
+                fresh.append(name)
+        if not own:
+            del self._by_tenant[tenant]
+        return taken, fresh
+
+    def remove(self, tenant: str, names: Iterable[bytes]) -> list[bytes]:
+        """A pin has these no more; what none has now."""
+        own, free = self._by_tenant[tenant], []
+        for name in names:
+            for counts in (own, self._all):
+                counts[name] -= 1
+                if not counts[name]:
+                    del counts[name]
+            if name not in self._all:
+                free.append(name)
+        if not own:
+            del self._by_tenant[tenant]
+        return free
+
+
+@dataclass(eq=False)
+class Pin:
+    """One prefix of a session, until ``deadline``; while its request runs that is never.
+
+    ``held`` are contents by place, in their order. It stands for ``num_tokens``, and a prompt continues it
+    whose first ``end[0]`` names end with ``end[1]``.
+    """
+
+    tenant: str
+    session: str
+    deadline: float = math.inf
+    held: dict[Place, dict[bytes, None]] = field(default_factory=dict)
+    num_tokens: int = 0
+    end: tuple[int, bytes] = (0, b"")
+
+
+class SessionPins:
+    """All pins. Of what host memory and disk have for a cache group a tenant may pin ``share``.
+
+    The ``disk_bytes`` count as divided like host memory.
+    """
+
+    def __init__(self, index: TierIndex, plan: ArenaPlan, share: float, disk_bytes: int = 0) -> None:
+        self._index = index
+        index.session_pins_lost = self._lost
+        file_bytes = {group: bytes_on_disk(plan.row_class(group).row_bytes) for group in plan.groups}
+        times = disk_bytes / sum(count * file_bytes[group] for group, count in plan.limits.items())
+        self._ledgers: dict[Place, Ledger] = {}
+        for group, limit in plan.limits.items():
+            self._ledgers[HOST, group] = Ledger(limit, share)
+            self._ledgers[DISK, group] = Ledger(limit * times, share)
+        self._sessions: dict[tuple[str, str], list[Pin]] = {}
+        self._next_deadline = math.inf
+        self.disk_changes: dict[Content, bool] = {}
+        """What is pinned on disk, or not any more, since that was taken last."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sessions.values()))
+
+    def counts(self) -> dict[Place, int]:
+        """How many contents are pinned."""
+        return {place: len(ledger) for place, ledger in self._ledgers.items()}
+
+    def of(self, tenant: str, session: str) -> Sequence[Pin]:
+        return tuple(self._sessions.get((tenant, session), ()))
+
+    def begin(self, tenant: str, session: str, names: Sequence[bytes]) -> Pin:
+        """A request runs whose prompt has these names: the session's pin that it continues, or a new one."""
+        pins = self._sessions.setdefault((tenant, session), [])
+        for pin in sorted(pins, key=lambda pin: pin.end[0], reverse=True):
+            count, last = pin.end
+            if 0 < count <= len(names) and names[count - 1] == last and pin.deadline < math.inf:
+                pin.deadline = math.inf
+                return pin
+        pins.append(pin := Pin(tenant, session))
+        if len(pins) > _MOST_BRANCHES:
+            self.release(min(pins, key=lambda pin: pin.deadline))
+        return pin
+
+    def add(self, pin: Pin, place: Place, names: Sequence[bytes]) -> int:
+        """Pin contents, from the first on, as far as the quota goes; in host memory, as they are there.
+
+        Returns how many, from the first on, are pinned now. To a pin that was released nothing is added.
+        """
+        if pin.deadline == _OVER:
+            return 0
+        own, (tier, group) = pin.held.setdefault(place, {}), place
+        if tier == HOST:
+            states = self._index.states(group, names)
+            if ContentState.ABSENT in states:
+                names = names[: states.index(ContentState.ABSENT)]
+        new = [name for name in names if name not in own]
+        taken, fresh = self._ledgers[place].add(pin.tenant, new)
+        own.update(dict.fromkeys(taken))
+        self._apply(place, fresh, True)
+        return len(names) if len(taken) == len(new) else names.index(new[len(taken)])
+
+    def let_go(self, pin: Pin, place: Place, names: Sequence[bytes]) -> None:
+        """A pin holds these no more."""
+        for name in names:
+            del pin.held[place][name]
+        if names:
+            self._apply(place, self._ledgers[place].remove(pin.tenant, names), False)
+
+    def end(self, pin: Pin, deadline: float) -> None:
+        """Its request has ended: from now on it is until ``deadline``."""
+        if not any(pin.held.values()):
+            self.release(pin)
+        elif pin.deadline != _OVER:
+            pin.deadline = deadline
+            self._next_deadline = min(self._next_deadline, deadline)
+
+    def expire(self, now: float) -> None:
+        """Release what had its time. Pins are looked at only when one of them may have."""
+        if now < self._next_deadline:
+            return
+        every = [pin for pins in self._sessions.values() for pin in pins]
+        for pin in every:
+            if pin.deadline <= now:
+                self.release(pin)
+        self._next_deadline = min((pin.deadline for pin in every if pin.deadline > now), default=math.inf)
+
+    def release(self, pin: Pin) -> None:
+        """It holds nothing any more, and is over, also if its request runs yet."""
+        pin.deadline = _OVER
+        for place, own in pin.held.items():
+            self.let_go(pin, place, list(own))
+        pins = self._sessions.get((pin.tenant, pin.session), [])
+        if pin in pins:
+            pins.remove(pin)
+        if not pins:
+            self._sessions.pop((pin.tenant, pin.session), None)
+
+    def clear(self) -> None:
+        """Release all, and order nothing of the disk, which is cleared too."""
+        for pins in list(self._sessions.values()):
+            for pin in list(pins):
+                self.release(pin)
+        self.disk_changes.clear()
+
+    def _apply(self, place: Place, names: Sequence[bytes], is_pinned: bool) -> None:
+        tier, group = place
+        if tier == HOST:
+            self._index.set_session_pins(group, names, is_pinned)
+        else:
+            self.disk_changes.update({(group, name): is_pinned for name in names})
+
+    def _lost(self, group: int, names: Iterable[bytes]) -> None:
+        """Contents of host memory are dropped: they could not be stored, or restored."""
+        gone, place = frozenset(names), (HOST, group)
+        for pins in self._sessions.values():
+            for pin in pins:
+                if not gone.isdisjoint(own := pin.held.get(place, {})):
+                    self.let_go(pin, place, [name for name in own if name in gone])

@@ -1,0 +1,248 @@
+"""What requests ask to be done with the KV of their session: hints, carried out and answered.
+
+They come in the envelope of vLLM's ``kv_hints``. Nothing here raises: what cannot be read or done is an
+outcome, and the request runs all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, product
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.index.session_pins import Pin
+from kvconnect.offload.index.tier_index import ContentState
+from kvconnect.offload.scheduler.hit_requirements import HitGroup
+from kvconnect.offload.scheduler.host import Host
+from kvconnect.offload.scheduler.prefix_lookup import PrefixLookup
+from kvconnect.offload.scheduler.requests import NEVER
+from kvconnect.offload.tier import DISK, HOST
+from kvconnect.scheduler.params import transfer_params
+from kvconnect.scheduler.stack import RequestView
+
+HINTS_KEY, RESULTS_KEY = "kv_hints", "kv_hint_results"
+MOST_TTL_S = 3600.0
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
+_Version = Annotated[str, msgspec.Meta(pattern=r"^1(\.[0-9]{1,9})*$")]
+Outcome = dict[str, Any]
+
+
+class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of any action: a session other than the request's, how long a pin lasts, and a tier."""
+
+    session_id: _Text = ""
+    ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    to: Literal["", "device", "host", "disk"] = ""
+
+
+class _Names(msgspec.Struct, frozen=True):
+    tenant: _Text
+    session_id: Annotated[_Text, msgspec.Meta(min_length=1)]
+
+
+class _Action(msgspec.Struct, frozen=True):
+    action_id: _Text
+    action_type: _Text
+    action_version: _Version
+    payload: dict[str, Any]
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    protocol_version: _Version
+    message_id: _Text
+    actions: Annotated[list[_Action], msgspec.Meta(max_length=16)]
+
+
+@dataclass(eq=False)
+class _Ask:
+    """An action of a request, about a ``session`` of a tenant; with its ``answer`` it is done."""
+
+    kind: str
+    action_id: str
+    session: tuple[str, str] = ("", "")
+    payload: _Payload = field(default_factory=_Payload)
+    answer: Outcome = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Turn:
+    """What one request asks for. ``pin`` is of its own prompt and answer."""
+
+    view: RequestView
+    answer: Outcome
+    asks: list[_Ask] = field(default_factory=list)
+    pin: Pin | None = None
+
+
+class Sessions:
+    """Pins of sessions, and what is done with them."""
+
+    def __init__(self, host: Host, lookup: PrefixLookup, config: OffloadConfig) -> None:
+        self._host, self._lookup, self._config, self._pins = host, lookup, config, host.pins
+        self._groups = [group.group for group in host.requirements.groups]
+        # By which prompts are compared, and tokens counted.
+        self._first = (host.requirements.whole or host.requirements.partial)[0]
+        self._turns: dict[str, _Turn] = {}
+        self._counted: Counter[tuple[str, str]] = Counter()
+        self._actions: Mapping[str, Callable[[_Turn, _Ask, int, float], Outcome]] = {
+            "pin": self._pin,
+            "release": self._release,
+            "prefetch": self._prefetch,
+            "demote": self._demote,
+        }
+
+    def arrive(self, view: RequestView) -> None:
+        """A request has come, maybe with hints. Prefetches begin."""
+        params = transfer_params(view)
+        given = getattr(view, HINTS_KEY, None) or params.get(HINTS_KEY)
+        if given is None:
+            return
+        try:
+            envelope = msgspec.convert(given, _Envelope, from_attributes=True)
+        except msgspec.ValidationError as error:
+            self._counted["unknown", "rejected"] += 1
+            self._turns[view.request_id] = _Turn(view, {"error": f"{HINTS_KEY} cannot be used: {error}"})
+            return
+        self._turns[view.request_id] = turn = _Turn(view, {"message_id": envelope.message_id})
+        key = self._config.tenant_key
+        tenant = params.get(key) if key else getattr(view, "cache_salt", None)
+        session = getattr(view, "session_id", None) or params.get("session_id")
+        for action in envelope.actions:
+            turn.asks.append(ask := _Ask(action.action_type, action.action_id))
+            try:
+                if ask.kind not in self._actions:
+                    raise ValueError(f"accepted: {', '.join(self._actions)}")
+                ask.payload = msgspec.convert(action.payload, _Payload)
+                names = {"tenant": tenant or "", "session_id": ask.payload.session_id or session}
+                whose = msgspec.convert(names, _Names)
+                ask.session = whose.tenant, whose.session_id
+                if ask.kind == "prefetch":
+                    ask.answer = self._prefetch(turn, ask, 0, 0.0)
+            except ValueError as error:
+                ask.answer = _rejected(str(error))
+
+    def begin(self, view: RequestView, *, is_kept: bool) -> Pin | None:
+        """The prompt of a request is known: what it is to pin is kept from now on."""
+        if (turn := self._turns.get(view.request_id)) is None:
+            return None
+        for ask in turn.asks:
+            if ask.kind == "pin" and not ask.answer:
+                if turn.pin is not None or not is_kept or not self._config.pin_quota:
+                    ask.answer = _rejected("accepted: one pin of a request that is kept, with a pin_quota")
+                else:
+                    turn.pin = self._pins.begin(*ask.session, self._names(turn, self._first, 0, NEVER))
+        return turn.pin
+
+    def finished(self, request_id: str, num_tokens: int, now: float) -> Outcome | None:
+        """A request has ended, with so many tokens that host memory was given. What came of its hints."""
+        turn = self._turns.pop(request_id, None)
+        if turn is None:
+            return None
+        for ask in turn.asks:
+            ask.answer = ask.answer or self._actions[ask.kind](turn, ask, num_tokens, now)
+            kind = ask.kind if ask.kind in self._actions else "unknown"
+            self._counted[kind, ask.answer["outcome"]] += 1
+        actions = [{"action_id": ask.action_id, "action_type": ask.kind, **ask.answer} for ask in turn.asks]
+        return {**turn.answer, "actions": actions}
+
+    def orders(self, now: float) -> dict[str, Any]:
+        """A step begins: what is over ends. What of it is ordered, as fields of ``OffloadOrders``."""
+        self._pins.expire(now)
+        changes = tuple((*content, is_pinned) for content, is_pinned in self._pins.disk_changes.items())
+        counted = tuple((*key, times) for key, times in self._counted.items())
+        self._pins.disk_changes.clear()
+        self._counted.clear()
+        return {"disk_pins": changes, "actions": counted}
+
+    def _names(self, turn: _Turn, group: HitGroup, first: int, end: int) -> list[bytes]:
+        return self._host.names(turn.view, group, (range(first, end),))
+
+    def _pin(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
+        """Hold what a hit of the whole request needs, or the longest that is here and within the quota."""
+        pin, requirements = turn.pin, self._host.requirements
+        if pin is None or pin not in self._pins.of(*ask.session):
+            return _EXPIRED
+
+        def run(group: HitGroup, first: int, end: int) -> int:
+            return self._pins.add(pin, (HOST, group.group), self._names(turn, group, first, end))
+
+        def known(group: HitGroup, first: int, end: int) -> list[bool]:
+            states = self._host.index.states(group.group, self._names(turn, group, first, end))
+            return [state is not ContentState.ABSENT for state in states]
+
+        length, _ = requirements.hit(0, num_tokens, run, known)
+        for group in (*requirements.partial, *requirements.whole):
+            place, names = (HOST, group.group), self._host.names(turn.view, group, group.needed(length))
+            wanted = frozenset(names)
+            self._pins.let_go(pin, place, [name for name in pin.held.get(place, ()) if name not in wanted])
+            if self._pins.add(pin, place, names) < len(names):
+                # A window or a state beyond the quota: without it the rest is of no use.
+                length = 0
+        names = self._names(turn, self._first, 0, length // self._first.block_tokens)
+        pin.num_tokens, pin.end = length, (len(names), names[-1] if names else b"")
+        full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
+        self._pins.end(pin, now + ttl_s)
+        is_whole = full == length > 0 and ttl_s == ask.payload.ttl_s
+        reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
+        return {**_done(is_whole, HOST, length, reason), "ttl_s": ttl_s}
+
+    def _release(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
+        pins = self._pins.of(*ask.session)
+        for pin in pins:
+            self._pins.release(pin)
+        return _done(True, HOST, max(pin.num_tokens for pin in pins)) if pins else _EXPIRED
+
+    def _demote(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
+        """Let host memory go of what is on disk, or on its way there, and pin it on disk instead."""
+        if ask.payload.to not in ("", DISK) or not self._config.disk_path:
+            return _rejected("it is in host memory in any case; accepted: to disk, where there is one")
+        index, is_whole = self._host.index, True
+        for pin, group in product(pins := self._pins.of(*ask.session), self._groups):
+            names = list(pin.held.get((HOST, group), ()))
+            written = set(compress(names, self._host.lower.has(DISK, group, names)))
+            is_pending = [state is ContentState.PENDING for state in index.states(group, names)]
+            there = written | self._host.jobs.being_kept(group) | set(compress(names, is_pending))
+            self._pins.add(pin, (DISK, group), [name for name in names if name in there])
+            moved = [name for name in names if name in pin.held.get((DISK, group), ())]
+            self._pins.let_go(pin, (HOST, group), moved)
+            index.drop_unused(group, [name for name in moved if name in written])
+            is_whole &= len(moved) == len(names)
+        return self._moved(pins, DISK, is_whole, "the rest is not on disk, or beyond the quota: it stays")
+
+    def _prefetch(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
+        """Bring what is pinned on disk to host memory, and pin it there too."""
+        if ask.payload.to == DISK:
+            return _rejected("accepted: to host, and device as far as that")
+        is_whole, reason = ask.payload.to != "device", "the device gets it with the session's next request"
+        for pin, group in product(pins := self._pins.of(*ask.session), self._groups):
+            names = list(pin.held.get((DISK, group), ()))
+            # What is here must not make room for what is not.
+            self._pins.add(pin, (HOST, group), names)
+            self._lookup.fetch(group, DISK, names)
+            if self._pins.add(pin, (HOST, group), names) < len(names):
+                is_whole, reason = False, "host memory, or the quota, has no more room"
+        return self._moved(pins, HOST, is_whole, reason)
+
+    def _moved(self, pins: Sequence[Pin], tier: str, is_whole: bool, reason: str) -> Outcome:
+        """What came of pins, by the tokens that are in a tier now or on their way."""
+        counts = [len(pin.held.get((tier, self._first.group), ())) for pin in pins]
+        return _done(is_whole, tier, max(counts) * self._first.block_tokens, reason) if pins else _EXPIRED
+
+
+def _done(is_whole: bool, tier: str, num_tokens: int, reason: str = "") -> Outcome:
+    if not is_whole and not num_tokens:
+        return _rejected(reason)
+    done = {"outcome": "accepted" if is_whole else "clipped", "tier": tier, "num_tokens": num_tokens}
+    return done if is_whole else {**done, "reason": reason}
+
+
+def _rejected(reason: str) -> Outcome:
+    return {"outcome": "rejected", "reason": reason}
+
+
+_EXPIRED: Outcome = {"outcome": "expired", "reason": "the session has no pin, or none any more"}

@@ -1,0 +1,242 @@
+"""Sessions on a node: what they pinned comes back after pressure, and every answer says what is true."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.node.node_harness import make_client, make_prompt
+from tests.offload.node_kit import POOLS, disk_settings, make_keeper, wipe
+
+MODELS = ("gqa", "mixed", "sliding", "hybrid")
+FIRST = make_prompt(300, seed=1)
+
+
+def hints(*actions: tuple[str, dict], session: str = "s", **more) -> dict:
+    """``kv_transfer_params`` with these actions."""
+    listed = [
+        {"action_id": f"{number}", "action_type": kind, "action_version": "1", "payload": payload}
+        for number, (kind, payload) in enumerate(actions)
+    ]
+    envelope = {"protocol_version": "1", "message_id": "m", "actions": listed}
+    return {"kv_hints": envelope, "session_id": session, **more}
+
+
+class Talk:
+    """A node with memory for about three turns, and one that keeps nothing."""
+
+    def __init__(self, model: str, **offload) -> None:
+        probe = make_keeper(model=model, num_blocks=POOLS[model])
+        probe.ask(FIRST, 8)
+        usage = probe.engine.offload_state()["usage"]
+        held = {int(group): counts["held"] for group, counts in usage["host"].items()}
+        rows = {int(group): length for group, length in usage["row_bytes"].items()}
+        probe.close()
+        each = {group: count * rows[group] for group, count in held.items()}
+        self.turn_bytes = sum(each.values())
+        offload = {"cpu_bytes": 4 * self.turn_bytes, "pin_quota": 0.5, **offload}
+        offload["shares"] = [length / self.turn_bytes for _, length in sorted(each.items())]
+        self.keeper = make_keeper(model=model, num_blocks=POOLS[model], offload=offload)
+        self._plain = make_client(model=model, enable_prefix_caching=False)
+
+    def ask(self, prompt: list[int], *actions: tuple[str, dict], max_tokens: int = 8, **more) -> list[int]:
+        params = hints(*actions, **more) if actions else more or None
+        tokens = self.keeper.ask(prompt, max_tokens, params)
+        assert tokens == self._plain.complete(prompt, max_tokens)
+        return tokens
+
+    def press(self, times: int = 3) -> None:
+        """So many times all that host memory has room for is kept of others, and the device forgets."""
+        for number in range(4 * times):
+            prompt = make_prompt(290, seed=100 + number)
+            self.keeper.ask(prompt, 1)
+        wipe(self.keeper)
+
+    @property
+    def answers(self) -> list[dict]:
+        last = self.keeper.last(next(reversed(self.keeper.outputs)))
+        return last.kv_transfer_params["kv_hint_results"]["actions"]
+
+    @property
+    def cached(self) -> int:
+        return self.keeper.cached
+
+    @property
+    def pinned(self) -> int:
+        return sum(self.keeper.engine.offload_state()["usage"]["pinned"].values())
+
+    def close(self) -> None:
+        self.keeper.close()
+
+
+@pytest.fixture
+def talk(request):
+    made = []
+
+    def begin(model: str, **offload) -> Talk:
+        made.append(Talk(model, **offload))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model, talk):
+    talk = talk(model)
+    answer = talk.ask(FIRST, ("pin", {"ttl_s": 600}), max_tokens=40)
+    (first,) = talk.answers
+    assert first["action_type"] == "pin"
+    assert first["outcome"] == "accepted", first
+    # The turn's own answer too, but for its last block.
+    assert first["num_tokens"] >= (256 if model == "mixed" else 320)
+    talk.press()
+    second = [*FIRST, *answer[:40], *make_prompt(20, seed=2)]
+    talk.ask(second, ("pin", {"ttl_s": 600}))
+    assert talk.cached >= first["num_tokens"]
+    talk.press()
+    talk.ask(second)
+    assert talk.cached >= first["num_tokens"]
+
+
+def test_what_is_not_pinned_is_gone_after_the_same(talk):
+    talk = talk("gqa")
+    talk.ask(FIRST)
+    talk.press()
+    talk.ask(FIRST)
+    assert talk.cached == 0
+
+
+def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
+    talk = talk("gqa")
+    talk.ask(FIRST, ("pin", {}))
+    pinned = talk.answers[0]["num_tokens"]
+    talk.ask(make_prompt(20, seed=5), ("release", {"session_id": "t"}), ("release", {}), ("release", {}))
+    other, ours, again = (answer["outcome"] for answer in talk.answers)
+    assert (other, ours, again) == ("expired", "accepted", "expired")
+    assert talk.answers[1]["num_tokens"] == pinned
+    assert talk.pinned == 0
+    talk.press()
+    talk.ask(FIRST, ("pin", {"ttl_s": 0.01}))
+    assert talk.cached == 0
+    talk.press(1)
+    assert talk.pinned == 0
+    talk.ask(make_prompt(20, seed=6), ("release", {}))
+    assert talk.answers[0]["outcome"] == "expired"
+
+
+@pytest.mark.parametrize("model", ["gqa", "sliding"])
+def test_what_is_beyond_the_quota_is_clipped_and_said(model, talk):
+    talk = talk(model, pin_quota=0.1, tenant_key="tenant")
+    talk.ask(FIRST, ("pin", {}), tenant="a")
+    (first,) = talk.answers
+    if model == "sliding":
+        # Its windows alone are more than that.
+        assert first["outcome"] == "rejected"
+        assert talk.pinned == 0
+        return
+    assert first["outcome"] == "clipped"
+    assert 0 < first["num_tokens"] < 256
+    assert "quota" in first["reason"]
+    # Another session of the tenant has no more room, another tenant has.
+    other = make_prompt(300, seed=9)
+    talk.ask(other, ("pin", {}), session="t", tenant="a")
+    assert talk.answers[0]["outcome"] == "rejected"
+    talk.ask(other, ("pin", {"ttl_s": 1e6}), session="t", tenant="b")
+    assert talk.answers[0]["outcome"] == "clipped"
+    assert talk.answers[0]["ttl_s"] == 3600
+    talk.press()
+    talk.ask(FIRST)
+    assert talk.cached == first["num_tokens"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_session_is_demoted_to_disk_and_brought_back(model, talk, tmp_path):
+    talk = talk(model, **disk_settings(tmp_path))
+    answer = talk.ask(FIRST, ("pin", {}), max_tokens=40)
+    pinned = talk.answers[0]["num_tokens"]
+    talk.ask(make_prompt(20, seed=5), ("demote", {"to": "disk"}))
+    (demoted,) = talk.answers
+    assert demoted["outcome"] == "accepted"
+    assert demoted["tier"] == "disk"
+    assert demoted["num_tokens"] == pinned
+    usage = talk.keeper.engine.offload_state()["usage"]["pinned"]
+    assert not any(count for place, count in usage.items() if place.startswith("host"))
+    talk.press()
+    talk.ask(make_prompt(20, seed=6), ("prefetch", {"to": "device"}))
+    (fetched,) = talk.answers
+    assert fetched["outcome"] == "clipped"
+    assert fetched["tier"] == "host"
+    talk.press()
+    # Host memory has it, whatever becomes of the disk.
+    for file in tmp_path.rglob("*.kv"):
+        file.unlink()
+    talk.ask([*FIRST, *answer[:40], *make_prompt(20, seed=2)])
+    assert talk.cached == pinned
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_turn_that_goes_to_disk_at_its_end_stays_there(turns, talk, tmp_path):
+    """The disk has room for about six turns, and 3 times as much is written after."""
+    talk = talk("gqa", **{**disk_settings(tmp_path), "disk_bytes": 3 << 20})
+    prompt = list(FIRST)
+    for _ in range(turns):
+        answer = talk.ask(prompt, ("pin", {}), ("demote", {}), max_tokens=40)
+        assert [each["outcome"] for each in talk.answers] == ["accepted", "accepted"]
+        pinned = talk.answers[0]["num_tokens"]
+        last, prompt = prompt, [*prompt, *answer[:40], *make_prompt(3, seed=len(prompt))]
+    written = math.ceil(3 * (3 << 20) / talk.turn_bytes / 4)
+    talk.press(written)
+    talk.ask(last)
+    assert talk.cached >= min(pinned, len(last) // 16 * 16 - 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"kv_hints": 7}, "Expected `object`"),
+        ({"kv_hints": {"protocol_version": "1"}}, "message_id"),
+        ({"kv_hints": {"protocol_version": "2", "message_id": "m", "actions": []}}, "protocol_version"),
+        ({"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [{}] * 17}}, "actions"),
+    ],
+)
+def test_hints_that_cannot_be_read_are_said_to_be_so_and_the_request_runs(given, text, talk):
+    talk = talk("gqa")
+    talk.ask(FIRST, **given)
+    last = talk.keeper.last(next(reversed(talk.keeper.outputs)))
+    assert text in last.kv_transfer_params["kv_hint_results"]["error"]
+    assert last.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (("evict", {}), "accepted: pin, release, prefetch, demote"),
+        (("pin", {"ttl_s": -1}), "ttl_s"),
+        (("pin", {"tll_s": 1}), "tll_s"),
+        (("pin", {"session_id": ["s"]}), "session_id"),
+        (("demote", {"to": "host"}), "accepted: to disk"),
+        (("demote", {"to": "store"}), "to"),
+        (("prefetch", {"to": "disk"}), "accepted: to host"),
+    ],
+)
+def test_an_action_that_is_not_done_is_rejected_with_what_is_accepted(action, text, talk):
+    talk = talk("gqa")
+    talk.ask(FIRST, action, ("pin", {}))
+    refused, pinned = talk.answers
+    assert refused["outcome"] == "rejected"
+    assert text in refused["reason"]
+    assert pinned["outcome"] == "accepted"
+    talk.ask(make_prompt(20, seed=5), ("pin", {}), session="")
+    assert "session_id" in talk.answers[0]["reason"]
+
+
+def test_nothing_is_pinned_where_the_quota_is_none_or_nothing_is_kept(talk):
+    talk = talk("gqa", pin_quota=0.0)
+    talk.ask(FIRST, ("pin", {}))
+    assert talk.answers[0]["outcome"] == "rejected"
+    talk.ask(FIRST, ("pin", {}), max_offload_tokens=0)
+    assert talk.answers[0]["outcome"] == "rejected"
+    assert talk.pinned == 0
