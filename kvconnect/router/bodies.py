@@ -47,6 +47,7 @@ _OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "e
 _ROUTING = {"x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"}
 _ROUTING |= {"x-kv-cache-source-host-port"}
 _ANSWERS = ("n", "best_of")
+_OF_A_SESSION = ("session_id", "kv_hints")
 _REQUEST_ID_SHAPE = re.compile(r"[\x21-\x7e]{1,512}")
 
 
@@ -55,7 +56,7 @@ class BadBody(Exception):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The client's request as a dictionary, without any ``kv_transfer_params``.
+    """The client's request as a dictionary, of its ``kv_transfer_params`` with what is of its session alone.
 
     A client does not get to name engines, addresses or blocks: only what a prefill node handed out
     travels to a decode node.
@@ -69,7 +70,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise BadBody(f"the request body is not JSON: {error or type(error).__name__}") from None
     if not isinstance(body, dict):
         raise BadBody(f"the request body must be a JSON object, not {type(body).__name__}")
-    body.pop(PARAMS, None)
+    params = body.pop(PARAMS, None)
+    if isinstance(params, dict) and (kept := {key: params[key] for key in _OF_A_SESSION if key in params}):
+        body[PARAMS] = kept
     return body
 
 
@@ -130,13 +133,13 @@ def prefill_body(
     if "max_completion_tokens" in sent:
         sent["max_completion_tokens"] = 1
     sent["stream"] = False
-    sent[PARAMS] = dict(params)
+    sent[PARAMS] = {**body.get(PARAMS, {}), **params}
     return sent
 
 
 def decode_body(body: Mapping[str, Any], params: Mapping[str, Any] | None) -> dict[str, Any]:
     """For a decode node: the client's own limits and streaming, with what the prefill node handed out."""
-    return dict(body) if params is None else {**body, PARAMS: params}
+    return dict(body) if params is None else {**body, PARAMS: {**body.get(PARAMS, {}), **params}}
 
 
 def side_channel(params: Mapping[str, Any] | None) -> SideChannel | None:

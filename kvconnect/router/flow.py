@@ -128,8 +128,11 @@ class Flow:
         if self.placing is None:
             return pool.take(self._clock()), {}
         placement = await self.placing.place(pool, exchange.headers, exchange.body)
-        lease = pool.take(self._clock(), work=placement.work)
-        return lease, {} if lease is None else placement.params(lease.url)
+        lease = pool.take(self._clock(), work=placement.work, prefers=placement.last)
+        if lease is None:
+            return None, {}
+        self.placing.keep(placement.session, lease.url)
+        return lease, placement.params(lease.url)
 
     async def _run_both(self, exchange: Exchange, prefill: Pool) -> web.StreamResponse:
         """Serve a request that is split between two nodes."""
@@ -258,6 +261,9 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
+        if handed:
+            # What came of a client's hints is for the client, which has the decode node's answer.
+            handed.pop("kv_hint_results", None)
         channel = bodies.side_channel(handed or None)
         url = leased.url
         if channel is None:

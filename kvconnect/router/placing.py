@@ -7,6 +7,7 @@ prefix that is short. Where the tokens of a prompt are not known, requests go to
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ _RESTORED = 0.15
 restored 8 700 tokens in 40 ms on an H200, which computes them in 300."""
 _PULLED = 0.2
 """Likewise where a peer has it."""
+_MOST_SESSIONS, _LONGEST_SESSION = 1 << 16, 256
 _LEAST_PULLED = 256
 """Fewer tokens are not worth a question to a peer."""
 
@@ -35,12 +37,15 @@ _LEAST_PULLED = 256
 class Placement:
     """By node, how many tokens a request has to compute there, or as long as that takes.
 
-    ``sources`` are the addresses of nodes' side channels, as far as they are known.
+    ``sources`` are the addresses of nodes' side channels, as far as they are known. The request is of a
+    ``session`` that was at the node ``last``, if it names one.
     """
 
     num_tokens: int = 0
     hits: Mapping[str, Hit] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    session: str = ""
+    last: str = ""
 
     @property
     def work(self) -> Mapping[str, float]:
@@ -67,21 +72,34 @@ class Placing:
 
     def __init__(self, index: PrefixIndex, sources: Mapping[str, str], upstream: Upstream) -> None:
         self._index, self._sources, self._upstream = index, dict(sources), upstream
+        # Where each session was last, least recently used first.
+        self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def learn(self, node: str, channel: bodies.SideChannel) -> None:
         """A node's answer named where its peers reach it."""
         self._sources[node] = join_address(channel.host, channel.port)
 
+    def keep(self, session: str, node: str) -> None:
+        """A session, if there is one, is at a node now."""
+        if session:
+            self._sessions[session] = node
+            self._sessions.move_to_end(session)
+        if len(self._sessions) > _MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+
     async def place(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Placement:
         """What is known of a request; nothing of one with several prompts, or whose tokens are unknown."""
         tokens = await self._tokens(pool, headers, body)
+        named = [value for key, value in headers if key.lower() == "x-session-id"]
+        session = str(body.get("session_id") or (named[0] if named else ""))[:_LONGEST_SESSION]
+        last = self._sessions.get(session, "")
         if not tokens:
             self._metrics.placements.labels("load").inc()
-            return Placement()
+            return Placement(session=session, last=last)
         hits = self._index.hits(pool.urls, tokens, self._extra_keys(body))
         best = max(hit.num_tokens for hit in hits.values())
         self._metrics.placements.labels("prefix" if best else "load").inc()
-        return Placement(len(tokens), hits, self._sources)
+        return Placement(len(tokens), hits, self._sources, session, last)
 
     @property
     def _metrics(self) -> RouterMetrics:

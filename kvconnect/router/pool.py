@@ -78,21 +78,28 @@ class Pool:
         self._taken = itertools.count(1)
 
     def take(
-        self, now: float, avoid: Collection[str] = (), work: Mapping[str, float] | None = None
+        self,
+        now: float,
+        avoid: Collection[str] = (),
+        work: Mapping[str, float] | None = None,
+        prefers: str = "",
     ) -> Lease | None:
         """Lease the least loaded node in rotation that is not in ``avoid``.
 
         Where ``work`` has what the request costs at each node, the one that is done with it first. Among
-        equals the one that waited longest. With none in rotation, an ejected node whose time is up is leased
-        as its probe. None if there is no such node either.
+        equals, and where nothing is known, the one that it ``prefers``, unless that has far more requests
+        than another. Then the one that waited longest. With none in rotation, an ejected node whose time is
+        up is leased as its probe. None if there is no such node either.
         """
         work = work or {}
         others = [node for node in self._nodes.values() if node.url not in avoid]
 
-        def load(node: Node) -> tuple[float, int, int]:
+        def load(node: Node) -> tuple[float, bool, int, int]:
             until = node.work + work.get(node.url, 0.0) if work else 0.0
-            return until, node.in_flight, node.last_taken
+            is_other = node.url != prefers or node.in_flight > most
+            return until, is_other, node.in_flight, node.last_taken
 
+        most = 2 * min((node.in_flight for node in others if node.state in _IN_ROTATION), default=0) + 2
         if candidates := [node for node in others if node.state in _IN_ROTATION]:
             node = min(candidates, key=load)
         elif due := [node for node in others if self._is_due(node, now)]:

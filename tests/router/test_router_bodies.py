@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from kvconnect.router import bodies
@@ -49,6 +51,18 @@ def test_a_client_cannot_bring_transfer_params() -> None:
     assert bodies.parse_body(b'{"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}') == {
         "prompt": "x"
     }
+
+
+def test_what_a_client_asks_for_its_session_reaches_both_nodes_untouched() -> None:
+    hints = {"kv_hints": {"actions": [1, {"a": None}]}, "session_id": "s"}
+    given = {"prompt": "x", "kv_hints": 1, "kv_transfer_params": {**hints, "remote_host": "evil"}}
+    body = bodies.parse_body(json.dumps(given).encode())
+    assert body == {"prompt": "x", "kv_hints": 1, "kv_transfer_params": hints}
+    prefill = bodies.prefill_body(body)["kv_transfer_params"]
+    assert prefill == {**hints, **bodies.ASK_FOR_REMOTE_DECODE}
+    handed = {"remote_host": "P", "kv_hints": "P's own"}
+    assert bodies.decode_body(body, handed)["kv_transfer_params"] == {**hints, **handed}
+    assert bodies.decode_body(body, None)["kv_transfer_params"] == hints
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])

@@ -290,6 +290,44 @@ async def test_a_salted_prompt_is_found_under_its_salt_alone():
         assert (len(first.completions), len(second.completions)) == (0, 3)
 
 
+@pytest.mark.parametrize("by", ["header", "body"])
+@in_loop
+async def test_a_session_stays_where_it_was_if_nothing_else_is_known(by):
+    async with servers() as (client, found):
+        for server in found:
+            # No tokens are known of a text.
+            server.script = lambda request: _answer(404 if request.path == "/tokenize" else 200)
+        for _ in range(4):
+            for name in ("s", "t"):
+                headers = {"X-Session-ID": name} if by == "header" else {}
+                body = {"model": "m", "prompt": name, **({} if by == "header" else {"session_id": name})}
+                assert (await client.post(body, headers=headers))[0] == 200
+                # What is of no session is served by load, between them.
+                await client.post({"model": "m", "prompt": "none"})
+        for name in ("s", "t"):
+            each = [[seen.body["prompt"] for seen in server.completions].count(name) for server in found]
+            assert sorted(each) == [0, 4]
+        passed = [seen for server in found for seen in server.completions if seen.body["prompt"] == "s"]
+        given = "X-Session-ID" if by == "header" else "session_id"
+        assert all((seen.headers if by == "header" else seen.body)[given] == "s" for seen in passed)
+
+
+@in_loop
+async def test_a_session_goes_where_its_prefix_is_and_is_remembered_up_to_a_bound(monkeypatch):
+    monkeypatch.setattr("kvconnect.router.placing._MOST_SESSIONS", 2)
+    async with servers() as (client, (first, second)):
+        await client.post({"model": "m", "prompt": "s", "session_id": "s"})
+        has = second if first.completions else first
+        has.store(PROMPT)
+        await settled(client, has, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+        await client.post({"model": "m", "prompt": PROMPT, "session_id": "s"})
+        placing = client.router.flow.placing
+        assert placing._sessions == {"s": has.url}
+        for name in "tsu":
+            await client.post({"model": "m", "prompt": "x", "session_id": name})
+        assert list(placing._sessions) == ["s", "u"]
+
+
 @in_loop
 async def test_a_node_that_has_less_is_told_of_the_one_that_has_more():
     async with servers(2, sources=["10.0.0.1:1", "10.0.0.2:2"]) as (client, (first, second)):
@@ -335,6 +373,16 @@ def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
     assert told.work == {"a": 600, "b": 800, "c": 750}
     assert told.params("b") == {"kv_sources": ["h:1"]}
     assert told.params("a") == told.params("c") == alone.params("b") == {}
+
+
+def test_the_node_of_a_session_is_taken_among_equals_and_never_when_it_is_overrun():
+    pool = Pool("decode", ["a", "b"])
+    taken = [pool.take(0.0, prefers="b").url for _ in range(8)]
+    assert taken[:3] == ["b", "b", "b"]
+    assert taken.count("b") <= 2 * taken.count("a") + 3
+    # Less to compute is no tie.
+    assert pool.take(0.0, work={"a": 1.0, "b": 2.0}, prefers="b").url == "a"
+    assert pool.take(0.0, avoid=["a"], prefers="a").url == "b"
 
 
 def test_the_node_that_is_done_first_is_taken():
