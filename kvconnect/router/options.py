@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
+
+_RANKED = re.compile(r"(https?://[^@/?#]+)/?@(\d{1,5})")
 
 FLOWS = ("sequential", "parallel")
 """How a request may run through its two nodes."""
@@ -17,7 +20,11 @@ POLICIES = ("least-loaded", "prefix")
 class RouterOptions:
     """The nodes, and what is done with a request. Raises ``ConfigError``: there is no such flow or policy."""
 
-    decode: Annotated[list[str], "URL of a decode node, or a plain server; may be given several times."]
+    decode: Annotated[
+        list[str],
+        "URL of a decode node, or a plain server; may be given several times. URL@RANK is one data-parallel "
+        "rank of a server, here and in all options.",
+    ]
     prefill: Annotated[
         list[str], "URL of a prefill node; may be given several times. None: all are plain servers."
     ] = field(default_factory=list)
@@ -84,12 +91,21 @@ class RouterLimits:
                 raise ConfigError(f"{item.name} is {value}, it must be above 0")
 
 
+def split_rank(url: str) -> tuple[str, str]:
+    """The base URL of a node, and which of the server's data-parallel ranks it is: ``URL@RANK``, or none."""
+    found = _RANKED.fullmatch(url)
+    return (found[1], found[2]) if found else (url, "")
+
+
 def clean_url(url: str) -> str:
-    """A node's base URL without a trailing slash.
+    """A node's base URL without a trailing slash; ``@RANK`` stays.
 
     Raises:
         ConfigError: not http or https, no host, a bad port, or parts that a base URL does not have.
     """
+    base, rank = split_rank(url)
+    if rank:
+        return f"{clean_url(base)}@{int(rank)}"
     try:
         parts = urlsplit(url)
         bad_port = parts.port == 0

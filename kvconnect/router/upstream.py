@@ -17,7 +17,7 @@ import aiohttp
 
 from kvconnect.router.bodies import to_bytes
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import RouterLimits
+from kvconnect.router.options import RouterLimits, split_rank
 from kvconnect.router.pool import Lease, Pool
 
 logger = logging.getLogger("kvconnect.router")
@@ -27,6 +27,7 @@ Clock = Callable[[], float]
 
 # aiohttp would add these on its own; a request carries what the client sent and no more.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "User-Agent")
+_RANK = "X-data-parallel-rank"
 _NOT_REACHED = ("unreachable", "connect_timeout")
 
 
@@ -134,13 +135,17 @@ class Upstream:
             tried.append(lease.url)
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
+                base, rank = split_rank(lease.url)
+                headers = request.headers
+                if rank:
+                    headers = [pair for pair in headers if pair[0].lower() != _RANK.lower()] + [(_RANK, rank)]
                 try:
                     with self.translated(pool.role):
                         response = await self._session.request(
                             request.method,
-                            lease.url + request.path,
+                            base + request.path,
                             data=request.data,
-                            headers=request.headers,
+                            headers=headers,
                             timeout=self._timeouts[pool.role],
                             allow_redirects=False,
                         )
@@ -200,7 +205,7 @@ class Upstream:
         problem = ""
         try:
             try:
-                get = self._session.get(url + "/health", timeout=timeout, allow_redirects=False)
+                get = self._session.get(split_rank(url)[0] + "/health", timeout=timeout, allow_redirects=False)
                 async with get as response:
                     if response.status != 200:
                         problem = f"/health answered {response.status}"
