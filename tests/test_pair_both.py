@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvconnect.demo.children import Children
@@ -23,6 +25,18 @@ def nodes(tmp_path_factory):
 
 def prompt_of(length, first):
     return [1 + (first + 7 * index) % 200 for index in range(length)]
+
+
+def test_a_node_that_is_chosen_for_both_legs_answers_and_holds_nothing(nodes):
+    first, _, alone = nodes
+    prompt = prompt_of(300, 500)
+    answer = ask(first, "gqa", prompt, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+    told = ask(first, "gqa", prompt, kv_transfer_params=answer["kv_transfer_params"])
+    assert told["choices"][0]["token_ids"] == ask(alone, "gqa", prompt)["choices"][0]["token_ids"]
+    deadline = time.monotonic() + 5
+    while growth({}, read_metrics(first), "kvconnect_leases_held"):
+        assert time.monotonic() < deadline, "it lets go of what it holds for itself"
+        time.sleep(0.05)
 
 
 def test_each_of_two_nodes_prefills_for_the_other(nodes):

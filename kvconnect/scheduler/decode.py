@@ -113,6 +113,8 @@ class DecodeRequests:
     ) -> None:
         self._is_consumer, self._groups = config.is_consumer, cache_config.groups
         self._stack, self._handles, self._trust, self._draft = stack, handles, trust, draft
+        rank0 = draft.directory[0]
+        self._own = (rank0.host, rank0.port) if config.is_producer else None
         self._outcomes = FetchOutcomes(handles.clock)
         self._early = EarlyLoads(cache_config, stack.longest, config.extra.max_loads)
         self._shares: dict[str, _Share] = {}
@@ -173,6 +175,9 @@ class DecodeRequests:
         share = self.share(request)
         count = self._wanted_tokens(request) - num_computed_tokens
         if share is None or request.request_id not in share.undecided or count <= 0:
+            return 0
+        if share.remote.peer[1:] == self._own:
+            # Prefilled here, and so in this node's own prefix cache; no engine reaches itself.
             return 0
         # After a failure every sibling orders a load, which can only be refused: whether it is computed then
         # is for the serving stack's policy to decide.

@@ -232,6 +232,23 @@ def test_a_full_local_hit_lets_the_peer_go():
     assert set(decode.state().values()) == {0}
 
 
+def test_what_this_node_prefilled_for_itself_is_let_go_and_not_fetched():
+    """A router that has it in both roles may choose it twice."""
+    both = connector("kv_both")
+    _, params = both.request_finished(
+        Request("p", 41, {"do_remote_decode": True}), ([1, 2, 3],), delivered=True
+    )
+    request = Request("d", 40, params)
+    both.new_request(request)
+    assert both.matched_tokens(request, 16) == (0, False)
+    both.update_after_alloc(request, ([7, 8, 9],), 0)
+    orders = both.build_orders()
+    assert not orders.loads
+    assert [let_go.handle for let_go in orders.let_go] == [params[HANDLE_KEY]]
+    elsewhere = Request("e", 40, prefilled()[2])
+    assert connector("kv_consumer").matched_tokens(elsewhere, 16) == (24, True)
+
+
 def test_a_request_that_never_got_blocks_lets_the_peer_go():
     _, _, params = prefilled()
     decode = connector("kv_consumer")
