@@ -6,6 +6,7 @@ Bodies, keys and answers are never logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -21,6 +22,7 @@ from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
 from kvconnect.router.kv_events import KVEvents
+from kvconnect.router.membership import admin_served, follow_names
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
 from kvconnect.router.policy import place_by_prefix
@@ -47,6 +49,7 @@ class Router:
 
     def __init__(self, options: RouterOptions, limits: RouterLimits, clock: Clock) -> None:
         self.limits = limits
+        self._admin = options.admin
         prefill, decode = ([clean_url(url) for url in urls] for urls in (options.prefill, options.decode))
         self.decode = Pool("decode", decode, limits)
         self.prefill = Pool("prefill", prefill, limits) if prefill else None
@@ -63,27 +66,26 @@ class Router:
         self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
-        """Hold the client session, the health checks and what follows events while the application runs."""
-        async with self._upstream:
-            checks = [
-                asyncio.create_task(self._check_forever(pool, url), name=f"check {url}")
-                for pool in self.pools
-                for url in pool.urls
-            ]
-            checks += [asyncio.create_task(events.run(), name="KV events") for events in self._kv_events]
+        """Hold the client session, and look after nodes, their names and their events meanwhile."""
+        async with self._upstream, contextlib.AsyncExitStack() as stack:
+            if self._admin:
+                await stack.enter_async_context(admin_served(self._admin, self.pools))
+            tasks = [asyncio.create_task(self._check_forever(), name="checks")]
+            tasks += [asyncio.create_task(follow_names(pool), name="names") for pool in self.pools]
+            tasks += [asyncio.create_task(events.run(), name="KV events") for events in self._kv_events]
             try:
                 yield
             finally:
-                for task in checks:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*checks, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _check_forever(self, pool: Pool, url: str) -> None:
+    async def _check_forever(self) -> None:
         while True:
-            try:
-                await self._upstream.check(pool, url)
-            except Exception:
-                logger.exception("the health check of %s failed in a way that was not foreseen", url)
+            checks = [self._upstream.check(pool, url) for pool in self.pools for url in pool.urls]
+            for error in await asyncio.gather(*checks, return_exceptions=True):
+                if error is not None:
+                    logger.error("a health check failed in a way that was not foreseen", exc_info=error)
             await asyncio.sleep(self.limits.check_interval_s)
 
     async def admitted(self, request: web.Request, run: _Run) -> web.StreamResponse:

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
 
+NAME = "dns+"
+"""What a URL begins with whose host's addresses are one node each."""
 _RANKED = re.compile(r"(https?://[^@/?#]+)/?@(\d{1,5})")
 
 FLOWS = ("sequential", "parallel")
@@ -23,7 +25,8 @@ class RouterOptions:
     decode: Annotated[
         list[str],
         "URL of a decode node, or a plain server; may be given several times. URL@RANK is one data-parallel "
-        "rank of a server, here and in all options.",
+        "rank of a server, here and in all options; of dns+URL every address of the name is a node, and is "
+        "looked up again and again.",
     ]
     prefill: Annotated[
         list[str], "URL of a prefill node; may be given several times. None: all are plain servers."
@@ -50,6 +53,12 @@ class RouterOptions:
         "Have the decode node compute the prompt where no prefill node is left, or a prefill leg fails (no "
         "connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer.",
     ] = True
+
+    admin: Annotated[
+        str,
+        "HOST:PORT where /nodes shows, adds and drains nodes; empty for nowhere. Whoever reaches it decides "
+        "where prompts go.",
+    ] = ""
 
     def __post_init__(self) -> None:
         for name, accepted in (("flow", FLOWS), ("policy", POLICIES)):
@@ -98,11 +107,13 @@ def split_rank(url: str) -> tuple[str, str]:
 
 
 def clean_url(url: str) -> str:
-    """A node's base URL without a trailing slash; ``@RANK`` stays.
+    """A node's base URL without a trailing slash; ``NAME`` and ``@RANK`` stay.
 
     Raises:
         ConfigError: not http or https, no host, a bad port, or parts that a base URL does not have.
     """
+    if url.startswith(NAME):
+        return NAME + clean_url(url.removeprefix(NAME))
     base, rank = split_rank(url)
     if rank:
         return f"{clean_url(base)}@{int(rank)}"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvconnect.errors import ConfigError, LocalError
-from kvconnect.router.options import RouterLimits
+from kvconnect.router.options import NAME, RouterLimits
 
 
 class State(enum.Enum):
@@ -24,6 +24,7 @@ class State(enum.Enum):
     HEALTHY = "healthy"
     EJECTED = "ejected"
     PROBING = "probing"
+    DRAINING = "draining"
 
 
 _IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
@@ -46,6 +47,7 @@ class Node:
     last_taken: int = 0
     was_seen: bool = False
     probe: Lease | None = None
+    leases: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,10 +74,33 @@ class Pool:
         if doubled:
             raise ConfigError(f"{role} node {doubled[0]} is given twice")
         self.role = role
-        self.urls = urls
         self.limits = limits or RouterLimits()
-        self._nodes = {url: Node(url) for url in urls}
+        self.names = [url for url in urls if url.startswith(NAME)]
+        self._nodes = {url: Node(url) for url in urls if url not in self.names}
         self._taken = itertools.count(1)
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Every node's, also of one that is being drained."""
+        return tuple(self._nodes)
+
+    def add(self, url: str) -> None:
+        """One node more, or again, as one that is being started."""
+        node = self._nodes.setdefault(url, Node(url))
+        if node.state is State.DRAINING:
+            node.state = State.UNKNOWN
+
+    def drain(self, url: str) -> None:
+        """Give a node nothing more. It is forgotten with the last of its requests.
+
+        Raises:
+            ConfigError: there is no such node.
+        """
+        if url not in self._nodes:
+            raise ConfigError(f"{url} is no {self.role} node; there are {', '.join(self._nodes) or 'none'}")
+        node = self._nodes[url]
+        node.state, node.probe = State.DRAINING, None
+        self._forget_if_drained(node)
 
     def take(
         self,
@@ -115,8 +140,10 @@ class Pool:
         lease.work = 0.0
 
     def take_check(self, url: str, now: float) -> Lease | None:
-        """Lease ``url`` for a health check; None while it is ejected, or already being probed."""
-        node = self._nodes[url]
+        """Lease ``url`` for a health check; None while it is ejected or gone, or already being probed."""
+        node = self._nodes.get(url)
+        if node is None:
+            return None
         is_new = node.state is State.EJECTED and not node.was_seen
         if node.state in _IN_ROTATION or is_new or self._is_due(node, now):
             return self._lease(node, is_load=False)
@@ -126,6 +153,8 @@ class Pool:
         """The node answered: it becomes healthy from any state. True if it was not."""
         node = self._node_of(lease)
         is_new = node.state is not State.HEALTHY
+        if node.state is State.DRAINING:
+            return False
         node.state, node.failures, node.probe, node.was_seen = State.HEALTHY, 0, None, True
         return is_new
 
@@ -159,8 +188,14 @@ class Pool:
         lease.is_open = False
         if lease.is_load:
             node.in_flight -= 1
+        node.leases -= 1
         if node.probe is lease:
             node.state, node.probe = State.EJECTED, None
+        self._forget_if_drained(node)
+
+    def _forget_if_drained(self, node: Node) -> None:
+        if node.state is State.DRAINING and not node.leases:
+            del self._nodes[node.url]
 
     def is_ready(self) -> bool:
         """At least one node has answered and is in rotation."""
@@ -179,6 +214,7 @@ class Pool:
 
     def _lease(self, node: Node, *, is_load: bool, work: float = 0.0) -> Lease:
         lease = Lease(node.url, is_load, work)
+        node.leases += 1
         if is_load:
             node.in_flight += 1
             node.work += work

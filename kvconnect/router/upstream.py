@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 # aiohttp would add these on its own; a request carries what the client sent and no more.
 _NOT_ADDED = ("Accept", "Accept-Encoding", "User-Agent")
-_RANK = "X-data-parallel-rank"
+_RANK = "x-data-parallel-rank"
 _NOT_REACHED = ("unreachable", "connect_timeout")
 
 
@@ -136,16 +136,14 @@ class Upstream:
             with contextlib.ExitStack() as leased:
                 leased.callback(pool.release, lease)
                 base, rank = split_rank(lease.url)
-                headers = request.headers
-                if rank:
-                    headers = [pair for pair in headers if pair[0].lower() != _RANK.lower()] + [(_RANK, rank)]
+                headers = [pair for pair in request.headers if not rank or pair[0].lower() != _RANK]
                 try:
                     with self.translated(pool.role):
                         response = await self._session.request(
                             request.method,
                             base + request.path,
                             data=request.data,
-                            headers=headers,
+                            headers=[*headers, (_RANK, rank)] if rank else headers,
                             timeout=self._timeouts[pool.role],
                             allow_redirects=False,
                         )
@@ -205,8 +203,8 @@ class Upstream:
         problem = ""
         try:
             try:
-                get = self._session.get(split_rank(url)[0] + "/health", timeout=timeout, allow_redirects=False)
-                async with get as response:
+                health = split_rank(url)[0] + "/health"
+                async with self._session.get(health, timeout=timeout, allow_redirects=False) as response:
                     if response.status != 200:
                         problem = f"/health answered {response.status}"
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:

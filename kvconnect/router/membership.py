@@ -1,0 +1,94 @@
+"""Nodes that come and go while the router runs: by its admin address, and by names of several addresses.
+
+A node that goes is given nothing more, and is forgotten once its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Collection
+from urllib.parse import urlsplit
+
+import msgspec
+from aiohttp import web
+
+from kvconnect.addresses import join_address, split_address
+from kvconnect.errors import ConfigError
+from kvconnect.router.options import NAME, clean_url
+from kvconnect.router.pool import Pool
+
+logger = logging.getLogger("kvconnect.router")
+
+_LOOK_UP_S = 5.0
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def admin_served(address: str, pools: Collection[Pool]) -> AsyncIterator[None]:
+    """Serve ``/nodes``: GET shows them, POST ``{"role", "url"}`` adds one, DELETE drains it. Not for clients.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    by_role = {pool.role: pool for pool in pools}
+
+    async def nodes(request: web.Request) -> web.Response:
+        try:
+            if request.method != "GET":
+                named = msgspec.json.decode(await request.read(), type=_Named)
+                if named.role not in by_role:
+                    raise ConfigError(f"role is {named.role!r}; accepted here: {', '.join(by_role)}")
+                pool = by_role[named.role]
+                change = pool.add if request.method == "POST" else pool.drain
+                change(clean_url(named.url))
+        except (ConfigError, msgspec.MsgspecError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        shown = [
+            {"role": pool.role, "url": node.url, "state": node.state.value, "in_flight": node.in_flight}
+            for pool in pools
+            for node in pool.view()
+        ]
+        return web.json_response(shown)
+
+    app = web.Application(client_max_size=1 << 16)
+    app.router.add_routes([web.route(method, "/nodes", nodes) for method in ("GET", "POST", "DELETE")])
+    runner = web.AppRunner(app, access_log=None)
+    if (where := split_address(address)) is None:
+        raise ConfigError(f"admin is {address!r}; accepted: HOST:PORT")
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, *where).start()
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
+    finally:
+        await runner.cleanup()
+
+
+async def follow_names(pool: Pool) -> None:
+    """Have every address of a pool's names as a node. Those of a name that cannot be looked up stay."""
+    known = {name: set[str]() for name in pool.names}
+    while known:
+        for name, before in known.items():
+            parts = urlsplit(name.removeprefix(NAME))
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            look_up = asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            try:
+                found = await look_up
+            except OSError as error:
+                logger.warning("%s cannot be looked up, and its %d nodes stay: %s", name, len(before), error)
+                continue
+            now = {f"{parts.scheme}://{join_address(str(address[0]), port)}" for *_, address in found}
+            for gone in sorted((before - now).intersection(pool.urls)):
+                pool.drain(gone)
+            for new in sorted(now - before):
+                pool.add(new)
+            known[name] = now
+        await asyncio.sleep(_LOOK_UP_S)

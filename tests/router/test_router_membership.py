@@ -1,0 +1,202 @@
+"""Nodes that come and go while the router runs: the admin address, names, and the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.pool import Pool, State
+from tests.ports import free_port
+from tests.router.router_doubles import Client, Node, answers, dead_url, routed, streams
+
+ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 8}
+
+
+def run(coroutine) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+async def until(condition, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# The pool
+
+
+def test_a_node_that_is_drained_is_given_nothing_and_forgotten_with_its_last_request() -> None:
+    pool = Pool("decode", ["http://a", "http://b"])
+    first, check = pool.take(0.0), pool.take_check("http://a", 0.0)
+    assert first is not None
+    assert check is not None
+    assert first.url == "http://a"
+    pool.drain("http://a")
+    assert {pool.take(0.0).url for _ in range(3)} == {"http://b"}
+    assert pool.take_check("http://a", 0.0) is None
+    assert not pool.answered(first)
+    assert not pool.unreachable(check, 0.0)
+    pool.release(first)
+    assert [node.state for node in pool.view()] == [State.DRAINING, State.UNKNOWN]
+    pool.release(check)
+    assert pool.urls == ("http://b",)
+    assert pool.take_check("http://a", 0.0) is None
+    with pytest.raises(ConfigError, match="http://a is no decode node; there are http://b"):
+        pool.drain("http://a")
+
+
+def test_a_node_that_is_added_again_while_it_is_drained_stays() -> None:
+    pool = Pool("decode", ["http://a"])
+    lease = pool.take(0.0)
+    pool.drain("http://a")
+    assert pool.take(0.0) is None
+    assert pool.is_out()
+    pool.add("http://a")
+    pool.add("http://b")
+    pool.release(lease)
+    assert pool.urls == ("http://a", "http://b")
+    assert pool.take(0.0).url == "http://b"
+
+
+def test_a_probe_under_way_does_not_bring_a_drained_node_back() -> None:
+    pool = Pool("decode", ["http://a"])
+    for _ in range(3):
+        lease = pool.take(0.0)
+        pool.unreachable(lease, 0.0)
+        pool.release(lease)
+    probe = pool.take(100.0)
+    pool.drain("http://a")
+    assert not pool.answered(probe)
+    pool.release(probe)
+    assert pool.urls == ()
+
+
+# The admin address
+
+
+async def admin(client: Client, port: int, method: str, **named: object):
+    url = f"http://127.0.0.1:{port}/nodes"
+    async with client.session.request(method, url, json=named or None) as response:
+        return response.status, await response.json()
+
+
+def test_nodes_are_added_drained_and_change_their_role_while_requests_run() -> None:
+    async def main() -> None:
+        port = free_port()
+        first, second = (Node(answers(body={"text": name})) for name in ("first", "second"))
+        slow = Node(streams(b"a", b"b", b"c", pause_s=0.3))
+        async with contextlib.AsyncExitStack() as stack:
+            for node in (first, second, slow):
+                await stack.enter_async_context(node.serving())
+            async with routed([first.url], [slow.url], admin=f"127.0.0.1:{port}") as client:
+                under_way = asyncio.create_task(client.post(ASK))
+                await until(lambda: slow.seen)
+                status, nodes = await admin(client, port, "POST", role="decode", url=second.url + "/")
+                assert status == 200
+                assert [(node["role"], node["url"]) for node in nodes] == [
+                    ("prefill", first.url),
+                    ("decode", slow.url),
+                    ("decode", second.url),
+                ]
+                status, nodes = await admin(client, port, "DELETE", role="decode", url=slow.url)
+                assert nodes[1] == {"role": "decode", "url": slow.url, "state": "draining", "in_flight": 1}
+                for _ in range(3):
+                    assert json.loads((await client.post(ASK))[2]) == {"text": "second"}
+                assert (await under_way)[0::2] == (200, b"abc"), "what is under way ends"
+                _, nodes = await admin(client, port, "GET")
+                assert [node["url"] for node in nodes] == [first.url, second.url]
+                # From D to P, and P to D.
+                for method, role, node in [
+                    ("POST", "prefill", second),
+                    ("POST", "decode", first),
+                    ("DELETE", "prefill", first),
+                    ("DELETE", "decode", second),
+                ]:
+                    status, nodes = await admin(client, port, method, role=role, url=node.url)
+                    assert status == 200
+                assert json.loads((await client.post(ASK))[2]) == {"text": "first"}
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "named", "why"),
+    [
+        ("POST", {"role": "both", "url": "http://h"}, "role is 'both'; accepted here: prefill, decode"),
+        ("POST", {"role": "decode", "url": "http://u:p@h"}, "must not hold credentials"),
+        ("POST", {"role": "decode"}, "missing required field"),
+        ("POST", {"role": "decode", "url": "http://h", "weight": 2}, "unknown field"),
+        ("DELETE", {"role": "decode", "url": "http://h"}, "http://h is no decode node"),
+    ],
+)
+def test_what_is_no_order_is_refused_by_name_and_changes_nothing(method, named, why) -> None:
+    async def main() -> None:
+        port, urls = free_port(), ([dead_url()], [dead_url()])
+        async with routed(*urls, admin=f"127.0.0.1:{port}") as client:
+            status, answer = await admin(client, port, method, **named)
+            assert status == 400
+            assert why in answer["error"]
+            assert [pool.urls for pool in client.router.pools] == [tuple(nodes) for nodes in urls]
+
+    run(main())
+
+
+def test_clients_cannot_reach_it_where_they_send_prompts() -> None:
+    async def main() -> None:
+        async with routed([dead_url()], [dead_url()], admin=f"127.0.0.1:{free_port()}") as client:
+            assert (await client.get("/nodes"))[0] == 404
+
+    run(main())
+
+
+@pytest.mark.parametrize("address", ["9000", "127.0.0.1:0", "127.0.0.1:http"])
+def test_what_is_no_admin_address(address) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="admin is"):
+            async with routed([dead_url()], [dead_url()], admin=address):
+                pass
+
+    run(main())
+
+
+# Names
+
+
+def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch) -> None:
+    addresses: list[str] = []
+
+    async def resolved(loop, host, port, **_):
+        assert host == "decode.svc"
+        if not addresses:
+            raise OSError("no such name")
+        return [(None, None, None, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    monkeypatch.setattr("kvconnect.router.membership._LOOK_UP_S", 0.01)
+
+    async def main() -> None:
+        name = "dns+http://decode.svc:8000"
+        async with routed([dead_url()], [name]) as client:
+            pool = client.router.decode
+            assert (await client.post(ASK))[0] == 503
+            assert (await client.get("/ready"))[0] == 503
+            addresses[:] = ["10.0.0.1", "fd00::2"]
+            both = {"http://10.0.0.1:8000", "http://[fd00::2]:8000"}
+            await until(lambda: set(pool.urls) == both)
+            lease = pool.take_check("http://[fd00::2]:8000", 0.0)
+            addresses.pop()
+            await until(lambda: [node.state for node in pool.view()][1] is State.DRAINING)
+            pool.release(lease)
+            assert pool.urls == ("http://10.0.0.1:8000",)
+            addresses.clear()
+            await asyncio.sleep(0.05)
+            assert pool.urls == ("http://10.0.0.1:8000",), "a name server that fails takes no nodes away"
+            pool.drain("http://10.0.0.1:8000")
+            addresses[:] = ["10.0.0.3"]
+            await until(lambda: pool.urls == ("http://10.0.0.3:8000",))
+
+    run(main())
