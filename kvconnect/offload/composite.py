@@ -228,15 +228,6 @@ class WorkerComposite(WorkerHooks):
     def drain(self, timeout_s: float | None = None) -> bool:
         return True if self.transfer is None else self.transfer.drain(timeout_s)
 
-    def sleep(self) -> None:
-        # What is kept was reset by the stack, and is not in its pages.
-        if self.transfer is not None:
-            self.transfer.sleep()
-
-    def wake(self) -> None:
-        if self.transfer is not None:
-            self.transfer.wake()
-
     def close(self) -> None:
         for part in self._parts:
             part.close()

@@ -272,11 +272,13 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Pages are about to go: nothing touches them until they are back, and peers get a refusal."""
-        self._worker.sleep()
+        if self._worker.transfer is not None:
+            self._worker.transfer.sleep()
 
     def restore_kv_caches(self) -> None:
         """Pages are back. Slots and side channel were there all the time."""
-        self._worker.wake()
+        if self._worker.transfer is not None:
+            self._worker.transfer.wake()
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Where this worker listens, and the rows in which it keeps blocks.

@@ -90,12 +90,14 @@ def test_vllm_s_hooks_are_the_worker_s():
 
     called = []
     connector = KVConnect.__new__(KVConnect)
-    connector._worker = SimpleNamespace(
-        sleep=lambda: called.append("sleep"), wake=lambda: called.append("wake")
-    )
+    transfer = SimpleNamespace(sleep=lambda: called.append("sleep"), wake=lambda: called.append("wake"))
+    connector._worker = SimpleNamespace(transfer=transfer)
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     assert called == ["sleep", "wake"]
+    connector._worker.transfer = None
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
 
     def config(**extra):
         return SimpleNamespace(

@@ -135,13 +135,13 @@ def test_a_worker_sleeps_only_once_its_thread_has_let_go(monkeypatch):
     engine = Stuck("127.0.0.1")
     worker, _ = start(engine, "kv_both", slot_bytes=1 << 16)
     assert engine.polled.wait(5)
-    with pytest.raises(LocalError, match=r"cannot sleep: pages are still being read after 0\.3 s"):
+    with pytest.raises(LocalError, match="cannot sleep: .* pages are still being read"):
         worker.sleep()
     engine.go_on.set()
     worker.sleep()
     worker.wake()
     monkeypatch.setattr(worker._transfers.decode, "loads", {"a": None, "b": None})
-    with pytest.raises(LocalError, match="cannot sleep: 2 requests are being loaded"):
+    with pytest.raises(LocalError, match="cannot sleep: requests are being loaded"):
         worker.sleep()
     monkeypatch.undo()
     worker.close()
