@@ -362,11 +362,13 @@ class Peers:
             self.flush(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Keep as many peers as we may, those that are used in any case."""
+        """Keep as many peers as we may, those that are used or warm in any case."""
         if len(self.peers) <= self._config.max_peers:
             return
         used = in_use()
-        idle = sorted((peer for key, peer in self.peers.items() if key not in used), key=lambda p: p.used_at)
+        # A warm one that were forgotten would be met again at once, and another forgotten for it.
+        others = (peer for key, peer in self.peers.items() if not (peer.is_warm or key in used))
+        idle = sorted(others, key=lambda peer: peer.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:
             for link in peer.links.values():
                 self._close(link)

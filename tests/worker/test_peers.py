@@ -219,6 +219,14 @@ def test_sources_are_met_in_advance_too_and_a_node_never_meets_itself():
     assert sorted(pair.decode.transfers.decode.peers.peers) == [("", "h", 1), ("", "h", 2)]
 
 
+def test_more_warm_peers_than_are_remembered_are_not_met_again_and_again():
+    pair = Pair(ExtraConfig(path="packed", max_peers=1, sources=("h:1", "h:2", "h:3")))
+    pair.run(1)
+    # Where nobody listens it is tried now and then, and whoever does is met once.
+    assert len(pair.network.heard(Hello)) < 20
+    assert len(pair.decode.transfers.decode.peers.peers) == 3
+
+
 def test_a_warm_peer_may_be_named_by_an_address_with_colons():
     pair = Pair(ExtraConfig(path="packed", warm_peers=("[::1]:1",)))
     pair.run(0.2)
