@@ -334,7 +334,8 @@ class Results(_Parts, frozen=True):
 
     No peer or copy touches the blocks of ``received`` requests any more; in ``failed``, with the reason, are
     those without valid KV. ``offload`` has at most one report of each rank. ``settled`` are awaited handles
-    that the peer holds, or never will; rank 0 reports them, and what was ``found``, for all ranks.
+    that the peer holds, or never will. ``ragged`` are those of ``received`` whose windows may begin with a
+    block that is not full: blocks of the peer end elsewhere. Rank 0 reports both, and what was ``found``.
     """
 
     sent: tuple[str, ...] = ()
@@ -343,3 +344,4 @@ class Results(_Parts, frozen=True):
     offload: tuple[OffloadReport, ...] = ()
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
+    ragged: tuple[str, ...] = ()

@@ -59,6 +59,14 @@ def groups_elsewhere(source: Introduction, target: Introduction) -> frozenset[in
     return frozenset(groups) - {region.group for region in wanted_card(source, target).regions}
 
 
+def fills_windows(source: Introduction, target: Introduction) -> bool:
+    """Whether P has all of a block of D that a window begins in: that before the window, too."""
+    rules = [(group.rule, group.block_tokens * group.blocks_per_kv_block) for group in target.table.groups]
+    cut = [tokens for rule, tokens in rules if rule.by_position and not rule.sees_all]
+    theirs = [group.block_tokens * group.blocks_per_kv_block for group in source.table.groups]
+    return not any(tokens % ours for ours in cut for tokens in theirs)
+
+
 def _model_differences(ours: str, theirs: str) -> str:
     """Which parts of two models' words differ; a part is ``name=value``, or a value alone."""
     parts: list[dict[str, list[str]]] = [{}, {}]

@@ -216,6 +216,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
                 offload=report.reports,
                 settled=report.settled,
                 found=report.found,
+                ragged=report.ragged,
             )
         )
 
@@ -327,7 +328,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         for request_id, reason in results.failed.items():
             level = logging.DEBUG if reason == ABORTED else logging.WARNING
             logger.log(level, "the KV of request %s could not be loaded: %s", request_id, reason)
-        report = ReportMetadata(results.offload, settled=results.settled, found=results.found)
+        report = ReportMetadata(results.offload, (), results.settled, results.found, results.ragged)
         self._report = self._report.aggregate(report)
         return base.KVConnectorTransferResults(
             finished_sending=set(results.sent),

@@ -63,9 +63,10 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     addresses: tuple[AddressMetadata, ...] = ()
     settled: tuple[str, ...] = ()
     found: tuple[Found, ...] = ()
+    ragged: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reports or self.addresses or self.settled or self.found)
+        return bool(self.reports or self.addresses or self.settled or self.found or self.ragged)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """With the reports of other ranks. What is not ours is left out."""
@@ -76,6 +77,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
             self.addresses + other.addresses,
             self.settled + other.settled,
             self.found + other.found,
+            self.ragged + other.ragged,
         )
 
 

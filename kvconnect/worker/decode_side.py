@@ -352,6 +352,7 @@ class DecodeSide:
             link = self.peers.connect_rank(peer, fetch.rank, now)
             is_to_ask = fetch.state is RankFetchState.MEETING and not fetch.is_unpacking
             if is_to_ask and link is not None:
+                load.is_ragged |= link.is_ragged
                 self.rank_fetches.ask(fetch, link, now)
             if load.error:
                 return
@@ -363,6 +364,8 @@ class DecodeSide:
             count_loaded(self._metrics, load, now)
             self._metrics.loads.set(len(self.loads))
         finally:
+            if load.is_ragged:
+                self._reports.ragged(request_id)
             # The owner finds it counted. Also after an error: a request that is forgotten unreported is lost.
             self._reports.received(request_id, load.error)
             self._metrics.timeline.note(

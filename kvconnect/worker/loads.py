@@ -117,7 +117,7 @@ class LoadRecord:
     ``met_again`` once the peer had forgotten us and was greeted anew; ``given_back`` once its failure was
     reported to the peer; ``moved`` are bytes and copies by path and lane. ``epochs`` are those of its
     leases by rank, as far as known, renewed at ``renew_at``. ``aborted``: it ended only because its client
-    left.
+    left. ``is_ragged``: see ``Results``.
     """
 
     order: Load
@@ -135,6 +135,7 @@ class LoadRecord:
     epochs: dict[int, int] = field(default_factory=dict)
     renew_at: float = math.inf
     aborted: bool = False
+    is_ragged: bool = False
 
     @property
     def handle(self) -> str:

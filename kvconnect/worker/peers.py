@@ -20,7 +20,7 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.agreement import groups_elsewhere
+from kvconnect.peer.agreement import fills_windows, groups_elsewhere
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
@@ -40,7 +40,6 @@ _PAST_LINKS = 16
 _KEPT_S = 300.0
 """How long after its last use the connection to a peer is made again when it breaks."""
 
-
 PackedPath = tuple[RequestCutter, Packer]
 """What cuts a request into the chunks that a peer sends, and what unpacks them."""
 
@@ -51,7 +50,7 @@ class RankLink:
 
     ``was_met`` once it has introduced itself; cache groups ``elsewhere`` are not its. Its clock is ahead
     of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries
-    its bytes to us, once it has reported that; ``refusal`` is why settings do not accept it.
+    its bytes to us, as reported; ``refusal`` is why settings refuse it. ``is_ragged``: see ``Results``.
     """
 
     name: str
@@ -64,6 +63,7 @@ class RankLink:
     elsewhere: Container[int] = ()
     found: Transport | None = None
     refusal: str = ""
+    is_ragged: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -215,8 +215,7 @@ class Peers:
 
     def reach(self, key: PeerKey, now: float) -> Peer:
         """The peer of this name; it is greeted if that was not done, and its breaker permits it."""
-        peer = self.peers.get(key)
-        if peer is None:
+        if (peer := self.peers.get(key)) is None:
             peer = self.peers[key] = Peer(key)
         peer.used_at = now
         if 0 not in peer.links and peer.breaker.may_try(now):
@@ -265,6 +264,7 @@ class Peers:
             _match_ranks(peer, link.session.ours, topology)
         link.elsewhere = groups_elsewhere(introduction, link.session.ours)
         link.clock_ahead_s = ready.clock_s - now
+        link.is_ragged = not fills_windows(introduction, link.session.ours)
         peer.breaker.met()
         self._send_releases(peer, now)
         return ""
@@ -362,11 +362,10 @@ class Peers:
             self.flush(link)
 
     def forget_idle(self, in_use: Callable[[], Container[PeerKey]]) -> None:
-        """Keep as many peers as we may, those that are used or warm in any case."""
+        """Keep as many peers as we may, those that are used, or would be met again at once, in any case."""
         if len(self.peers) <= self._config.max_peers:
             return
         used = in_use()
-        # A warm one that were forgotten would be met again at once, and another forgotten for it.
         others = (peer for key, peer in self.peers.items() if not (peer.is_warm or key in used))
         idle = sorted(others, key=lambda peer: peer.used_at)
         for peer in idle[: len(self.peers) - self._config.max_peers]:

@@ -30,6 +30,11 @@ class Reports:
         if self._rank == 0:
             self._add("settled", handle)
 
+    def ragged(self, request_id: str) -> None:
+        """A request that is received next may have blocks of windows that are not full."""
+        if self._rank == 0:
+            self._add("ragged", request_id)
+
     def found(self, found: Found) -> None:
         """What came of asking a peer for KV by name."""
         self._found.append(found)
@@ -47,6 +52,7 @@ class Reports:
             failed={name: error for _, name, error in ended if error},
             settled=tuple(name for what, name, _ in ended if what == "settled"),
             found=tuple(self._found.popleft() for _ in range(len(self._found))),
+            ragged=tuple(name for what, name, _ in ended if what == "ragged"),
         )
 
     def _add(self, what: str, name: str, error: str = "") -> None:

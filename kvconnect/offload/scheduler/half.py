@@ -158,7 +158,7 @@ class OffloadScheduler:
         record = self._requests.get(request_id)
         if record is not None:
             record.lose_blocks()
-            record.known_tokens = record.view.num_tokens
+            record.known_tokens, record.ragged_tokens = record.view.num_tokens, 0
             self._stores.due[request_id] = 0
 
     def request_finished(self, request: RequestView, block_ids: BlockIdsByGroup) -> dict[str, Any] | None:
@@ -201,6 +201,9 @@ class OffloadScheduler:
     def update_results(self, results: Results) -> None:
         for report in results.offload:
             self._settle(report)
+        for request_id in results.ragged:
+            if (record := self._requests.get(request_id)) is not None:
+                record.ragged_tokens = record.known_tokens
         for request_id in results.received:
             failed = request_id in results.failed
             if self._lookup.restored(request_id, failed=failed):

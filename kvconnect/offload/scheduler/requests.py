@@ -60,6 +60,7 @@ class OffloadRequest:
     ``boundaries`` are where windows and states are kept of the known tokens; one is at ``junction``, where
     other prompts begin to differ. ``next_position`` is by group the first one that was not considered for a
     store. ``trail`` is, by group, what was kept while decoding, and is superseded as the answer grows.
+    Of windows nothing is kept that begins in the first ``ragged_tokens``: a peer may not have filled it.
     ``is_admitted``: it had blocks at some time. ``is_offered``: it was promised what is kept, of which lower
     tiers brought ``sources``. What is kept of it is held by ``pin``, if that was asked for.
     """
@@ -78,6 +79,7 @@ class OffloadRequest:
     next_position: dict[int, int] = field(default_factory=dict)
     trail: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
     lookup: Lookup | None = None
+    ragged_tokens: int = 0
     is_admitted: bool = False
     is_offered: bool = False
     sources: dict[str, int] = field(default_factory=dict)

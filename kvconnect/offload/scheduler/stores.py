@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.offload.events import Part
 from kvconnect.offload.index.tier_index import ContentState
 from kvconnect.offload.scheduler.hit_requirements import HitGroup
@@ -233,7 +234,8 @@ class Stores:
 
     def _collect_window(self, request: OffloadRequest, group: HitGroup, end: int, is_last: bool) -> None:
         # Of a draft's window no wider than a block nothing is kept: blocks leave it before they have a name.
-        first = request.next_position.get(group.group, 0)
+        ragged = div_ceil(request.ragged_tokens, group.block_tokens)
+        first = max(request.next_position.get(group.group, 0), ragged)
         block_ids = request.block_ids.get(group.group, [])
         hashes = self._host.hashes(request.view, group.block_tokens) if first < end else ()
         end = min(end, len(block_ids), len(hashes) - group.is_draft)
