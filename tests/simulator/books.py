@@ -25,11 +25,21 @@ class Owed:
 
 
 @dataclass(eq=False)
+class Asked:
+    """A question to a peer that must be answered once, by whomever."""
+
+    since: float
+    stopped_s: float
+
+
+@dataclass(eq=False)
 class Books:
     """What one worker owes, by request."""
 
     holds: dict[str, Owed] = field(default_factory=dict)
     loads: dict[str, Owed] = field(default_factory=dict)
+    finds: dict[str, list[Asked]] = field(default_factory=dict)
+    restores: set[str] = field(default_factory=set)
 
 
 class Exceptions(logging.Handler):
@@ -56,6 +66,9 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
         for what, count in (
             ("unreported holds", len(owed.holds)),
             ("unreported loads", len(owed.loads)),
+            ("unreported finds", sum(map(len, owed.finds.values()))),
+            ("unreported restores", len(owed.restores)),
+            ("finds", len(decode.finds)),
             ("leases", len(prefill.leases)),
             ("expected prefills", len(prefill.pending.expected)),
             ("waiting fetches", len(prefill.pending)),
@@ -68,4 +81,6 @@ def left_at(node: SimNode, books: Mapping[SimWorker, Books]) -> dict[str, int]:
             ("landings", len(decode.bay)),
         ):
             left[f"{worker.who}'s {what}"] = count
+        for what, count in worker.tiers.state().items() if worker.tiers is not None else ():
+            left[f"{worker.who}'s offload {what}"] = count
     return left

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvconnect.engine.base import Batch
 from kvconnect.engine.memory import MemoryEngine
-from kvconnect.orders import GroupBlocks, Hold, Load, Orders, Results
+from kvconnect.orders import Found, GroupBlocks, Hold, Load, Orders, Results
 from kvconnect.scheduler.params import HANDLE_KEY, TRANSFER_KEY
 from kvconnect.worker.slots import SlotState
-from tests.simulator.books import Books, Exceptions, Owed, left_at
+from tests.simulator.books import Asked, Books, Exceptions, Owed, left_at
 from tests.simulator.engine import SimEngine
 from tests.simulator.request import Request
 from tests.simulator.stranger import Scribbler
@@ -47,6 +47,7 @@ class Checks:
         self._loaded: dict[str, int] = {}
         self._forged: set[str] = set()
         self._opened: set[str] = set()
+        self._loaded_by: dict[str, str] = {}
 
     def count(self, what: str, number: int = 1) -> None:
         """Some more of something, for the summary."""
@@ -72,6 +73,13 @@ class Checks:
         for load in orders.loads:
             self.forged_opens_nothing(load)
             books.loads[load.request_id] = self._owed(worker, load, load.groups)
+            self._loaded_by[load.request_id] = "name" if load.prefix is not None else "handle"
+        for restore in orders.offload.restores:
+            books.restores.add(restore.request_id)
+            self._loaded_by[restore.request_id] = "restore"
+        # For all ranks.
+        for find in orders.finds if worker.rank == 0 else ():
+            books.finds.setdefault(find.request_id, []).append(Asked(self.world.now, worker.stopped_s))
 
     def _owed(self, worker: SimWorker, order: Hold | Load, groups: tuple[GroupBlocks, ...]) -> Owed:
         blocks = frozenset(block for group in groups for block in group.block_ids if block)
@@ -94,6 +102,18 @@ class Checks:
                         self.nobody_reads(worker, ended)
                     else:
                         self.nobody_writes(worker, ended)
+        for found in results.found:
+            self.found_once_and_in_time(worker, found, books.finds)
+
+    def restored(self, worker: SimWorker, results: Results) -> None:
+        """The tiers of a worker report what ended."""
+        owed = self._books[worker].restores
+        for name in results.received:
+            if name not in owed:
+                self.world.fail(
+                    "each_once", f"{worker.who} reports {name} as restored, which it does not owe"
+                )
+            owed.discard(name)
 
     def stepped(self, worker: SimWorker) -> None:
         """A worker's transfer thread did a step."""
@@ -128,17 +148,20 @@ class Checks:
     def load_failed(self, node: SimNode, request: Request, why: str) -> None:
         """A load failed."""
         del self._loaded[request.request_id]
-        self.count("loads failed")
+        way = self._loaded_by[request.request_id]
+        self.count("loads failed" if way == "handle" else f"loads failed by {way}")
         if request.is_forged:
             self.count("forged handles refused")
         else:
-            self.failed[request.request_id] = why
+            if way != "name":
+                self.failed[request.request_id] = why
             self.reasons[why] += 1
 
     def committed(self, node: SimNode, request: Request) -> None:
         """A load succeeded: its KV is served from now on."""
-        self.count("loads ok")
-        if not node.plan.is_stranger:
+        way = self._loaded_by[request.request_id]
+        self.count("loads ok" if way == "handle" else f"loads ok by {way}")
+        if not node.plan.is_stranger and way == "handle":
             self.opens_once(request)
         self.bytes_are_right(node, request, self._loaded[request.request_id], later=False)
 
@@ -262,6 +285,20 @@ class Checks:
                     f"{request.request_id} at {worker.who} is not {'any more ' if later else ''}"
                     f"what it should be: {wrong}",
                 )
+
+    def found_once_and_in_time(self, worker: SimWorker, found: Found, owed: dict[str, list[Asked]]) -> None:
+        """2, 4: every question is answered once, by its peer or by time."""
+        name = found.request_id
+        self.count("found by name" if found.num_tokens else "no answer" if found.error else "found nothing")
+        if not owed.get(name):
+            self.world.fail(
+                "each_once", f"{worker.who} reports what was found for {name}, which nobody asked"
+            )
+            return
+        asked = owed[name].pop(0)
+        took_s = self.world.now - asked.since - (worker.stopped_s - asked.stopped_s)
+        if took_s > worker.config.find_s + SLACK_S:
+            self.world.fail("in_time", f"{worker.who} asked {took_s:.1f} s for {name}")
 
     def in_time(self, worker: SimWorker, owed: Owed) -> None:
         """4: every order ends by its deadline and what memory may need to become quiescent after that.

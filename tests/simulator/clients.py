@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvconnect.scheduler.params import PEER_KEY
+from kvconnect.scheduler.params import PEER_KEY, SOURCES_KEY
 from tests.simulator.host import Host
 from tests.simulator.request import Request
-from tests.simulator.scenario import RequestPlan
+from tests.simulator.scenario import Hint, RequestPlan
 from tests.simulator.world import World
 
 _PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -32,6 +32,9 @@ class Client:
         self.asks_at = world.now + plan.start_s + plan.forward_s
         self._open: dict[str, tuple[Host, Request]] = {}
         self._answers: list[str] = []
+        # The request before it in a conversation, and whom the answer of this one names as sources.
+        self.turn_of: Client | None = None
+        self.answered_by: tuple[str, ...] = ()
         world.after(plan.start_s, self._start)
         if plan.leaves_s is not None:
             world.after(plan.start_s + plan.leaves_s, self._leave)
@@ -89,6 +92,7 @@ class Client:
 
     def _answered(self, request: Request) -> None:
         self._answers.append(request.outcome)
+        self.answered_by = tuple((request.answer or {}).get(SOURCES_KEY, ()))
         if len(self._answers) == self.plan.copies and not self.outcome:
             self.outcome = ",".join(self._answers)
 
@@ -104,13 +108,34 @@ class Client:
             self.plan.prompt,
             max_tokens,
             done,
-            params,
+            self._with_sources(params),
             # What a node computes itself is right there.
-            is_strange=host.plan.is_stranger or (self.plan.is_strange and not name.endswith("-p")),
+            is_strange=host.plan.is_stranger
+            or (self.plan.is_strange and (host.plan.keeps is not None or not name.endswith("-p"))),
             is_forged=self.is_forged,
         )
         self._open[name] = (host, request)
         host.submit(request)
+
+    def _with_sources(self, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The parameters, and where its KV may be: as a client or a router says, who may lie."""
+        known = [] if self.turn_of is None else list(self.turn_of.answered_by)
+        for hint in self.plan.sources:
+            known += self._addresses(hint)
+        return {**(params or {}), SOURCES_KEY: known} if known else params
+
+    def _addresses(self, hint: str) -> list[str]:
+        match hint:
+            case Hint.NOBODY:
+                return ["nobody:9999"]
+            case Hint.RANK_1:
+                # Where no rank 0 listens.
+                return [f"{host.plan.host}:{host.node.ports[-1]}" for host in self._hosts.values()][:2]
+            case Hint.TOO_MANY:
+                return [f"many:{port}" for port in range(1000, 1100)]
+            case Hint.NO_ADDRESS:
+                return ["what is this"]
+        return [f"{hint}:{self._hosts[hint].port}"]
 
     def _leave(self) -> None:
         if not self.outcome:

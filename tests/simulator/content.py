@@ -7,7 +7,7 @@ hold other bytes. Shares no code with plans, wires and packers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,15 @@ class Prompt:
             return (self.prefix,)
         return (self.prefix, self.prefix_tokens, self.text)
 
+    def moved(self, by: int) -> Prompt:
+        """A prompt that has nothing in common with this one, and as much as it with others so moved."""
+        return replace(self, text=self.text + by, prefix=self.prefix + by) if by else self
+
+
+def names_of(prompt: Prompt, num_tokens: int, tokens: int) -> list[bytes]:
+    """What a node calls a prompt's first tokens, one name for every so many."""
+    return [f"{prompt.name_of_block(stop)}@{stop}".encode() for stop in range(tokens, num_tokens + 1, tokens)]
+
 
 def rows_of(prompt: Prompt, layer: int, start: int, stop: int, row_bytes: int) -> Bytes:
     """The KV of tokens ``start`` to ``stop - 1`` in a layer, as (token, byte)."""
@@ -49,7 +58,8 @@ def rows_of(prompt: Prompt, layer: int, start: int, stop: int, row_bytes: int) -
 
 def state_of(prompt: Prompt, layer: int, num_tokens: int, state_bytes: int) -> Bytes:
     """The recurrent state of a layer after so many tokens, as (byte,)."""
-    state: Bytes = _stretch(prompt.text * 64 + num_tokens, layer + 31, 0, 1, state_bytes)[0]
+    text = prompt.prefix if num_tokens <= prompt.prefix_tokens else prompt.text
+    state: Bytes = _stretch(text * 64 + num_tokens, layer + 31, 0, 1, state_bytes)[0]
     return state
 
 

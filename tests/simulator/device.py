@@ -21,7 +21,8 @@ from tests.simulator.world import World
 class Stream:
     """Kernels in order. ``wake`` is called after each.
 
-    ``pending`` are the chunks that wait to be packed (``source``) or unpacked (``target``).
+    ``pending`` are the chunks that wait to be packed (``source``, of rows ``kept``) or unpacked
+    (``target``).
     """
 
     def __init__(self, world: World, kernel_s: float, wake: Callable[[], None]) -> None:
@@ -80,13 +81,15 @@ class SimTicket:
 class SimPacker:
     """A packer whose kernels run on a stream. The rest of it is the real one's.
 
-    ``takes`` is told of every slot that is unpacked.
+    ``takes`` is told of every slot that is unpacked. ``source`` is what is packed: pages, or rows that are
+    ``kept`` in host memory.
     """
 
     is_blocking = False
 
-    def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None]) -> None:
+    def __init__(self, packer: Packer, stream: Stream, takes: Callable[[int], None], source: str) -> None:
         self._packer = packer
+        self._source = source
         self._stream = stream
         self._takes = takes
 
@@ -95,7 +98,7 @@ class SimPacker:
 
     def pack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
         """See ``Packer``."""
-        return self._launch("source", staged, lambda: self._packer.pack(slot, staged, seed))
+        return self._launch(self._source, staged, lambda: self._packer.pack(slot, staged, seed))
 
     def unpack(self, slot: int, staged: StagedChunk, seed: int | None) -> SimTicket:
         """See ``Packer``."""
@@ -124,4 +127,7 @@ class SimLocal(Local):
     def packer(self, source: Introduction, target: Introduction, *args: Any, **kwargs: Any) -> Packer:
         """See ``Local``."""
         packer = super().packer(source, target, *args, **kwargs)
-        return packer if self.packing is None else SimPacker(packer, self.packing, self.takes)  # type: ignore[return-value]
+        if self.packing is None:
+            return packer
+        is_kept = self.kept is not None and any(arg is self.kept.table for arg in args)
+        return SimPacker(packer, self.packing, self.takes, "kept" if is_kept else "source")  # type: ignore[return-value]

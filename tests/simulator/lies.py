@@ -22,9 +22,11 @@ from kvconnect.peer.messages import (
     CreditRequest,
     Declined,
     Fetch,
+    FindPrefix,
     Hello,
     Landed,
     Message,
+    PrefixFound,
     Release,
     Renew,
     Renewed,
@@ -40,8 +42,8 @@ Said = list[tuple[float, bytes]]
 """Frames, and after how many seconds each is sent."""
 
 _OF_USE = {
-    False: (b"fetch", b"granted", b"let_go", b"renew"),
-    True: (b"landed", b"written", b"accepted", b"wanted", b"declined", b"renewed"),
+    False: (b"fetch", b"granted", b"let_go", b"renew", b"find"),
+    True: (b"landed", b"written", b"accepted", b"wanted", b"declined", b"renewed", b"found"),
 }
 """What is worth to be remembered of what others say, by whether a decode node hears it."""
 _REMEMBERED, _LENT = 20, 4
@@ -207,6 +209,23 @@ class Liar:
                     "chunks": message.chunks * 2,
                     "grants": message.grants * 2,
                     "groups": message.groups * 2,
+                }
+            case FindPrefix(prefix=prefix):
+                fields = {
+                    "number": near(message.number),
+                    "prefix": msgspec.structs.replace(
+                        prefix,
+                        start_tokens=near(prefix.start_tokens),
+                        names=prefix.names[::-1] if rng.random() < 0.5 else prefix.names * 2,
+                    ),
+                    "max_tokens": near(message.max_tokens),
+                }
+            case PrefixFound():
+                fields = {
+                    "number": near(message.number),
+                    "num_tokens": rng.choice((near(message.num_tokens), message.num_tokens * 2, 8, 1 << 30)),
+                    "total_bytes": rng.choice((0, 1, 1 << 40)),
+                    "error": rng.choice(("", "a lie")),
                 }
             case CreditGrant():
                 fields = {"transfer_id": near(message.transfer_id), "grants": message.grants * 2}

@@ -55,6 +55,8 @@ class RankMemory:
         self.address = self._memory.data_ptr()
         self.length_bytes = total
         self._views: dict[str, Bytes] = {}
+        # What other weights make of a prompt is nothing that these would make of any.
+        self._weights = 500_000 * plan.keeps.weights if plan.keeps is not None else 0
         self._groups = {kind: index for index, (kind, _) in enumerate(model.kinds)}
         tensors, place = {}, 0
         for layer, size in zip(model.layers, sizes, strict=True):
@@ -112,6 +114,7 @@ class RankMemory:
 
     def compute(self, prompt: Prompt, ids: BlockIds, start: int, stop: int) -> None:
         """Write the KV of some tokens where a request's blocks are; the null block takes what has none."""
+        prompt = prompt.moved(self._weights)
         places: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         for layer in self.model.layers:
             mine = ids[self._groups[layer.kind]]
@@ -130,6 +133,7 @@ class RankMemory:
         Before a window nothing need be. ``later``: the request has gone on, so that states are others and
         more has left the window.
         """
+        prompt = prompt.moved(self._weights)
         for layer in self.model.layers:
             mine = ids[self._groups[layer.kind]]
             view = self._views[layer.name]

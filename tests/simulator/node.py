@@ -6,9 +6,12 @@ at once, and what it computes is in memory only when the device has run.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from kvconnect.config import TransferConfig
 from kvconnect.offload.composite import SchedulerComposite
@@ -16,10 +19,11 @@ from kvconnect.orders import RankAddress
 from kvconnect.peer.allow_list import AllowList
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Handles, PeerTrust
-from kvconnect.scheduler.stack import Computed, LongestRequest, SchedulerHooks, StackTraits, Step
+from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
 from kvconnect.worker.device_steps import DeviceSteps
 from tests.simulator.blocks import Blocks
 from tests.simulator.device import Stream
+from tests.simulator.keeping import naming_of, offload_half, tell_rate, traits_of
 from tests.simulator.pace import Pace
 from tests.simulator.pool import Pool
 from tests.simulator.reports import RankReports
@@ -55,22 +59,28 @@ class SimNode:
         self.config = TransferConfig(
             kv_role=plan.role, engine_id=engine_id, kv_connector_extra_config=plan.extra
         )
+        self.naming = naming_of(plan.keeps)
         self.workers = [SimWorker(self, rank, ports[rank] if ports else 0) for rank in range(plan.world_size)]
         self.ports = tuple(worker.channel.port for worker in self.workers)
         cache = self.workers[0].memory.config
-        self.pool = Pool(plan.num_blocks, self._spoil)
+        self.pool = Pool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
+        self._states = [index for index, group in enumerate(cache.groups) if group.is_state]
         self.blocks = Blocks(self.pool, cache.groups, plan.model.reuses_prefixes)
         handles = iter(range(1 << 40))
-        longest = LongestRequest(plan.longest_tokens, plan.longest_tokens) if plan.longest_tokens else None
+        offload = offload_half(self)
+        if self.workers[0].tiers is not None:
+            extra = msgspec.structs.replace(plan.extra, offload=self.workers[0].tiers.config)
+            self.config = msgspec.structs.replace(self.config, kv_connector_extra_config=extra)
         transfer = SchedulerConnector(
             self.config,
             cache,
-            StackTraits(longest=longest),
+            traits_of(self),
             directory=[RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)],
             new_handle=lambda: f"{self.name}-{next(handles)}",
             **self._trust(),
         )
-        self.connector: SchedulerHooks = SchedulerComposite(transfer, None)
+        tell_rate(transfer, plan.keeps)
+        self.connector: SchedulerHooks = SchedulerComposite(transfer, offload)
         self.device = Stream(world, plan.kernel_s, self._device_moved)
         self.steps = DeviceSteps(self.device.mark)
         self.requests: dict[str, Request] = {}
@@ -214,7 +224,7 @@ class SimNode:
 
     def _continue(self, request: Request, budget: int) -> int:
         """Compute the next tokens of a running request; what is left of the budget."""
-        count = min(request.num_tokens - request.computed, self.plan.chunk_tokens, budget)
+        count = request.cut(min(request.num_tokens - request.computed, self.plan.chunk_tokens, budget))
         if count <= 0:
             return budget
         while (new := self.blocks.grow(request, request.computed, request.computed + count)) is None:
@@ -272,6 +282,8 @@ class SimNode:
         self.running.append(request)
         request.stage = Stage.RUNNING
         self.connector.update_after_alloc(request, request.blocks(), 0)
+        request.checkpoints = tuple(self.connector.checkpoints(request))
+        count = request.cut(count)
         self._compute(request, count, [list(ids) for ids in request.ids])
         return count
 
@@ -300,7 +312,10 @@ class SimNode:
         request.computed, request.is_computed = stop, self.device.mark()
         self.blocks.remember(request)
         if request.request_id in self.connector.due:
-            self.connector.launched(Step([Computed(request.request_id, stop, new)]))
+            states = [
+                StateBlock(request.request_id, group, stop, request.ids[group][-1]) for group in self._states
+            ]
+            self.connector.launched(Step([Computed(request.request_id, stop, new)], states))
         if stop == request.num_tokens:
             request.generated += 1
             if request.generated >= request.max_tokens:
@@ -369,4 +384,11 @@ class SimNode:
         """Blocks change hands: what was in them is gone."""
         self._spoilt += 7
         for worker in self.workers:
-            worker.memory.spoil(blocks, self._spoilt)
+            spoil = functools.partial(worker.memory.spoil, blocks, self._spoilt)
+            if self.plan.keeps is None:
+                spoil()
+            else:
+                # Behind the copies of what was in them to host memory.
+                self.device.launch(spoil, cost=0.0)
+        if self.plan.keeps is not None:
+            self.connector.overwritten(blocks)

@@ -18,9 +18,13 @@ class Pool:
     Args:
         num_blocks: with the null block.
         given_away: told of blocks that are somebody else's from now on.
+        spoils_freed: those that nobody has are so already, and not only once somebody takes them.
     """
 
-    def __init__(self, num_blocks: int, given_away: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self, num_blocks: int, given_away: Callable[[Sequence[int]], None], spoils_freed: bool = True
+    ) -> None:
+        self._spoils_freed = spoils_freed
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._given_away = given_away
@@ -96,7 +100,7 @@ class Pool:
             else:
                 self._free.append(block)
                 spoiled.append(block)
-        if spoiled:
+        if spoiled and self._spoils_freed:
             self._given_away(spoiled)
 
     def remember(self, key: Hashable, block: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from kvconnect.orders import Results
+from kvconnect.orders import Found, OffloadReport, Results
 
 
 class RankReports:
@@ -20,6 +20,9 @@ class RankReports:
         """Add what was reported. What is over at every rank by now; failed, if it failed at one."""
         over: dict[str, list[str]] = {"sent": [], "received": []}
         settled: list[str] = []
+        found: list[Found] = []
+        ragged: list[str] = []
+        offload: list[OffloadReport] = []
         for results in reports:
             for what, names in (("sent", results.sent), ("received", results.received)):
                 for name in names:
@@ -28,7 +31,18 @@ class RankReports:
                         del self._said[what, name]
                         over[what].append(name)
             settled += results.settled
+            found += results.found
+            ragged += results.ragged
+            offload += results.offload
             for name, why in results.failed.items():
                 self._failed.setdefault(name, why)
         failed = {name: self._failed.pop(name) for name in over["received"] if name in self._failed}
-        return Results(tuple(over["sent"]), tuple(over["received"]), failed, settled=tuple(settled))
+        return Results(
+            tuple(over["sent"]),
+            tuple(over["received"]),
+            failed,
+            tuple(offload),
+            tuple(settled),
+            tuple(found),
+            tuple(ragged),
+        )

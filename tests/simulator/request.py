@@ -28,7 +28,7 @@ class Request:
     ``ids`` are its blocks by group and position, ``left`` counts those that left a window. ``computed`` are
     tokens whose KV is in its blocks once ``is_computed``. ``outcome`` is set at its end: ``done``,
     ``failed``, ``aborted``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
-    use, and nothing may be loaded by it.
+    use, and nothing may be loaded by it. ``checkpoints`` are where its state is wanted.
     """
 
     request_id: str
@@ -49,11 +49,17 @@ class Request:
     answer: Mapping[str, Any] | None = None
     is_strange: bool = False
     is_forged: bool = False
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
         return self.num_prompt + self.generated
+
+    def cut(self, count: int) -> int:
+        """How many of ``count`` tokens a step may compute, so that it ends where a state is wanted."""
+        ends = (end - self.computed for end in self.checkpoints if end > self.computed)
+        return min(count, min(ends, default=count))
 
     def blocks(self) -> tuple[list[int], ...]:
         """A copy of its blocks."""

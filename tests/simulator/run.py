@@ -61,6 +61,10 @@ class Run:
                 Thief(self.world, self.hosts, plan, self.clients[plan.number], number, handles.secret)
                 for number, plan in enumerate(handles.replays)
             ]
+        by_number = {client.plan.number: client for client in self.clients if not isinstance(client, Thief)}
+        for client in by_number.values():
+            if client.plan.turn_of is not None:
+                client.turn_of = by_number[client.plan.turn_of]
         for fault in self.scenario.faults:
             self.world.after(fault.start_s, functools.partial(self._begin, fault))
         self.world.after(FAULTS_S, self._heal)
@@ -164,11 +168,13 @@ class Run:
                     worker.engine.close()
                     # The registry is that of all runs.
                     worker.metrics.retire()
+                    if worker.tiers is not None:
+                        worker.tiers.retire()
 
     def _count(self, worker: SimWorker) -> None:
         """Add a worker's own numbers to what is known of the run: they show what it went through."""
         metrics = worker.metrics
-        for family in (metrics.failures, metrics.transfers, metrics.copies):
+        for family in (metrics.failures, metrics.transfers, metrics.copies, metrics.pulls):
             for labels, value in family.values().items():
                 self.checks.count(f"{family.family.name}: {', '.join(labels)}", int(value))
         self.checks.count("streamed", int(metrics.streamed.value))

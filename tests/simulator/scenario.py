@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +26,17 @@ FAULTS = (
 )
 FORGERIES = ("", "expired", "of another key", "changed", "of another kind")
 """What may have been done to a handle: nothing, or what no node may take."""
+
+
+class Hint(enum.StrEnum):
+    """Sources that are of no use."""
+
+    NOBODY = "nobody listens there"
+    RANK_1 = "another rank"
+    TOO_MANY = "too many"
+    NO_ADDRESS = "no address"
+
+
 REQUESTS_S = 8.0
 """For how long requests come."""
 FAULTS_S = 12.0
@@ -56,6 +68,23 @@ class HandlePlan:
     skew_s: dict[str, float]
     is_listed: bool
     replays: list[ReplayPlan] = field(default_factory=list)
+
+
+@dataclass
+class KeepPlan:
+    """What a node keeps in host memory by name: so many ``rows`` of each cache group.
+
+    Names are made by ``hashing`` for every ``name_tokens``, and what they stand for is made with ``weights``:
+    0 for those that all others have. States and windows are kept every ``checkpoint`` tokens.
+    ``tokens_per_s`` is how fast the node takes itself to compute prompts, 0 where it does not know.
+    """
+
+    rows: int
+    name_tokens: int
+    hashing: int = 0
+    weights: int = 0
+    checkpoint: int = 0
+    tokens_per_s: float = 0.0
 
 
 @dataclass
@@ -93,6 +122,7 @@ class NodePlan:
     is_stranger: bool = False
     handles: HandlePlan | None = None
     longest_tokens: int = 0
+    keeps: KeepPlan | None = None
 
 
 @dataclass
@@ -100,7 +130,9 @@ class RequestPlan:
     """One client's request. ``leaves_s`` is how long after its start the client goes away, if it does.
 
     ``copies``: so many answers are wanted of one prefill. ``flow``: who is asked when; ``local`` is served
-    by the decode node alone. ``is_strange``: its KV comes from a stranger, and may be anything.
+    by the decode node alone. ``is_strange``: its KV comes from a stranger, and may be anything. ``sources``
+    are hosts that its parameters name, or a ``Hint``. ``turn_of``: what the answer of this request says of
+    sources is passed on.
     """
 
     number: int
@@ -114,6 +146,8 @@ class RequestPlan:
     leaves_s: float | None = None
     forward_s: float = 0.01
     is_strange: bool = False
+    sources: tuple[str, ...] = ()
+    turn_of: int | None = None
 
 
 @dataclass
@@ -165,9 +199,14 @@ class Scenario:
             ),
             "roles": "both" if first_node.role == "kv_both" else "one each",
             "handles": self._describe_handles(),
+            "keeps": self._describe_keeps(),
             "requests": len(self.requests),
             "faults": ", ".join(self.kinds) or "none",
         }
+
+    def _describe_keeps(self) -> str:
+        kept = ((node.host, node.keeps) for node in self.nodes)
+        return " ".join(f"{host}:{keeps.rows}" for host, keeps in kept if keeps is not None) or "nothing"
 
     def _describe_handles(self) -> str:
         if self.handles is None:

@@ -20,6 +20,7 @@ from tests.simulator.scenario import (
     RequestPlan,
     Scenario,
 )
+from tests.simulator.twist_pulls import add_pulls
 
 STRANGER = "X0"
 """The host of the node that lies and writes where it should not."""
@@ -29,7 +30,7 @@ LEAVERS = "leavers"
 
 _FIRST_TEXT = 50_000
 """Texts of what a stranger computes: nobody else's prompt begins like them."""
-_BOTH, _HANDLES, _STRANGER, _LEAVERS = 0.15, 0.2, 0.12, 0.4
+_BOTH, _HANDLES, _STRANGER, _LEAVERS, _PULLS = 0.15, 0.2, 0.12, 0.4, 0.4
 _SMALL, _SMALL_AND_CALM = 0.1, 0.5
 """Where nothing else goes wrong it is seen at once that nothing moves."""
 
@@ -38,6 +39,7 @@ def twist(scenario: Scenario) -> None:
     """Add what else is drawn for a seed."""
     for name, share, add in (
         ("both", _BOTH, _make_both),
+        ("kept", _PULLS, add_pulls),
         ("handles", _HANDLES, _add_handles),
         ("stranger", _STRANGER, _add_stranger),
         ("leavers", _LEAVERS, _add_leavers),
@@ -143,6 +145,8 @@ def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
                 is_strange=True,
             )
         )
+    if model.keeps is not None:
+        _add_strange_pulls(scenario, rng)
     if scenario.handles is not None:
         scenario.handles.skew_s[STRANGER] = 0.0
         for replay in scenario.handles.replays:
@@ -150,6 +154,25 @@ def _add_stranger(scenario: Scenario, rng: random.Random) -> None:
                 replay.host = STRANGER
     scenario.nodes.append(stranger)
     scenario.kinds.append("stranger")
+
+
+def _add_strange_pulls(scenario: Scenario, rng: random.Random) -> None:
+    """Others ask the stranger by name for what it may have computed; nobody else's KV has these names."""
+    strange = [request for request in scenario.requests if request.is_strange]
+    hosts = [node.host for node in scenario.nodes]
+    for request in strange:
+        request.sources = (STRANGER,)
+    for _ in range(rng.randint(1, 5)):
+        other = rng.choice(strange)
+        scenario.requests.append(
+            replace(
+                other,
+                number=len(scenario.requests),
+                start_s=other.start_s + rng.random(),
+                flow="local",
+                decode=rng.choice((STRANGER, *hosts)),
+            )
+        )
 
 
 def _add_leavers(scenario: Scenario, rng: random.Random) -> None:

@@ -31,6 +31,7 @@ from tests.simulator.lies import Liar
 from tests.simulator.memory import RankMemory
 from tests.simulator.pace import Pace
 from tests.simulator.stranger import LyingChannel
+from tests.simulator.tiers import SimTiers
 
 if TYPE_CHECKING:
     from tests.simulator.node import SimNode
@@ -74,6 +75,9 @@ class SimWorker:
         self.metrics = Metrics(_REGISTRY)
         self.reports = Reports(rank)
         self.reports.wake = node.wake
+        self.tiers: SimTiers | None = None
+        if plan.keeps is not None and node.naming is not None:
+            self.tiers = SimTiers(self, plan.keeps, node.naming)
         self.transfers = self._make_transfers()
         self.checks.begin(self)
 
@@ -94,6 +98,8 @@ class SimWorker:
             packing=self.packing,
             takes=lambda address: self.checks.slot_is_granted(self, address),
         )
+        if self.tiers is not None and self.tiers.names is not None:
+            local.keep(self.tiers.names)
         return TransferThread(
             self.config,
             self.channel,
@@ -104,11 +110,12 @@ class SimWorker:
         )
 
     def _introduction(self) -> Introduction:
+        weights = "" if self.plan.keeps is None else str(self.plan.keeps.weights)
         return Introduction(
             engine_id=self.node.config.engine_id,
             incarnation=f"{self.node.number}.{self.rank}",
             rank=self.rank,
-            meaning=CacheMeaning("simulated", self.plan.model.num_heads, self.plan.world_size),
+            meaning=CacheMeaning("simulated", self.plan.model.num_heads, self.plan.world_size, weights),
             engine="memory",
             engine_card=b"",
             table=TableCard.of(self.memory.table),
@@ -146,11 +153,16 @@ class SimWorker:
         """Give the transfer thread one step's orders, and remember what it must report."""
         if not self.is_dead:
             self.checks.ordered(self, orders)
+            if self.tiers is not None:
+                self.tiers.carry_out(orders.offload)
             self.transfers.order(orders, finished)
 
     def take_results(self) -> list[Results]:
         """What the transfer thread reported since the last call."""
         results, self._results = self._results, []
+        if self.tiers is not None and (restored := self.tiers.results()):
+            self.checks.restored(self, restored)
+            results.append(restored)
         return results
 
     def wake(self) -> None:
@@ -190,12 +202,16 @@ class SimWorker:
         """The process is stopped where it is."""
         self.channel.stopped, self._stopped_at = True, self.world.now
         self._pace.halt()
+        if self.tiers is not None:
+            self.tiers.stop()
         self.engine.stop()
 
     def go_on(self) -> None:
         """It runs again."""
         self._stopped_s = self.stopped_s
         self._pace.halted = self.is_dead
+        if self.tiers is not None and not self.is_dead:
+            self.tiers.go_on()
         self.engine.go_on()
         self.channel.go_on()
         self.wake()
@@ -205,5 +221,7 @@ class SimWorker:
         self.is_dead = True
         self._pace.halt()
         self.packing.is_dead = True
+        if self.tiers is not None:
+            self.tiers.stop()
         self.engine.die()
         self.channel.close()

@@ -1,0 +1,178 @@
+"""Host memory of one simulated rank: the real worker half of the offload, with copies that take their time.
+
+Its thread is a step on the virtual clock. Deadlines of copies count the machine's time, so none is ever late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from kvconnect.config import OffloadConfig
+from kvconnect.offload.copies.arena import RowArena
+from kvconnect.offload.copies.copier import Copier, CopyTicket
+from kvconnect.offload.copies.rows import RowLayout, RowParts
+from kvconnect.offload.index.budgets import aligned_row_bytes, plan_for
+from kvconnect.offload.scheduler.hit_requirements import HitRequirements
+from kvconnect.offload.worker.half import OffloadWorker
+from kvconnect.offload.worker.named_rows import NamedRows
+from kvconnect.offload.worker.row_work import RowWork
+from kvconnect.offload.worker.tier_loop import Command
+from kvconnect.orders import Naming, OffloadOrders, RowCopies
+from tests.simulator.device import Stream
+from tests.simulator.pace import Pace
+
+if TYPE_CHECKING:
+    from tests.simulator.scenario import KeepPlan
+    from tests.simulator.worker import SimWorker
+
+_REGISTRY = CollectorRegistry()
+_LOOKS_S = 0.002
+_SNAPSHOT = 0.2
+"""What a copy takes of the device, in kernels."""
+
+
+def make_requirements(worker: SimWorker) -> HitRequirements:
+    """What hits need: all groups are kept, and have blocks of one size."""
+    groups = worker.memory.config.groups
+    return HitRequirements.of(groups, range(len(groups)), worker.plan.shape.block_tokens)
+
+
+class SimTiers(OffloadWorker):
+    """The rows of a rank: as many of each cache group as its plan has."""
+
+    def __init__(self, worker: SimWorker, keeps: KeepPlan, naming: Naming) -> None:
+        memory, requirements = worker.memory, make_requirements(worker)
+        layout = RowLayout.build(memory.table)
+        sizes = {group: aligned_row_bytes(row_bytes) for group, row_bytes in layout.row_bytes.items()}
+        rows = max(keeps.rows, *requirements.least_rows().values())
+        total = sum(sizes.values())
+        # A little more, so that no share is rounded to one row less.
+        shares = tuple(size / total for size in sizes.values())
+        self.config = OffloadConfig(
+            cpu_bytes=rows * total + len(sizes), shares=shares, checkpoint_tokens=keeps.checkpoint
+        )
+        super().__init__(
+            self.config,
+            memory.config,
+            worker.plan.shape.kernel_sizes(worker.plan.model),
+            facts={},
+            rank=worker.rank,
+            world_size=worker.plan.world_size,
+            registry=_REGISTRY,
+        )
+        self._table = memory.table
+        plan = plan_for(self.config, memory.config.groups, layout.row_bytes, requirements.least_rows())
+        self._arena = arena = RowArena(plan)
+        self._jobs.class_of = plan.class_of
+        copier = SimCopier(worker, Copier(RowParts(layout, arena), arena))
+        self._own_loop = loop = SimLoop(worker, copier, arena, self)
+        self._copier, self._loop = copier, loop  # type: ignore[assignment]
+        self._jobs.on_results(worker.node.wake)
+        self._jobs.names = NamedRows(naming, requirements, memory.table, arena)
+
+    def carry_out(self, orders: OffloadOrders) -> None:
+        """A step's orders: after all that the device was given before it, and before its kernels."""
+        self.before_step(orders)
+        self.start(orders)
+
+    def retire(self) -> None:
+        """The registry is that of all runs."""
+        self._metrics.retire()
+
+    def stop(self) -> None:
+        """The process is stopped where it is, or gone."""
+        self._own_loop.pace.halt()
+
+    def go_on(self) -> None:
+        """It runs again."""
+        self._own_loop.pace.halted = False
+        self._own_loop.wake()
+
+
+class SimLoop:
+    """What ``TierLoop`` is to the worker half, without a thread."""
+
+    is_alive = True
+
+    def __init__(self, worker: SimWorker, copier: SimCopier, arena: RowArena, tiers: SimTiers) -> None:
+        self.work = RowWork(copier, arena, (), tiers._jobs, tiers._metrics)  # type: ignore[arg-type]
+        self.held_rows: Sequence[int] = ()
+        self._worker, self._world = worker, worker.world
+        self._commands: deque[Command] = deque()
+        self.pace = Pace(worker.world, self.step)
+        copier.wake = self.wake
+
+    def order(self, *commands: Command) -> None:
+        """See ``TierLoop``."""
+        self._commands += commands
+        self.wake()
+
+    def wake(self) -> None:
+        """Step soon."""
+        self.pace.at(self._world.now + _LOOKS_S * self._world.random.random())
+
+    def step(self) -> None:
+        """Carry out what was ordered, and end what is done."""
+        now = time.monotonic()
+        while self._commands:
+            self._commands.popleft()[0](now)
+        if self.work.advance(now):
+            self.wake()
+
+
+class SimTicket(CopyTicket):
+    """A copy that ends when it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = False
+
+    @property
+    def done(self) -> bool:
+        """See ``CopyTicket``."""
+        return self.is_over
+
+
+class SimCopier:
+    """Snapshots run on the device in order; restores on a stream of their own, after a mark of the device."""
+
+    def __init__(self, worker: SimWorker, copier: Copier) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self._worker, self._copier, self._world = worker, copier, worker.world
+        self.restoring = Stream(worker.world, worker.plan.kernel_s, lambda: None)
+
+    def snapshot(self, copies: Sequence[RowCopies]) -> CopyTicket:
+        """See ``Copier``."""
+        ticket = SimTicket()
+        run = partial(self._run, ticket, self._copier.snapshot, copies)
+        self._worker.node.device.launch(run, cost=_SNAPSHOT)
+        return ticket
+
+    def mark(self) -> Any:
+        """See ``Copier``."""
+        return self._worker.node.device.mark()
+
+    def restore(self, copies: Sequence[RowCopies], after: Any = None) -> CopyTicket:
+        """See ``Copier``."""
+        ticket = SimTicket()
+        run = partial(self._run, ticket, self._copier.restore, copies)
+
+        def begin() -> None:
+            if after():
+                self.restoring.launch(run)
+            elif not self._worker.is_dead:
+                self._world.after(_LOOKS_S, begin)
+
+        begin()
+        return ticket
+
+    def _run(self, ticket: SimTicket, copy: Callable[..., CopyTicket], copies: Sequence[RowCopies]) -> None:
+        made = copy(copies)
+        ticket.error, ticket.is_over = made.error, True
+        self.wake()
