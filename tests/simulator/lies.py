@@ -102,6 +102,9 @@ class Liar:
         rng = self._rng
         frames: Said = []
         message, kind = _read(data, to_decode), rng.random()
+        if isinstance(message, PrefixFound):
+            # One in two: it is asked but once or twice.
+            kind = _PASSED + kind * 2 * _CHANGED
         if kind < _PASSED or isinstance(message, Hello | Welcome):
             frames.append((0.0, data))
         elif kind < _PASSED + _CHANGED:

@@ -274,14 +274,17 @@ def renews_a_link_under_others(patch):
     patch.setattr(SimEngine, "submit", renew_and_submit)
 
 
-def seeds_of(theme: str, kind: str):
+def seeds_of(theme: str, kind: str, *, kept: bool = False, model: str = ""):
     """The first seeds in which a fault of this kind can happen."""
     seeds = range(100_000, 200_000)
     drawn = ((seed, draw_scenario(seed, random.Random(seed))) for seed in seeds)
     fitting = (
         seed
         for seed, plan in drawn
-        if theme in ("", plan.theme) and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
+        if theme in ("", plan.theme)
+        and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
+        and (plan.nodes[0].keeps is not None or not kept)
+        and model in ("", plan.model.name)
     )
     return itertools.islice(fitting, MOST_SEEDS)
 

@@ -40,6 +40,12 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         "failures: peer_not_trusted",
         "forged handles refused",
         "stray writes",
+        "loads ok by name",
+        "loads ok by restore",
+        "loads failed by name",
+        "pulls: missed",
+        "pulls: unanswered",
+        "pulls: not_worth_it",
     ):
         assert counts.get(what, 0) > 0, what
 
@@ -47,11 +53,8 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
 # A process dies while it writes, its peer hears so and loses another connection later; and a prefill that
 # shares blocks with one that ends is preempted while they are packed. Hundreds of thousands of seeds have it.
 # The fifth and sixth hear of a cancel and of a lost connection just after their process was stopped; in the
-# seventh a decode node that was stopped renews what it has given up meanwhile. In the last two a block of 16
-# tokens is loaded in which a window begins, from a node whose blocks are shorter, and is kept for others.
-@pytest.mark.parametrize(
-    "seed", [1254374, 1003682, 1344215, 1292442, 10294656, 10532690, 10262895, 778250, 779035]
-)
+# last a decode node that was stopped renews what it has given up meanwhile.
+@pytest.mark.parametrize("seed", [1254374, 1003682, 1344215, 1292442, 10294656, 10532690, 10262895])
 def test_no_invariant_breaks_in_a_rare_case(seed):
     outcome = run_seed(seed)
     assert not outcome.invariant, outcome.text

@@ -115,7 +115,8 @@ class SimLoop:
 
     def wake(self) -> None:
         """Step soon."""
-        self.pace.at(self._world.now + _LOOKS_S * self._world.random.random())
+        late_s = self._world.random.choice((_LOOKS_S, _LOOKS_S, 0.1))
+        self.pace.at(self._world.now + late_s * self._world.random.random())
 
     def step(self) -> None:
         """Carry out what was ordered, and end what is done."""

@@ -13,6 +13,7 @@ from tests.simulator.scenario import REQUESTS_S, Hint, KeepPlan, NodePlan, Reque
 SOURCE = "S0"
 """The host of a plain server that others may ask, perhaps one whose KV is useless to them."""
 
+_BUSY_TEXT = 40_000
 _LONGEST_TOKENS = 40
 """All nodes have room for it."""
 
@@ -46,16 +47,41 @@ def add_pulls(scenario: Scenario, rng: random.Random) -> None:
         request.prompt = replace(request.prompt, num_tokens=tokens)
     for _ in range(rng.choice((4, 8, 12))):
         scenario.requests.append(_again(rng, scenario, hosts))
+    if rng.random() < 0.5:
+        _make_busy(scenario, rng, hosts)
     for request in scenario.requests:
         if rng.random() < 0.3:
             request.sources += tuple(rng.sample([*hosts, *Hint], rng.choice((1, 1, 2, 4))))
 
 
+def _make_busy(scenario: Scenario, rng: random.Random, hosts: list[str]) -> None:
+    """Rows are few, fetches take long, and other prompts want the rows meanwhile."""
+    for node in scenario.nodes:
+        assert node.keeps is not None
+        node.keeps.rows = rng.choice((4, 6, 10))
+        node.slot_bytes = 256
+        node.engine_faults.batch_s = 0.05
+        node.max_batches = 1
+    for other in [request for request in scenario.requests if request.sources] * 2:
+        scenario.requests.append(
+            replace(
+                other,
+                number=len(scenario.requests),
+                start_s=other.start_s + rng.choice((0.1, 0.3)) * (0.3 + rng.random()),
+                flow="local",
+                prompt=Prompt(_BUSY_TEXT + len(scenario.requests), rng.choice((24, _LONGEST_TOKENS))),
+                decode=rng.choice([host for host in other.sources if host in hosts] or hosts),
+                sources=(),
+                turn_of=None,
+            )
+        )
+
+
 def _keeps(rng: random.Random, node: NodePlan) -> KeepPlan:
     tokens = node.shape.block_tokens
     return KeepPlan(
-        rows=rng.choice((6, 10, 24, 200)),
-        name_tokens=rng.choice((tokens, tokens, tokens // 2)),
+        rows=rng.choice((6, 24, 200, 200)),
+        name_tokens=tokens if rng.random() < 0.85 else tokens // 2,
         checkpoint=rng.choice((0, tokens)),
         tokens_per_s=rng.choice((0.0, 0.0, 30.0, 1e5)),
     )
@@ -79,7 +105,7 @@ def _again(rng: random.Random, scenario: Scenario, hosts: list[str]) -> RequestP
     longer = rng.choice((0, 0, 1, 8, 16))
     prompt: Prompt = replace(other.prompt, num_tokens=min(_LONGEST_TOKENS, other.prompt.num_tokens + longer))
     had = [other.decode] if other.flow == "local" else [other.prefill, other.decode]
-    later_s = rng.choice((0.01, 0.3, 1.0, 1.0, 3.0)) * (0.5 + rng.random())
+    later_s = rng.choice((0.01, 0.5, 1.0, 2.0, 4.0)) * (0.5 + rng.random())
     is_pair = other.prefill != other.decode and other.flow != "local" and rng.random() < 0.4
     return RequestPlan(
         number=len(scenario.requests),
