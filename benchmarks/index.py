@@ -19,12 +19,15 @@ from benchmarks.options import Options as BaseOptions
 from benchmarks.options import option
 from benchmarks.report import Report
 from kvconnect.offload.index.budgets import plan_arena
+from kvconnect.offload.index.session_pins import SessionPins
 from kvconnect.offload.index.tier_index import TierIndex
+from kvconnect.offload.tier import HOST
 
 KEYS = 8192
 _CHUNK = 512
 _AT_ONCE = 4
 _HASH_BYTES = 32
+_PINNED = 0.7
 _GROUP = 0
 
 
@@ -35,18 +38,36 @@ class Options(BaseOptions):
     contents: tuple[int, ...] = option(
         (100_000, 1_000_000), "Contents in the index (repeatable).", least=65536
     )
+    pins: int = option(0, "Sessions that pin 70 % of the contents between them.", least=0)
     repeat: int = option(100, "Calls of each kind; ten times as many of short ones.", least=1)
 
 
 class _Filled:
     """A full index, and the sequences that are in it as a generator of their hashes makes them again."""
 
-    def __init__(self, contents: int) -> None:
-        self.index = TierIndex(plan_arena(contents * 64, {_GROUP: 64}, {_GROUP: 1.0}))
+    def __init__(self, contents: int, pins: int = 0) -> None:
+        plan = plan_arena(contents * 64, {_GROUP: 64}, {_GROUP: 1.0})
+        self.index = TierIndex(plan)
+        self.pins = SessionPins(self.index, plan, 1.0)
         self.sequences = 0
         self.contents = contents
         while self.sequences * KEYS < contents + _AT_ONCE * KEYS:
             self.fill()
+        if pins:
+            self.pin(pins)
+
+    def pin(self, pins: int) -> None:
+        """Sessions pin parts of what has been there longest."""
+        first = self.sequences - self.contents // KEYS + _AT_ONCE
+        length = int(self.contents * _PINNED) // pins
+        kept = itertools.chain.from_iterable(map(hashes_of, itertools.count(first)))
+        for number in range(pins):
+            names = list(itertools.islice(kept, length))
+            pin = self.pins.begin(str(number % 16), str(number), names)
+            if self.pins.add(pin, (HOST, _GROUP), names) < length:
+                raise AssertionError(f"session {number} could not pin {length} contents")
+            self.pins.end(pin, 1e9 + number)
+        self.contents -= pins * length
 
     def fill(self) -> None:
         """Some sequences more, their blocks in turn; the oldest make room."""
@@ -106,6 +127,26 @@ def _pins(filled: _Filled, draw: random.Random) -> Iterator[float]:
         yield _timed(lambda hashes=hashes: pin_and_unpin(hashes))  # type: ignore[misc]
 
 
+def _session_pins(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    """A step that ends a request whose session pins its prompt, and one whose pin is over."""
+
+    def pin_and_release(names: list[bytes]) -> None:
+        pin = filled.pins.begin("t", "s", names)
+        filled.pins.add(pin, (HOST, _GROUP), names)
+        filled.pins.end(pin, 1.0)
+        filled.pins.expire(1.0)
+
+    while True:
+        names = filled.recent(draw)[:_CHUNK]
+        yield _timed(lambda names=names: pin_and_release(names))  # type: ignore[misc]
+
+
+def _steps(filled: _Filled, draw: random.Random) -> Iterator[float]:
+    """What pins cost a step in which nothing of them changes."""
+    while True:
+        yield _timed(lambda: filled.pins.expire(2.0))
+
+
 def _evictions(filled: _Filled, draw: random.Random) -> Iterator[float]:
     (rows,) = filled.index.classes
     while True:
@@ -137,6 +178,8 @@ _CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]
     ("eviction", KEYS, _evictions),
     ("touch", KEYS, _touches),
     ("pin, unpin", KEYS, _pins),
+    ("session pin, expiry", _CHUNK, _session_pins),
+    ("step of session pins", 1, _steps),
     *(("reserve", count, _reservations(count, False)) for count in (KEYS, _CHUNK, 1)),
     *(("commit", count, _reservations(count, True)) for count in (KEYS, _CHUNK, 1)),
 )
@@ -145,7 +188,7 @@ _CASES: tuple[tuple[str, int, Callable[[_Filled, random.Random], Iterator[float]
 def bench_index(options: Options, report: Report) -> None:
     """Time every kind of call on full indexes of so many contents, in microseconds of a call."""
     for contents in options.contents:
-        filled = _Filled(contents)
+        filled = _Filled(contents, options.pins)
         gc.collect()
         gc.freeze()
         for call, keys, timings in _CASES:

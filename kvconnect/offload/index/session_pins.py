@@ -7,13 +7,12 @@ bookkeeping: no clock, and a call takes time for the contents that it is given.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.offload.disk.folder import bytes_on_disk
 from kvconnect.offload.index.budgets import ArenaPlan
-from kvconnect.offload.index.tier_index import ContentState, TierIndex
+from kvconnect.offload.index.tier_index import TierIndex
 from kvconnect.offload.tier import DISK, HOST, Content
 
 MOST_PINNED = 0.75
@@ -28,46 +27,55 @@ Place = tuple[str, int]
 
 
 class Ledger:
-    """What tenants have pinned in one place, by name. A content counts once for each tenant that has it."""
+    """What tenants have pinned in one place. A content counts once for each tenant that has it.
+
+    ``all`` are the contents, each with how many tenants have it.
+    """
 
     def __init__(self, limit: float, share: float) -> None:
         self._quota, self._most = int(limit * share), int(limit * MOST_PINNED)
-        self._by_tenant: dict[str, Counter[bytes]] = {}
-        self._all: Counter[bytes] = Counter()
+        self._by_tenant: dict[str, dict[bytes, int]] = {}
+        self.all: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._all)
+    def room(self, tenant: str) -> int:
+        """How many contents more a tenant may have that none has."""
+        return min(self._quota - len(self._by_tenant.get(tenant, ())), self._most - len(self.all))
 
-    def add(self, tenant: str, names: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """A pin gets these, from the first on, as far as there is room: those, and what none had before."""
-        own = self._by_tenant.setdefault(tenant, Counter())
-        taken, fresh = [], []
-        for name in names:
-            is_new, is_first = name not in own, name not in self._all
-            if (is_new and len(own) >= self._quota) or (is_first and len(self._all) >= self._most):
-                break
-            own[name] += 1
-            self._all[name] += 1
-            taken.append(name)
-            if is_first:
-                fresh.append(name)
-        if not own:
-            del self._by_tenant[tenant]
-        return taken, fresh
+    def add(self, tenant: str, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """A pin gets these, from the first on, as far as there is room: how many, and what none had."""
+        own = self._by_tenant.get(tenant, {})
+        new = [name for name in names if name not in own]
+        fresh = [name for name in new if name not in self.all]
+        over = {*new[self._quota - len(own) :][:1], *fresh[self._most - len(self.all) :][:1]}
+        if over:
+            return self.add(tenant, names[: next(at for at, name in enumerate(names) if name in over)])
+        if names:
+            _count(self._by_tenant.setdefault(tenant, own), names)
+            _count(self.all, new)
+        return len(names), fresh
 
-    def remove(self, tenant: str, names: Iterable[bytes]) -> list[bytes]:
+    def remove(self, tenant: str, names: Sequence[bytes]) -> list[bytes]:
         """A pin has these no more; what none has now."""
-        own, free = self._by_tenant[tenant], []
-        for name in names:
-            for counts in (own, self._all):
-                counts[name] -= 1
-                if not counts[name]:
-                    del counts[name]
-            if name not in self._all:
-                free.append(name)
+        own = self._by_tenant[tenant]
+        free = _discount(self.all, _discount(own, names))
         if not own:
             del self._by_tenant[tenant]
         return free
+
+
+def _count(counts: dict[bytes, int], names: Sequence[bytes]) -> None:
+    more = {name: counts[name] + 1 for name in names if name in counts}
+    counts.update(dict.fromkeys(names, 1))
+    counts.update(more)
+
+
+def _discount(counts: dict[bytes, int], names: Sequence[bytes]) -> list[bytes]:
+    """Those that are not counted any more."""
+    gone = [name for name in names if counts[name] == 1]
+    counts.update({name: counts[name] - 1 for name in names})
+    for name in gone:
+        del counts[name]
+    return gone
 
 
 @dataclass(eq=False)
@@ -106,12 +114,9 @@ class SessionPins:
         self.disk_changes: dict[Content, bool] = {}
         """What is pinned on disk, or not any more, since that was taken last."""
 
-    def __len__(self) -> int:
-        return sum(map(len, self._sessions.values()))
-
     def counts(self) -> dict[Place, int]:
         """How many contents are pinned."""
-        return {place: len(ledger) for place, ledger in self._ledgers.items()}
+        return {place: len(ledger.all) for place, ledger in self._ledgers.items()}
 
     def of(self, tenant: str, session: str) -> Sequence[Pin]:
         return tuple(self._sessions.get((tenant, session), ()))
@@ -137,15 +142,17 @@ class SessionPins:
         if pin.deadline == _OVER:
             return 0
         own, (tier, group) = pin.held.setdefault(place, {}), place
-        if tier == HOST:
-            states = self._index.states(group, names)
-            if ContentState.ABSENT in states:
-                names = names[: states.index(ContentState.ABSENT)]
+        if tier == HOST and not all(kept := self._index.has(group, names)):
+            names = names[: kept.index(False)]
         new = [name for name in names if name not in own]
-        taken, fresh = self._ledgers[place].add(pin.tenant, new)
-        own.update(dict.fromkeys(taken))
+        count, fresh = self._ledgers[place].add(pin.tenant, new)
+        own.update(dict.fromkeys(new[:count]))
         self._apply(place, fresh, True)
-        return len(names) if len(taken) == len(new) else names.index(new[len(taken)])
+        return len(names) if count == len(new) else names.index(new[count])
+
+    def room(self, pin: Pin, place: Place) -> int:
+        """How many contents more a pin may have there that none has."""
+        return self._ledgers[place].room(pin.tenant)
 
     def let_go(self, pin: Pin, place: Place, names: Sequence[bytes]) -> None:
         """A pin holds these no more."""

@@ -80,6 +80,13 @@ class TierIndex:
         rows = self._rows(group)
         return [_STATES[state] for state in rows.state[rows.find(group, hashes)].tolist()]
 
+    def has(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
+        """Of each content whether it is ready or pending."""
+        rows = self._rows(group)
+        state = rows.state[rows.find(group, hashes)]
+        has: list[bool] = ((state == READY) | (state == PENDING)).tolist()
+        return has
+
     def rows_of(self, group: int, hashes: Sequence[bytes]) -> list[int]:
         """The rows of contents that are ready. Raises ``LocalError``: one of them is not."""
         found: list[int] = self._find_in(group, hashes, READY).tolist()
@@ -95,7 +102,7 @@ class TierIndex:
         rows = self._rows(group)
         found = rows.find(group, hashes)
         states = rows.state[found]
-        used = found[rows.may_go(found)]
+        used = found[(states == READY) & (rows.pins[found] == 0) & ~rows.is_session_pinned[found]]
         rows.ages.remove(used)
         absent = list(dict.fromkeys(compress(hashes, (states == ABSENT).tolist())))
         if len(absent) > len(rows.free):
@@ -117,7 +124,7 @@ class TierIndex:
         rows, hashes = self._rows(group), list(dict.fromkeys(hashes))
         found = self._find_in(group, hashes, PENDING)
         rows.state[found] = READY
-        rows.ages.append(found[rows.may_go(found)][::-1])
+        rows.ages.append(found[~rows.is_session_pinned[found]][::-1])
         self._totals[group].stored_total += len(hashes)
         if self.events is not None:
             self.events.stored(HOST, group, hashes)

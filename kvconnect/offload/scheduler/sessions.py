@@ -33,16 +33,19 @@ Outcome = dict[str, Any]
 
 
 class _Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of any action: a session other than the request's, how long a pin lasts, and a tier."""
+    """Of any action: whose session it is about, how long a pin lasts, and a tier."""
 
-    session_id: _Text = ""
+    tenant: _Text
+    session_id: Annotated[_Text, msgspec.Meta(min_length=1)]
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     to: Literal["", "device", "host", "disk"] = ""
 
+    @property
+    def session(self) -> tuple[str, str]:
+        return self.tenant, self.session_id
 
-class _Names(msgspec.Struct, frozen=True):
-    tenant: _Text
-    session_id: Annotated[_Text, msgspec.Meta(min_length=1)]
+
+_NONE = _Payload("", "")
 
 
 class _Action(msgspec.Struct, frozen=True):
@@ -60,12 +63,11 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Ask:
-    """An action of a request, about a ``session`` of a tenant; with its ``answer`` it is done."""
+    """An action of a request; with its ``answer`` it is done."""
 
     kind: str
     action_id: str
-    session: tuple[str, str] = ("", "")
-    payload: _Payload = field(default_factory=_Payload)
+    payload: _Payload = _NONE
     answer: Outcome = field(default_factory=dict)
 
 
@@ -111,16 +113,13 @@ class Sessions:
         self._turns[view.request_id] = turn = _Turn(view, {"message_id": envelope.message_id})
         key = self._config.tenant_key
         tenant = params.get(key) if key else getattr(view, "cache_salt", None)
-        session = getattr(view, "session_id", None) or params.get("session_id")
+        names = {"session_id": getattr(view, "session_id", None) or params.get("session_id")}
         for action in envelope.actions:
             turn.asks.append(ask := _Ask(action.action_type, action.action_id))
             try:
                 if ask.kind not in self._actions:
                     raise ValueError(f"accepted: {', '.join(self._actions)}")
-                ask.payload = msgspec.convert(action.payload, _Payload)
-                names = {"tenant": tenant or "", "session_id": ask.payload.session_id or session}
-                whose = msgspec.convert(names, _Names)
-                ask.session = whose.tenant, whose.session_id
+                ask.payload = msgspec.convert({**names, **action.payload, "tenant": tenant or ""}, _Payload)
                 if ask.kind == "prefetch":
                     ask.answer = self._prefetch(turn, ask, 0, 0.0)
             except ValueError as error:
@@ -135,7 +134,9 @@ class Sessions:
                 if turn.pin is not None or not is_kept or not self._config.pin_quota:
                     ask.answer = _rejected("accepted: one pin of a request that is kept, with a pin_quota")
                 else:
-                    turn.pin = self._pins.begin(*ask.session, self._names(turn, self._first, 0, NEVER))
+                    turn.pin = self._pins.begin(
+                        *ask.payload.session, self._names(turn, self._first, 0, NEVER)
+                    )
         return turn.pin
 
     def finished(self, request_id: str, num_tokens: int, now: float) -> Outcome | None:
@@ -151,7 +152,7 @@ class Sessions:
         return {**turn.answer, "actions": actions}
 
     def orders(self, now: float) -> dict[str, Any]:
-        """A step begins: what is over ends. What of it is ordered, as fields of ``OffloadOrders``."""
+        """A step begins: what is over ends. What is ordered then, as fields of ``OffloadOrders``."""
         self._pins.expire(now)
         changes = tuple((*content, is_pinned) for content, is_pinned in self._pins.disk_changes.items())
         counted = tuple((*key, times) for key, times in self._counted.items())
@@ -165,15 +166,14 @@ class Sessions:
     def _pin(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
         """Hold what a hit of the whole request needs, or the longest that is here and within the quota."""
         pin, requirements = turn.pin, self._host.requirements
-        if pin is None or pin not in self._pins.of(*ask.session):
+        if pin is None or pin not in self._pins.of(*ask.payload.session):
             return _EXPIRED
 
         def run(group: HitGroup, first: int, end: int) -> int:
             return self._pins.add(pin, (HOST, group.group), self._names(turn, group, first, end))
 
         def known(group: HitGroup, first: int, end: int) -> list[bool]:
-            states = self._host.index.states(group.group, self._names(turn, group, first, end))
-            return [state is not ContentState.ABSENT for state in states]
+            return self._host.index.has(group.group, self._names(turn, group, first, end))
 
         length, _ = requirements.hit(0, num_tokens, run, known)
         for group in (*requirements.partial, *requirements.whole):
@@ -192,7 +192,7 @@ class Sessions:
         return {**_done(is_whole, HOST, length, reason), "ttl_s": ttl_s}
 
     def _release(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
-        pins = self._pins.of(*ask.session)
+        pins = self._pins.of(*ask.payload.session)
         for pin in pins:
             self._pins.release(pin)
         return _done(True, HOST, max(pin.num_tokens for pin in pins)) if pins else _EXPIRED
@@ -202,7 +202,7 @@ class Sessions:
         if ask.payload.to not in ("", DISK) or not self._config.disk_path:
             return _rejected("it is in host memory in any case; accepted: to disk, where there is one")
         index, is_whole = self._host.index, True
-        for pin, group in product(pins := self._pins.of(*ask.session), self._groups):
+        for pin, group in product(pins := self._pins.of(*ask.payload.session), self._groups):
             names = list(pin.held.get((HOST, group), ()))
             written = set(compress(names, self._host.lower.has(DISK, group, names)))
             is_pending = [state is ContentState.PENDING for state in index.states(group, names)]
@@ -219,12 +219,12 @@ class Sessions:
         if ask.payload.to == DISK:
             return _rejected("accepted: to host, and device as far as that")
         is_whole, reason = ask.payload.to != "device", "the device gets it with the session's next request"
-        for pin, group in product(pins := self._pins.of(*ask.session), self._groups):
-            names = list(pin.held.get((DISK, group), ()))
-            # What is here must not make room for what is not.
-            self._pins.add(pin, (HOST, group), names)
-            self._lookup.fetch(group, DISK, names)
-            if self._pins.add(pin, (HOST, group), names) < len(names):
+        for pin, group in product(pins := self._pins.of(*ask.payload.session), self._groups):
+            place, names = (HOST, group), list(pin.held.get((DISK, group), ()))
+            # What is here must not make room for what is not, nor what is others' for more than the quota.
+            count = self._pins.add(pin, place, names) + self._pins.room(pin, place)
+            self._lookup.fetch(group, DISK, names[:count])
+            if self._pins.add(pin, place, names) < len(names):
                 is_whole, reason = False, "host memory, or the quota, has no more room"
         return self._moved(pins, HOST, is_whole, reason)
 
