@@ -34,8 +34,7 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
 async def admin_served(address: str, pools: Collection[Pool]) -> AsyncIterator[None]:
     """Serve ``/nodes``: GET shows them, POST ``{"role", "url"}`` adds one, DELETE drains it. Not for clients.
 
-    Raises:
-        ConfigError: the address cannot be listened on.
+    Raises ``ConfigError``: the address cannot be listened on.
     """
     by_role = {pool.role: pool for pool in pools}
 

@@ -91,11 +91,7 @@ class Pool:
             node.state = State.UNKNOWN
 
     def drain(self, url: str) -> None:
-        """Give a node nothing more. It is forgotten with the last of its requests.
-
-        Raises:
-            ConfigError: there is no such node.
-        """
+        """Give a node no more, and forget it with its last request. Raises ``ConfigError``: there is none."""
         if url not in self._nodes:
             raise ConfigError(f"{url} is no {self.role} node; there are {', '.join(self._nodes) or 'none'}")
         node = self._nodes[url]

@@ -104,15 +104,14 @@ def outside_pools(vllm_config: VllmConfig, make: Callable[[], Made], device: tor
     """What ``make`` returns. Its memory of a GPU lies in no pool that vLLM empties to sleep.
 
     vLLM has a pool open around all that is made beside the cache. PyTorch's pools are of the thread that
-    opened them, and so are streams and modes.
+    opened them, and so are streams.
     """
     if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return make()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    is_inference = torch.is_inference_mode_enabled()
 
     def made() -> Made:
-        with torch.cuda.stream(stream), torch.inference_mode(is_inference):
+        with torch.cuda.stream(stream):
             return make()
 
     with ThreadPoolExecutor(1, "kvconnect-memory") as thread:

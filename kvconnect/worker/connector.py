@@ -6,11 +6,9 @@ results are taken from what it reports.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 import uuid
@@ -44,6 +42,7 @@ from kvconnect.worker.device_steps import DeviceSteps, Finished, always
 from kvconnect.worker.inspection import write_inspection
 from kvconnect.worker.kept import KeptByName
 from kvconnect.worker.local import open_local
+from kvconnect.worker.prefill_side import ASLEEP, STOPPING
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.transfer_thread import TransferThread
 
@@ -314,7 +313,7 @@ class WorkerConnector:
         if held := len(self._transfers.prefill.leases):
             most_s = drain_s if timeout_s is None else min(drain_s, timeout_s)
             logger.info("%d requests are held for peers, which may fetch them for %g s more", held, most_s)
-        self._transfers.drain(drained.set)
+        self._transfers.drain(drained.set, STOPPING, drain_s)
         return drained.wait(drain_s + _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
 
     def sleep(self) -> None:
@@ -327,11 +326,10 @@ class WorkerConnector:
         """
         if self._transfers is None:
             return
-        loads: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._transfers.sleep(loads.put)
-        with contextlib.suppress(queue.Empty):
-            if not loads.get(timeout=_CLOSE_TIMEOUT_S):
-                return
+        asleep = threading.Event()
+        self._transfers.drain(asleep.set, ASLEEP, 0.0)
+        if asleep.wait(_CLOSE_TIMEOUT_S) and not self._transfers.decode.loads:
+            return
         self.wake()
         raise LocalError("the node cannot sleep: requests are being loaded, or pages are still being read")
 

@@ -45,6 +45,7 @@ from kvconnect.worker.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the prefill node is stopping"
 ASLEEP = "the node sleeps, and keeps no KV meanwhile"
 
 
@@ -135,21 +136,18 @@ class PrefillSide:
         for key in lease.sending if lease is not None else ():
             self.sender.cancel(key, reason, again=again)
 
-    def drain(self, drained: Callable[[], None], now: float) -> None:
+    def drain(self, drained: Callable[[], None], reason: str, drain_s: float, now: float) -> None:
         """Begin no lease any more; ``drained`` is called once nothing is held, sent, or waited for.
 
         What is held may be fetched for ``drain_s``; then peers that still count on something get a message.
+        For 0 s: no page is read from now on.
         """
         if not self._draining:
-            self._draining = "the prefill node is stopping"
-            self._drain_until = now + self._config.drain_s
+            self._draining = reason
+            self._drain_until = now + drain_s
         self._drained = drained
-
-    def sleep(self, asleep: Callable[[], None], now: float) -> None:
-        """Give up at once all that reads pages, and begin nothing; ``asleep`` is called once that is so."""
-        self._draining, self._drain_until, self._drained = ASLEEP, now, asleep
-        for handle in list(self.book.streaming):
-            self.preempted(handle, ASLEEP)
+        for handle in list(self.book.streaming) if not drain_s else ():
+            self.preempted(handle, reason)
 
     def wake(self) -> None:
         """Pages are there again. What was given up is not."""

@@ -121,16 +121,9 @@ class TransferThread:
 
         self._call(replace)
 
-    def drain(self, drained: Callable[[], None]) -> None:
-        """Begin no lease any more; ``drained`` is called, on this thread, once none is left."""
-        self._call(lambda now: self.prefill.drain(drained, now))
-
-    def sleep(self, asleep: Callable[[int], None]) -> None:
-        """Let nothing read pages until ``wake``; ``asleep`` is called, on this thread, once nothing does.
-
-        With how many loads are under way, which write pages: only the stack can end these.
-        """
-        self._call(lambda now: self.prefill.sleep(lambda: asleep(len(self.decode.loads)), now))
+    def drain(self, drained: Callable[[], None], reason: str, drain_s: float) -> None:
+        """Begin no lease until ``wake``; ``drained`` is called, on this thread, once none is left."""
+        self._call(lambda now: self.prefill.drain(drained, reason, drain_s, now))
 
     def wake(self) -> None:
         """Pages may be read again."""

@@ -21,6 +21,7 @@ from kvconnect.pack.batches import StagedChunk
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard
 from kvconnect.worker.device_steps import Finished
+from kvconnect.worker.prefill_side import STOPPING
 from kvconnect.worker.reports import Reports
 from kvconnect.worker.slots import SlotPool
 from kvconnect.worker.transfer_thread import TransferThread
@@ -196,7 +197,7 @@ class SimWorker:
         def over() -> None:
             self.is_drained = True
 
-        self.transfers.drain(over)
+        self.transfers.drain(over, STOPPING, self.config.drain_s)
 
     def stop(self) -> None:
         """The process is stopped where it is."""

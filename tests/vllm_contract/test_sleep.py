@@ -62,17 +62,10 @@ def test_without_sleep_mode_nothing_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-@pytest.mark.parametrize("is_inference", [True, False])
-def test_what_is_ours_is_allocated_where_no_pool_of_the_caller_is_open(sleeps, is_inference):
+def test_what_is_ours_is_allocated_where_no_pool_of_the_caller_is_open(sleeps):
     """PyTorch's pools are of one thread."""
-
-    def make():
-        assert torch.is_inference_mode_enabled() is is_inference
-        return threading.get_ident()
-
     config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
-    with torch.inference_mode(is_inference):
-        thread = outside_pools(config, make, torch.device("cpu"))
+    thread = outside_pools(config, threading.get_ident, torch.device("cpu"))
     assert (thread != threading.get_ident()) is sleeps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvconnect.config import ExtraConfig
 from kvconnect.orders import Orders
+from kvconnect.worker.prefill_side import STOPPING
 from tests.worker.pair import D_IDS, P_IDS, Pair
 from tests.worker.prefills import Prefill
 
@@ -11,7 +12,8 @@ from tests.worker.prefills import Prefill
 def draining(**config):
     pair = Pair(ExtraConfig(path="packed", **config))
     ended = []
-    return pair, ended, lambda: pair.prefill.transfers.drain(lambda: ended.append(pair.clock.now))
+    drain = pair.prefill.transfers.drain
+    return pair, ended, lambda: drain(lambda: ended.append(pair.clock.now), STOPPING, pair.config.drain_s)
 
 
 def test_with_nothing_held_it_is_over_at_once():

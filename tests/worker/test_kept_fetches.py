@@ -233,7 +233,7 @@ def test_a_prefill_node_that_stops_is_asked_in_vain():
     ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), config=PACKED)
     ranks.keep("a", 64)
     assert ask(ranks, ranks.prefix("a", 64)).num_tokens == 64
-    ranks.prefill[0].transfers.drain(lambda: None)
+    ranks.prefill[0].transfers.drain(lambda: None, "the prefill node is stopping", 30.0)
     assert "stopping" in ask(ranks, ranks.prefix("a", 64)).error
 
 

@@ -22,7 +22,7 @@ def pair():
 def sleeping(pair):
     """Have P sleep; what it is told once nothing of it touches pages."""
     told = []
-    pair.prefill.transfers.sleep(told.append)
+    pair.prefill.transfers.drain(lambda: told.append(0), ASLEEP, 0.0)
     return told
 
 
@@ -113,19 +113,3 @@ def test_it_may_sleep_twice_and_wake_twice(pair):
         goes_on(pair)
         pair.decode.storage.zero_()
         pair.decode.results.clear()
-
-
-def test_loads_that_are_under_way_are_told_of(pair):
-    """They write pages, and vLLM ends them before it sleeps."""
-    pair.prefill.engine.hold()
-    pair.start()
-    pair.run(0.5)
-    told = []
-    pair.decode.transfers.sleep(told.append)
-    pair.run(0.5)
-    assert told == [1]
-    pair.decode.transfers.wake()
-    pair.prefill.engine.release()
-    pair.run(0.5)
-    assert pair.landed()
-    pair.assert_idle()
