@@ -126,9 +126,9 @@ class Flow:
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[Lease | None, Mapping[str, Any]]:
         """The node that is asked first, and what tells it of a peer that has more of the prompt."""
         if self.placing is None:
-            return pool.take(self._clock()), {}
+            return pool.take(), {}
         placement = await self.placing.place(pool, exchange.headers, exchange.body)
-        lease = pool.take(self._clock(), work=placement.work, prefers=placement.last)
+        lease = pool.take(work=placement.work, prefers=placement.last)
         if lease is None:
             return None, {}
         self.placing.keep(placement.session, lease.url)

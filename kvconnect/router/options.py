@@ -70,8 +70,8 @@ class RouterOptions:
 class RouterLimits:
     """Every bound and deadline. Raises ``ConfigError``: a value is out of range.
 
-    ``failures_to_eject``: so many failures to reach a node, in a row, and it leaves rotation; after
-    ``eject_s`` it is probed.
+    ``failures_to_eject``: so many failures to reach a node, in a row, and it leaves rotation until it
+    answers a health check.
     """
 
     connect_timeout_s: Annotated[float, "Seconds to reach a node, name look-up included."] = 3.0
@@ -87,7 +87,6 @@ class RouterLimits:
     check_interval_s: float = 1.0
     check_timeout_s: float = 2.0
     failures_to_eject: int = 3
-    eject_s: float = 5.0
     drain_timeout_s: Annotated[float, "Seconds for requests to end after SIGTERM."] = 30.0
 
     def __post_init__(self) -> None:

@@ -123,11 +123,11 @@ class Upstream:
         last = UpstreamError(503, "none_healthy", f"no {pool.role} node is healthy")
         while len(tried) <= retries:
             if lease is None or tried:
-                lease = pool.take(self._clock(), avoid=tried)
+                lease = pool.take(avoid=tried)
             if lease is None and not tried and (unseen := pool.unseen()):
                 # Since the last check of one that is being started it may have come up.
                 await asyncio.gather(*(self.check(pool, url) for url in unseen))
-                lease = pool.take(self._clock())
+                lease = pool.take()
             if lease is None:
                 break
             if tried:
@@ -150,11 +150,11 @@ class Upstream:
                 except UpstreamError as error:
                     if error.was_reached:
                         raise
-                    self._note_unreachable(pool, lease, str(error))
+                    self._note_unreachable(pool, lease.url, str(error))
                     last = error
                     continue
                 if response.status < 500:
-                    self._note_answer(pool, lease)
+                    self._note_answer(pool, lease.url)
                 leased.pop_all()
                 return lease, response
         if not tried:
@@ -185,33 +185,27 @@ class Upstream:
         self.metrics.node_request_failures.labels(role, reason).inc()
         return UpstreamError(status, reason, message)
 
-    def _note_answer(self, pool: Pool, lease: Lease) -> None:
-        if pool.answered(lease):
-            logger.info("%s node %s is in rotation", pool.role, lease.url)
+    def _note_answer(self, pool: Pool, url: str) -> None:
+        if pool.answered(url):
+            logger.info("%s node %s is in rotation", pool.role, url)
 
-    def _note_unreachable(self, pool: Pool, lease: Lease, problem: str) -> None:
-        if pool.unreachable(lease, self._clock()):
-            became = "is not there yet, and is asked again" if lease.url in pool.unseen() else "left rotation"
-            logger.warning("%s node %s %s: %s", pool.role, lease.url, became, problem)
+    def _note_unreachable(self, pool: Pool, url: str, problem: str) -> None:
+        if pool.unreachable(url):
+            became = "is not there yet, and is asked again" if url in pool.unseen() else "left rotation"
+            logger.warning("%s node %s %s: %s", pool.role, url, became, problem)
 
     async def check(self, pool: Pool, url: str) -> None:
-        """One health check of one node, and its verdict. Does nothing while the node is ejected."""
-        lease = pool.take_check(url, self._clock())
-        if lease is None:
-            return
+        """One health check of one node, and its verdict."""
         timeout = aiohttp.ClientTimeout(total=self.limits.check_timeout_s)
         problem = ""
         try:
-            try:
-                health = split_rank(url)[0] + "/health"
-                async with self._session.get(health, timeout=timeout, allow_redirects=False) as response:
-                    if response.status != 200:
-                        problem = f"/health answered {response.status}"
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                problem = f"/health gave no answer ({type(error).__name__})"
-            if problem:
-                self._note_unreachable(pool, lease, problem)
-            else:
-                self._note_answer(pool, lease)
-        finally:
-            pool.release(lease)
+            health = split_rank(url)[0] + "/health"
+            async with self._session.get(health, timeout=timeout, allow_redirects=False) as response:
+                if response.status != 200:
+                    problem = f"/health answered {response.status}"
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            problem = f"/health gave no answer ({type(error).__name__})"
+        if problem:
+            self._note_unreachable(pool, url, problem)
+        else:
+            self._note_answer(pool, url)

@@ -11,7 +11,7 @@ from aiohttp import web
 from tests.router.router_doubles import PARAMS, Node, answers, dead_url, never, pair, routed, streams
 from tests.router.test_router_parallel import ASK, DONE, after, flows, hands_out, in_turn, learnt
 
-FAST = {"check_interval_s": 0.05, "check_timeout_s": 0.5, "failures_to_eject": 2, "eject_s": 60.0}
+FAST = {"check_interval_s": 0.05, "check_timeout_s": 0.5, "failures_to_eject": 2}
 CHUNKS = (b"data: 1\n\n", b"data: 2\n\n")
 FLOWS = pytest.mark.parametrize("flow", ["sequential", "parallel"])
 FAILS = {
@@ -111,8 +111,7 @@ def test_prefill_nodes_that_come_back_are_used_again(flow) -> None:
     async def main() -> None:
         url = dead_url()
         decode = Node(DONE)
-        fast = {**FAST, "eject_s": 0.1}
-        async with decode.serving(), routed([url], [decode.url], flow=flow, **fast) as client:
+        async with decode.serving(), routed([url], [decode.url], flow=flow, **FAST) as client:
             assert (await client.post(ASK))[0] == 200
             async with Node(hands_out()).serving(int(url.rpartition(":")[2])):
                 while "kv_transfer_params" not in decode.seen[-1].body:

@@ -249,7 +249,7 @@ def test_nodes_that_come_up_late_serve_the_first_request_after_that(caplog) -> N
         one, two = Node(), Node()
         urls = [dead_url(), dead_url()]
         ports = [int(url.rpartition(":")[2]) for url in urls]
-        limits = {"failures_to_eject": 1, "check_interval_s": 60.0, "eject_s": 60.0}
+        limits = {"failures_to_eject": 1, "check_interval_s": 60.0}
         async with routed(urls[:1], urls[1:], **limits) as client:
             await asyncio.sleep(0.1)
             assert (await client.post(ASK))[0] == 503

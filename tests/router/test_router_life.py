@@ -36,7 +36,6 @@ FAST = {
     "check_interval_s": 0.05,
     "check_timeout_s": 0.5,
     "failures_to_eject": 2,
-    "eject_s": 0.1,
 }
 
 

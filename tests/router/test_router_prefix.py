@@ -377,17 +377,17 @@ def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
 
 def test_the_node_of_a_session_is_taken_among_equals_and_never_when_it_is_overrun():
     pool = Pool("decode", ["a", "b"])
-    taken = [pool.take(0.0, prefers="b").url for _ in range(8)]
+    taken = [pool.take(prefers="b").url for _ in range(8)]
     assert taken[:3] == ["b", "b", "b"]
     assert taken.count("b") <= 2 * taken.count("a") + 3
     # Less to compute is no tie.
-    assert pool.take(0.0, work={"a": 1.0, "b": 2.0}, prefers="b").url == "a"
-    assert pool.take(0.0, avoid=["a"], prefers="a").url == "b"
+    assert pool.take(work={"a": 1.0, "b": 2.0}, prefers="b").url == "a"
+    assert pool.take(avoid=["a"], prefers="a").url == "b"
 
 
 def test_the_node_that_is_done_first_is_taken():
     pool = Pool("decode", ["a", "b"], RouterLimits())
-    taken = [pool.take(0.0, work={"a": 10.0, "b": 25.0}) for _ in range(4)]
+    taken = [pool.take(work={"a": 10.0, "b": 25.0}) for _ in range(4)]
     assert [lease.url for lease in taken] == ["a", "a", "b", "a"]
     pool.computed(taken[0])
     pool.computed(taken[0])
