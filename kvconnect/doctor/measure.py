@@ -1,7 +1,8 @@
-"""How fast KV comes from a peer that serves: what it writes to us, and that while we unpack it.
+"""How fast KV comes from a peer that serves, and whether that is what the hardware should give.
 
-For a moment this process is a decode node without a scheduler: it greets with the peer's own meaning, lends
-scratch memory, and asks for nothing that is held.
+What the peer writes to us is measured, and what of it we unpack meanwhile. For that moment this process is a
+decode node without a scheduler: it greets with the peer's own meaning, lends scratch memory, and asks for
+nothing that is held.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -17,8 +20,9 @@ import torch
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import RegionTable
 from kvconnect.doctor.facts import Facts
-from kvconnect.doctor.rates import Rates
+from kvconnect.doctor.findings import Finding, warning, warning_if
 from kvconnect.engine.base import Engine, Span
+from kvconnect.engine.lanes import LEAST_SHARE, expected_rate, lane_of
 from kvconnect.engine.registry import create_engine
 from kvconnect.errors import PeerError
 from kvconnect.pack.arena import ALIGN_BYTES, Arena, auto_slot_bytes
@@ -41,6 +45,39 @@ _CACHE_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 _MOST_KERNELS = 4
 _NAP_S = 1e-6
 """As a worker that waits for writes."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """In bytes a second: the engine's with nothing beside it; of chunks that are packed and ``sent``; and of
+    those that are unpacked too, ``packed``.
+
+    ``copy`` is that of a plain copy within a process, and the most that shared memory gives.
+    """
+
+    contiguous: float
+    sent: float
+    packed: float
+    copy: float
+
+
+def check_rates(facts: Facts, rates: Rates) -> Iterator[Finding]:
+    """Whether bytes come as fast as they should."""
+    trial = facts.trials.get(facts.engine)
+    lane = lane_of((trial.wire or trial.lane) if trial is not None else "")
+    should, why = expected_rate(facts.machine, lane, rates.copy)
+    share = rates.contiguous / should if should else 1.0
+    beside = f"{share:.0%} of {should / 1e9:.3g} ({why})" if should else f"beside {why}"
+    found, figures = f"{rates.contiguous / 1e9:.3g} GB/s, {beside}", {"bytes_per_s": rates.contiguous}
+    advice = "look at the rows above, at other traffic, and at where the processes run (NUMA)"
+    yield warning_if(share < LEAST_SHARE, "contiguous", found, advice, figures)
+    found = f"{rates.packed / 1e9:.3g} GB/s unpacked here, of {rates.sent / 1e9:.3g} that the peer sends"
+    if not rates.sent:
+        yield warning("packed", "the peer has no slots, or only fetches", "ask a node that prefills")
+        return
+    slow = facts.machine.gpus and rates.packed < LEAST_SHARE * rates.contiguous
+    advice = "larger slots (slot_bytes), or look at what else uses the GPUs"
+    yield warning_if(slow, "packed", found, advice, {"bytes_per_s": rates.packed})
 
 
 def measure(facts: Facts, peer: TimedDescription, address: tuple[str, int]) -> Rates:

@@ -14,10 +14,9 @@ from kvconnect.addresses import read_address
 from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, Level, failure, warning
 from kvconnect.doctor.hardware import check_hardware
-from kvconnect.doctor.measure import measure
+from kvconnect.doctor.measure import check_rates, measure
 from kvconnect.doctor.node import check_node
 from kvconnect.doctor.pair import check_pair, meet, unreached
-from kvconnect.doctor.rates import check_rates
 from kvconnect.doctor.software import check_software
 from kvconnect.errors import ConfigError, KVConnectError
 from kvconnect.showing import printable

@@ -100,16 +100,13 @@ def make_report(
 
 def _refusals(source: CacheFile, target: CacheFile) -> Iterator[str]:
     """Why two workers refuse each other when they meet, for any tables."""
-    engines = {source.extra.engine, target.extra.engine} - {"auto"}
-    if len(engines) > 1:
-        yield f"engine differs: source {source.extra.engine!r}, target {target.extra.engine!r}"
-    if source.extra.convert_dtype != target.extra.convert_dtype:
-        yield (
-            f"convert_dtype differs: source {source.extra.convert_dtype}, target "
-            f"{target.extra.convert_dtype}; both must say the same"
-        )
-    if source.num_heads != target.num_heads:
-        yield f"the number of KV heads differs: source {source.num_heads}, target {target.num_heads}"
+    for what, one, other in (
+        ("engine", source.extra.engine, target.extra.engine),
+        ("convert_dtype", source.extra.convert_dtype, target.extra.convert_dtype),
+        ("number of KV heads", source.num_heads, target.num_heads),
+    ):
+        if one != other and "auto" not in (one, other):
+            yield f"{what} differs: source {one!r}, target {other!r}"
     ours, theirs = ({kind.name: kind for kind in side.layers} for side in (source, target))
     for label in dict.fromkeys([*ours, *theirs]):
         if label not in ours or label not in theirs:

@@ -19,7 +19,7 @@ from kvconnect.doctor import measure, runner
 from kvconnect.doctor.facts import Facts
 from kvconnect.doctor.findings import Level, well
 from kvconnect.doctor.machine import Machine
-from kvconnect.doctor.rates import Rates, check_rates
+from kvconnect.doctor.measure import Rates, check_rates
 from kvconnect.doctor.trial import Trial
 from kvconnect.engine.base import Span
 from kvconnect.engine.fabric import RdmaPort
