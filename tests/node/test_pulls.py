@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvconnect.engine.memory import MemoryEngine
 from kvconnect.scheduler.sources import MISS_S
 from kvconnect.timeline import Moment
 from tests.node.node_harness import make_client, make_prompt
 from tests.offload.node_kit import DEADLINE_S, Keeper, make_keeper
 
 MODELS = ("gqa", "mla", "mixed", "sliding", "hybrid")
+SLOW_BYTES_PER_S = 1e5
 ASK_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -214,6 +216,30 @@ def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
         # All but the last block's worth of the first turn, its answer included.
         assert prefill.last("second").cached_tokens == 224
         assert_at_rest(prefill, decode)
+
+
+def test_over_a_link_that_is_slower_than_computing_only_the_first_prompt_is_pulled(monkeypatch):
+    advance = MemoryEngine._advance
+
+    def move_slowly(self, flight):
+        if self._clock() >= flight.submitted_at + flight.batch.total_bytes / SLOW_BYTES_PER_S:
+            advance(self, flight)
+
+    monkeypatch.setattr(MemoryEngine, "_advance", move_slowly)
+    source = node()
+    target = node(source, reserved_blocks=61)
+    with closing(source, target):
+        prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
+        answers = [source.ask(prompt) for prompt in prompts]
+        # One that nobody has shows how fast it computes prompts, and the first pull what the link takes.
+        target.ask(make_prompt(300, seed=9))
+        found = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert target.ask(prompt) == answer
+            found.append(target.cached)
+        assert found == [288, 0, 0, 0]
+        assert pulled(target) == {"missed": 1, "loaded": 1, "not_worth_it": 3, "tokens": 288}
+        assert_at_rest(source, target)
 
 
 def test_the_timeline_has_what_came_of_it():
