@@ -68,7 +68,7 @@ def naming(config: KVCacheConfig, offload: OffloadConfig | None) -> Naming:
 def configured_connector(
     options: NodeOptions, model: Model, cache: NodeCache, events: TierEvents | None = None
 ) -> Connector:
-    """Both halves as ``kv_transfer_config`` defines them, with the cache registered.
+    """Both halves as ``kv_transfer_config`` defines them, with the cache registered; without it, empty ones.
 
     What tiers get and lose is noted in ``events``.
 
@@ -76,10 +76,11 @@ def configured_connector(
         ConfigError: it is not valid, or asks for what this cache cannot do.
         EngineError: the engine is not usable on this machine.
     """
-    assert options.kv_transfer_config is not None
+    scheduler, worker, state = SchedulerComposite(None, None), WorkerComposite(None, None), None
+    if options.kv_transfer_config is None:
+        return Connector(scheduler, worker)
     config = parse_kv_transfer_config(options.kv_transfer_config)
     recomputes, weights = config.kv_load_failure_policy == "recompute", f"seed={options.seed}"
-    scheduler, worker, state = SchedulerComposite(None, None), WorkerComposite(None, None), None
     with contextlib.ExitStack() as opened:
         # On any failure: a folder on disk must not stay locked, nor memory be taken.
         opened.callback(worker.close)

@@ -20,7 +20,6 @@ from kvconnect.node.kv_events import Publisher
 from kvconnect.node.request import Failure, Output, Request
 from kvconnect.node.runner import Runner
 from kvconnect.node.scheduler import Scheduler
-from kvconnect.orders import Results
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +42,21 @@ class Snapshot:
 
 
 class Engine:
-    """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the other half, if there is one."""
+    """Runs ``scheduler`` and ``runner`` in a thread; ``connector`` has the half beside the tensors."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        connector: Connector | None = None,
+        connector: Connector,
         publisher: Publisher | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.options = scheduler.options
         self.vocab_size = runner.model.dims.vocab_size
-        self.worker = None if connector is None else connector.worker
-        self.offload_state = None if connector is None else connector.offload_state
+        self.worker = connector.worker
+        self.offload_state = connector.offload_state
         self._publisher = publisher
         self.snapshot = self._take_snapshot(0)
         # A request that arrived, the id of one that is aborted, or None to wake the loop.
@@ -74,8 +73,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the loop."""
-        if self.worker is not None:
-            self.worker.on_results(self.wake)
+        self.worker.on_results(self.wake)
         self._thread.start()
 
     def stop(self) -> None:
@@ -87,8 +85,7 @@ class Engine:
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error("the engine loop did not end within %.0f s", STOP_TIMEOUT_S)
-        if self.worker is not None:
-            self.worker.close()
+        self.worker.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -120,17 +117,14 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """What the engine and its connector hold. For any thread."""
-        state = {"model": self.options.model, **asdict(self.snapshot)}
-        connector_state = getattr(self.worker, "state", None)
-        if connector_state is not None:
-            state["connector"] = connector_state()
+        state = {"model": self.options.model, **asdict(self.snapshot), "connector": self.worker.state()}
         if self.offload_state is not None:
             state["offload"] = self.offload_state()
         return state
 
     def summary(self) -> str:
         """What the connector did since the last call, in the words of vLLM's log; empty for nothing."""
-        changes = None if self.worker is None else self.worker.changes()
+        changes = self.worker.changes()
         if changes is None:
             return ""
         numbers = summarize(changes.counters, [changes.gauges], changes.observed)
@@ -182,9 +176,8 @@ class Engine:
         Returns how long to sleep, in seconds. The loop's thread calls it; tests may do so without one.
         """
         self.take_arrived()
-        scheduler, transfers = self.scheduler, self.scheduler.transfers
-        results = self.worker.results() if self.worker is not None else Results()
-        if results:
+        scheduler = self.scheduler
+        if results := self.worker.results():
             scheduler.update_results(results)
         # What came of requests that arrived or were aborted names no block, and peers wait for it: it
         # goes out before a step that may take long.
@@ -202,15 +195,12 @@ class Engine:
             return 0.0
         if step.deferred:
             return DEFERRED_WAIT_S
-        if (transfers is not None and transfers.num_outstanding) or scheduler.waiting:
+        if scheduler.transfers.num_outstanding or scheduler.waiting:
             return OUTSTANDING_WAIT_S
         return IDLE_WAIT_S
 
     def _send_orders(self) -> None:
-        transfers = self.scheduler.transfers
-        if self.worker is None or transfers is None:
-            return
-        orders = transfers.hooks.build_orders()
+        orders = self.scheduler.transfers.hooks.build_orders()
         if orders.holds or orders.loads or orders.progress:
             # A peer or an engine may touch the cache from here on: computing and zeroing are over.
             self.runner.synchronize()

@@ -34,11 +34,9 @@ class Counts:
 
 
 class Scheduler:
-    """Plans steps for ``manager``'s blocks. ``transfers`` is None for a node without a connector."""
+    """Plans steps for ``manager``'s blocks, of which ``transfers`` keeps some alive."""
 
-    def __init__(
-        self, options: NodeOptions, manager: BlockManager, transfers: Transfers | None = None
-    ) -> None:
+    def __init__(self, options: NodeOptions, manager: BlockManager, transfers: Transfers) -> None:
         self.options = options
         self.manager = manager
         self.transfers = transfers
@@ -60,13 +58,12 @@ class Scheduler:
             raise LocalError(f"request id {request.request_id!r} is already in use")
         request.blocks = self.manager.new_request()
         self.requests[request.request_id] = request
-        if self.transfers is not None:
-            self.transfers.hooks.new_request(request)
-            try:
-                request.truncate(self.transfers.hooks.prefill_tokens(request))
-            except KVConnectError as error:
-                self._fail(request, Failure(400, str(error), "invalid_request_error"))
-                return
+        self.transfers.hooks.new_request(request)
+        try:
+            request.truncate(self.transfers.hooks.prefill_tokens(request))
+        except KVConnectError as error:
+            self._fail(request, Failure(400, str(error), "invalid_request_error"))
+            return
         self.counts.prompt_tokens += request.num_prompt_tokens
         if request.num_prompt_tokens == 0:
             # A one-token prompt of a recurrent model: the decode node computes all of it.
@@ -94,9 +91,8 @@ class Scheduler:
         counts = {state.value: 0 for state in RequestState if state is not RequestState.FINISHED}
         for request in self.requests.values():
             counts[request.state.value] += 1
-        transfers = self.transfers
-        counts["waiting_to_be_fetched"] = len(transfers.unsent) if transfers else 0
-        counts["aborted_while_loading"] = len(transfers.abandoned) if transfers else 0
+        counts["waiting_to_be_fetched"] = len(self.transfers.unsent)
+        counts["aborted_while_loading"] = len(self.transfers.abandoned)
         return counts
 
     def _fail(self, request: Request, failure: Failure) -> None:
@@ -113,9 +109,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         del self.requests[request.request_id]
         self.counts.finished += delivered
-        free, params = True, None
-        if self.transfers is not None:
-            free, params = self.transfers.end(request, block_ids, delivered=delivered)
+        free, params = self.transfers.end(request, block_ids, delivered=delivered)
         if free:
             self.manager.free(request.blocks)
         last = replace(
@@ -162,8 +156,7 @@ class Scheduler:
 
     def _chunk_tokens(self, request: Request, computed: int, budget: int) -> int:
         """How many tokens after ``computed`` a step computes."""
-        count = min(request.num_tokens - computed, budget)
-        return count if self.transfers is None else self.transfers.cut(request, computed, count)
+        return self.transfers.cut(request, computed, min(request.num_tokens - computed, budget))
 
     def _add_chunk(self, request: Request, count: int, step: Step) -> None:
         assert request.row is not None
@@ -201,8 +194,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.loaded = False
         request.state = RequestState.WAITING
-        if self.transfers is not None:
-            self.transfers.hooks.preempted(request.request_id)
+        self.transfers.hooks.preempted(request.request_id)
 
     def _admit(self, budget: int, step: Step) -> None:
         """Start waiting requests in order.
@@ -230,12 +222,11 @@ class Scheduler:
         if computed == 0 and not request.loaded:
             hit = self.manager.find_hit(request.blocks, request.token_ids)
             computed = hit.num_tokens
-            if self.transfers is not None:
-                answer = self._ask_connector(request, hit)
-                if answer is None:
-                    step.deferred = step.deferred or request.state is RequestState.WAITING
-                    return 0
-                external = answer
+            answer = self._ask_connector(request, hit)
+            if answer is None:
+                step.deferred = step.deferred or request.state is RequestState.WAITING
+                return 0
+            external = answer
         if external:
             return self._start_load(request, hit, external, step)
         count = min(request.num_tokens - computed, budget)
@@ -255,16 +246,14 @@ class Scheduler:
         block_ids = request.blocks.snapshot()
         step.new_rows.append((request.row, block_ids))
         step.new_block_ids_to_zero += grown.new_block_ids_to_zero
-        if self.transfers is not None:
-            self.transfers.hooks.update_after_alloc(request, block_ids, 0)
-            # The blocks that this leaves without tokens are there for the next chunk.
-            count = self.transfers.first_chunk(request, count)
+        self.transfers.hooks.update_after_alloc(request, block_ids, 0)
+        # The blocks that this leaves without tokens are there for the next chunk.
+        count = self.transfers.first_chunk(request, count)
         self._add_chunk(request, count, step)
         return count
 
     def _ask_connector(self, request: Request, hit: Hit) -> int | None:
         """Tokens that can be loaded beyond the hit. None: not known yet, or the request failed."""
-        assert self.transfers is not None
         try:
             external, in_background = self.transfers.hooks.matched_tokens(request, hit.num_tokens)
         except KVConnectError as error:
@@ -281,7 +270,6 @@ class Scheduler:
     def _start_load(self, request: Request, hit: Hit | None, external: int, step: Step) -> int | None:
         """Give a request blocks and let the connector fill them. None: they do not fit now."""
         assert request.blocks is not None
-        assert self.transfers is not None
         loaded = (hit.num_tokens if hit else 0) + external
         if loaded > request.num_tokens:
             raise LocalError(
@@ -313,8 +301,7 @@ class Scheduler:
 
     def update(self, step: Step, sampled: dict[str, tuple[int, int | None]]) -> None:
         """The step was computed; ``sampled`` are the new token and draft token by request."""
-        if self.transfers is not None:
-            self.transfers.launched(step, self.requests)
+        self.transfers.launched(step, self.requests)
         for chunk in step.chunks:
             request = self.requests[chunk.request_id]
             assert request.blocks is not None
@@ -334,7 +321,6 @@ class Scheduler:
 
     def update_results(self, results: Results) -> None:
         """Transfers ended: free, resume or fail their requests."""
-        assert self.transfers is not None
         freed, ended = self.transfers.settle(results)
         for request in freed:
             assert request.blocks is not None

@@ -55,13 +55,10 @@ def build_engine(
     runner = Runner(model, cache)
     publisher = configured_publisher(options.kv_events_config, cache.config)
     pool.events = None if publisher is None else publisher.events
-    if connector is None and options.kv_transfer_config is not None:
-        connector = configured_connector(options, model, cache, pool.events)
-    transfers = None
-    if connector is not None:
-        transfers = Transfers(
-            connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
-        )
+    connector = connector or configured_connector(options, model, cache, pool.events)
+    transfers = Transfers(
+        connector.scheduler, cache.config, recompute_failed_loads=connector.recompute_failed_loads
+    )
     manager = BlockManager(
         cache.config,
         pool,
@@ -77,13 +74,11 @@ async def _drain(engine: Engine, over: asyncio.Event) -> None:
 
     Waits until that has ended, or ``over`` is set.
     """
-    worker, loop, ended = engine.worker, asyncio.get_running_loop(), []
-    if worker is None or engine.scheduler.transfers is None:
-        return
+    loop, ended = asyncio.get_running_loop(), []
     engine.scheduler.transfers.hooks.drain()
 
     def drain() -> None:
-        ended.append(worker.drain())
+        ended.append(engine.worker.drain())
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(over.set)
 

@@ -204,6 +204,9 @@ class CopyConnector:
     def changes(self):
         return None
 
+    def state(self):
+        return {}
+
     def checkpoints(self, request):
         return ()
 

@@ -222,7 +222,7 @@ def test_health_models_metrics_and_state():
         assert state["blocks"] == {"free": 60, "held": 0, "total": 60, "reserved": 3}
         assert state["requests"]["running"] == 0
         assert state["counts"]["generated_tokens"] == 3
-        assert "connector" not in state
+        assert state["connector"] == {"engine": "none"}
 
     run(test, reserved_blocks=3)
 
