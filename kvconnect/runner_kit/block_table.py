@@ -181,9 +181,9 @@ class BlockTables:
     def apply(self) -> None:
         """Make everything staged visible to kernels, in the order it was staged."""
         staged = self._staged
-        staged.close_chunk()
         if staged.records:
-            self._ops.apply(staged.records, staged.ids, staged.keep_order)
+            records = np.frombuffer(staged.records, dtype=np.int32).reshape(-1, 5)
+            self._ops.apply(records, np.frombuffer(staged.ids, dtype=np.int32), staged.keep_order)
             self._staged = _Staged(self.max_requests)
 
     def table(self, group: int) -> torch.Tensor:
@@ -270,18 +270,12 @@ class BlockTables:
 
 
 class _Staged:
-    """Writes that wait for ``apply``, as chunks of records and ids (see ``table_ops``).
-
-    Those of single requests grow in arrays, whole batches are kept as they are.
-    """
+    """Writes that wait for ``apply``, as records and ids (see ``table_ops``)."""
 
     def __init__(self, max_requests: int) -> None:
-        self.records: list[NDArray[np.int32]] = []
-        self.ids: list[NDArray[np.int32] | BlockIds] = []
+        self.records, self.ids = array("i"), array("i")
         self.keep_order = False
         """Some row is written twice."""
-        self._num_ids = 0
-        self._open_records, self._open_ids = array("i"), array("i")
         self._touched = np.zeros(max_requests, dtype=np.bool_)
 
     def touch(self, request_index: int) -> None:
@@ -291,28 +285,17 @@ class _Staged:
 
     def write(self, table: int, row: int, start: int, block_ids: Sequence[int]) -> None:
         """Write logical ids from entry ``start`` on."""
-        self._open_records.extend((table, row, start, len(block_ids), self._num_ids))
-        self._open_ids.extend(block_ids)
-        self._num_ids += len(block_ids)
+        self.records.extend((table, row, start, len(block_ids), len(self.ids)))
+        self.ids.extend(block_ids)
 
     def zero(self, table: int, row: int, start: int, count: int) -> None:
         """Make ``count`` entries from ``start`` on the null block."""
-        self._open_records.extend((table, row, start, -count, 0))
+        self.records.extend((table, row, start, -count, 0))
 
     def write_batch(self, rows: BlockIds, records: NDArray[np.int32], block_ids: BlockIds) -> None:
-        """Add a chunk, whose records have offsets within ``block_ids``."""
-        self.close_chunk()
-        records[:, 4] += self._num_ids
-        self.records.append(records)
-        self.ids.append(block_ids)
-        self._num_ids += len(block_ids)
+        """Add records that have offsets within ``block_ids``."""
+        records[:, 4] += len(self.ids)
+        self.records.frombytes(records.tobytes())
+        self.ids.frombytes(block_ids.astype(np.int32).tobytes())
         self.keep_order |= bool(self._touched[rows].any())
         self._touched[rows] = True
-
-    def close_chunk(self) -> None:
-        """Put what single requests wrote behind the chunks before it."""
-        if self._open_records:
-            self.records.append(np.frombuffer(self._open_records, dtype=np.int32).reshape(-1, 5))
-            self.ids.append(np.frombuffer(self._open_ids, dtype=np.int32))
-            # New arrays, since the chunks are views of the old ones.
-            self._open_records, self._open_ids = array("i"), array("i")

@@ -2,7 +2,7 @@
 
 A *record* is five int32 numbers: table, row, first entry, count, offset. A positive count writes that
 many logical ids, from ``offset`` on in the staged ids, as kernel ids; a negative one zeroes that many
-entries. Records and ids come in chunks, in the order they were staged.
+entries. They are in the order they were staged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from kvconnect.runner_kit.kernels import wants_triton
 PAD_SLOT = -1
 """The slot of a token that is written nowhere."""
 
-Records = Sequence[NDArray[np.int32]]
-StagedIds = Sequence[NDArray[np.int32] | NDArray[np.int64]]
+Numbers = NDArray[np.int32]
 
 
 class TableMemory(NamedTuple):
@@ -36,7 +35,7 @@ class TableMemory(NamedTuple):
 class TableOps(Protocol):
     """The operations behind ``BlockTables``. Arguments were checked there."""
 
-    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
+    def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
         """Carry out records; in their order if ``keep_order``, else they name different entries."""
         ...
 
@@ -66,11 +65,10 @@ class TorchTableOps:
     def __init__(self, memory: TableMemory) -> None:
         self._tables, self._batch, self._slots, self._ratios, self._sizes = memory
 
-    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
+    def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
         """See ``TableOps``. Later records win where entries repeat, which is their order."""
-        all_records, all_ids = np.concatenate(records), np.concatenate(ids)
         for index, table in enumerate(self._tables):
-            mine = all_records[all_records[:, 0] == index].astype(np.int64)
+            mine = records[records[:, 0] == index].astype(np.int64)
             if not len(mine):
                 continue
             ratio = self._ratios[index]
@@ -81,7 +79,7 @@ class TorchTableOps:
             values = np.zeros(len(target), dtype=np.int32)
             written = np.repeat(writes, entries)
             source = (np.repeat(mine[:, 4], entries) + within // ratio)[written]
-            values[written] = all_ids[source] * ratio + (within % ratio)[written]
+            values[written] = ids[source] * ratio + (within % ratio)[written]
             if keep_order:
                 # Indexed writes leave open which of two to one entry wins: keep only the last.
                 _, last = np.unique(target[::-1], return_index=True)

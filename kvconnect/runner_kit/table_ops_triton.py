@@ -12,10 +12,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from kvconnect.runner_kit.kernels import PinnedStaging
-from kvconnect.runner_kit.table_ops import Records, StagedIds, TableMemory
+from kvconnect.runner_kit.table_ops import Numbers, TableMemory
 
 _CHUNK = 128
 _FIELDS = 5
@@ -135,23 +134,19 @@ class TritonTableOps:
         self._max_requests = tables[0].shape[0]
         self._ratios = self._numbers(memory.ratios)
         self._sizes = self._numbers(memory.kernel_block_sizes)
-        self._counting = np.arange(1, dtype=np.int32)
         self._staging = PinnedStaging(self._device, np.int32)
 
-    def apply(self, records: Records, ids: StagedIds, keep_order: bool) -> None:
-        """See ``TableOps``. With ``keep_order`` one program carries out all records of a row."""
-        num_records = sum(len(chunk) for chunk in records)
-        columns = [chunk.reshape(-1) for chunk in records]
+    def apply(self, records: Numbers, ids: Numbers, keep_order: bool) -> None:
+        """See ``TableOps``. One program for each record, with ``keep_order`` for all of a row."""
+        num_records = len(records)
+        starts = np.arange(num_records + 1)
         if keep_order:
-            together = np.concatenate(records)
-            key = together[:, 0].astype(np.int64) << 32 | together[:, 1]
+            key = records[:, 0].astype(np.int64) << 32 | records[:, 1]
             order = np.argsort(key, kind="stable")
-            columns = [together[order].reshape(-1)]
+            records = records[order]
             breaks = np.flatnonzero(np.diff(key[order])) + 1
             starts = np.concatenate(([0], breaks, [num_records]))
-        else:
-            starts = self._one_each(num_records)
-        staged_at = self._staging.put(*columns, starts, *ids).data_ptr()
+        staged_at = self._staging.put(records.reshape(-1), starts, ids).data_ptr()
         programs = len(starts) - 1
         _apply_kernel[(programs,)](
             staged_at,
@@ -164,12 +159,6 @@ class TritonTableOps:
             CHUNK=_CHUNK,
         )
         self._staging.in_use()
-
-    def _one_each(self, num_records: int) -> NDArray[np.int32]:
-        """0, 1, 2, ...: every program carries out one record."""
-        if num_records >= len(self._counting):
-            self._counting = np.arange(2 * num_records + 1, dtype=np.int32)
-        return self._counting[: num_records + 1]
 
     def gather(self, request_indices: torch.Tensor, num_rows: int) -> None:
         """See ``TableOps``."""
