@@ -18,7 +18,7 @@ from kvconnect.cache.specs import FullAttentionSpec
 from kvconnect.errors import LocalError
 from kvconnect.node.attention import Backend, StepContext
 from kvconnect.node.cache import NodeCache
-from kvconnect.node.models.base import CachedLayer, CacheLayout, CacheSizing, Dims, ModelOutput
+from kvconnect.node.models.base import CachedLayer, CacheLayout, CacheSizing, ModelOutput
 from kvconnect.runner_kit.kernel_blocks import MultipleOf
 
 DTYPE = torch.bfloat16
@@ -72,7 +72,7 @@ class BenchModel:
     def __init__(self, size: ModelSize, layout: Layout, device: str) -> None:
         self.name = f"bench:{size}"
         self.size = size
-        self.dims = Dims(size.vocab, size.hidden)
+        self.vocab_size = size.vocab
         self.default_block_size = layout.block_tokens
         self.cache: NodeCache | None = None
         self._layout = layout

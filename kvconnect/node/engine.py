@@ -54,7 +54,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.options = scheduler.options
-        self.vocab_size = runner.model.dims.vocab_size
+        self.vocab_size = runner.model.vocab_size
         self.worker = connector.worker
         self.offload_state = connector.offload_state
         self._publisher = publisher

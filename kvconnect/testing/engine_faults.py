@@ -54,13 +54,17 @@ class FaultCases(EngineCases):
                 driver.submit("peer", [driver.address + part * size], [remote + part * size], [size])
                 for part in range(most)
             ]
-            driver.engine.cancel(batches[cancelled])
+            # Once more, and for a batch that there is not: neither is answered.
+            for batch_id in (batches[cancelled], batches[cancelled], 424242):
+                driver.engine.cancel(batch_id)
             begun = time.monotonic()
             after = driver.copy("peer", remote)
             answers = [driver.wait(batch) for batch in batches]
             assert after.ok, after
             assert [answer.error for answer in answers if not answer.ok] in ([], [answers[cancelled].error])
             assert answers[cancelled].quiescent, answers[cancelled]
+            driver.engine.cancel(batches[cancelled])
+            driver.poll()
             assert time.monotonic() - begun < HANG_S
         assert np.array_equal(shared_peer.content(self._buffer)[:4096], driver.buffer[:4096])
 

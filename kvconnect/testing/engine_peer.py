@@ -6,7 +6,6 @@ The child polls its engine between commands, so an engine whose target must poll
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -63,10 +62,6 @@ class PeerCommands:
         """How many bytes of a buffer have this value."""
         return int(np.count_nonzero(self._buffers[name] == value))
 
-    def digest(self, name: str) -> str:
-        """A hash of a whole buffer."""
-        return digest_of(self._buffers[name])
-
     def restart_engine(self) -> None:
         """Close the engine and make a new one over the same buffers; nothing is registered."""
         self.engine.close()
@@ -100,7 +95,6 @@ class PeerProcess:
     card = _in_child(PeerCommands.card)
     content = _in_child(PeerCommands.content)
     count = _in_child(PeerCommands.count)
-    digest = _in_child(PeerCommands.digest)
     restart_engine = _in_child(PeerCommands.restart_engine)
     renew_registration = _in_child(PeerCommands.renew_registration)
 
@@ -182,11 +176,6 @@ def span_of(buffer: np.ndarray, offset: int = 0, length_bytes: int | None = None
 def random_bytes(length_bytes: int, seed: int) -> np.ndarray:
     """Reproducible random bytes."""
     return np.random.default_rng(seed).integers(0, 256, length_bytes, dtype=np.uint8)
-
-
-def digest_of(buffer: np.ndarray) -> str:
-    """The hash that ``PeerProcess.digest`` compares with."""
-    return hashlib.blake2b(buffer.tobytes(), digest_size=16).hexdigest()
 
 
 def wait_until(condition: Callable[[], bool], bound_s: float, every_s: float = 0.001) -> bool:

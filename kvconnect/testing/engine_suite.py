@@ -16,7 +16,7 @@ import pytest
 from kvconnect.errors import EngineError, LocalError
 from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
 from kvconnect.testing.engine_faults import FaultCases
-from kvconnect.testing.engine_peer import PeerProcess, digest_of, random_bytes, span_of, wait_until
+from kvconnect.testing.engine_peer import PeerProcess, random_bytes, span_of, wait_until
 
 __all__ = ["Driver", "EngineSuite", "scattered_copies"]
 
@@ -57,7 +57,7 @@ class EngineSuite(FaultCases):
             driver.submit("peer", near, far, np.full(len(near), page))
         assert wait_until(lambda: not driver.in_flight(), HANG_S)
         assert all(answer.ok for answer in driver.answers.values())
-        assert shared_peer.digest(self._buffer) == digest_of(expected)
+        assert np.array_equal(shared_peer.content(self._buffer), expected)
 
     def test_no_copies_and_empty_copies_are_done_at_once(
         self, driver: Driver, shared_peer: PeerProcess
@@ -195,18 +195,6 @@ class EngineSuite(FaultCases):
         assert sum(answer.ok for answer in driver.answers.values()) == asked - len(range(3, 60, 7))
         time.sleep(0.1)
         driver.poll()
-
-    def test_cancel_is_answered_once(self, driver: Driver, shared_peer: PeerProcess) -> None:
-        remote = self._meet(driver, shared_peer)
-        batch_id = driver.submit("peer", [driver.address], [remote], [BUFFER_BYTES])
-        driver.engine.cancel(batch_id)
-        driver.engine.cancel(batch_id)
-        driver.engine.cancel(424242)
-        driver.wait(batch_id)
-        driver.engine.cancel(batch_id)
-        time.sleep(0.05)
-        driver.poll()
-        assert driver.copy("peer", remote).ok
 
     def test_disconnect_answers_what_is_in_flight(self, driver: Driver, shared_peer: PeerProcess) -> None:
         remote = self._meet(driver, shared_peer)

@@ -16,7 +16,6 @@ from kvconnect.node.models.base import (
     CachedLayer,
     CacheLayout,
     CacheSizing,
-    Dims,
     Mixer,
     Model,
     ModelOutput,
@@ -91,20 +90,20 @@ RECIPES = {
 class LayeredModel:
     """Embedding, a stack of pre-norm layers, and the greedy head; and a draft layer, if there is one."""
 
-    def __init__(self, name: str, recipe: Recipe, weights: WeightSource, dims: Dims) -> None:
+    vocab_size = 512
+
+    def __init__(self, name: str, recipe: Recipe, weights: WeightSource) -> None:
         self.name = name
-        self.dims = dims
-        self.default_block_size = recipe.default_block_size
         self._recipe = recipe
-        self._embedding = weights.normal((dims.vocab_size, dims.hidden))
-        self._head = ChaoticHead(weights, dims.hidden, dims.vocab_size)
+        self._embedding = weights.normal((self.vocab_size, weights.hidden))
+        self._head = ChaoticHead(weights, self.vocab_size)
         self._mixers = recipe.mixers(weights)
-        self._mlps = [Mlp(weights, dims.hidden) for _ in self._mixers]
-        self._draft = Draft(recipe.draft, weights, dims) if recipe.draft is not None else None
+        self._mlps = [Mlp(weights) for _ in self._mixers]
+        self._draft = Draft(recipe.draft, weights, self.vocab_size) if recipe.draft is not None else None
 
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """See ``Model``. A state is padded to the attention page that it shares."""
-        size = sizing.block_size or self.default_block_size
+        size = sizing.block_size or self._recipe.default_block_size
         if sizing.block_size is None and any(isinstance(m, GatedLinearAttention) for m in self._mixers):
             # A state does not shrink with the cache's dtype, so the page that it shares must keep its bytes.
             size = size * CACHE_DTYPE.itemsize // sizing.cache_dtype.itemsize
@@ -129,11 +128,13 @@ class LayeredModel:
 class Draft:
     """One layer and a head behind a main model: see ``Recipe``."""
 
-    def __init__(self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource, dims: Dims) -> None:
-        self._input = weights.matrix(2 * dims.hidden, dims.hidden)
+    def __init__(
+        self, mixer: Callable[[WeightSource], Mixer], weights: WeightSource, vocab_size: int
+    ) -> None:
+        self._input = weights.matrix(2 * weights.hidden, weights.hidden)
         self.mixer = mixer(weights)
-        self._mlp = Mlp(weights, dims.hidden)
-        self._head = ChaoticHead(weights, dims.hidden, dims.vocab_size)
+        self._mlp = Mlp(weights)
+        self._head = ChaoticHead(weights, vocab_size)
 
     def __call__(
         self, hidden: torch.Tensor, embedded: torch.Tensor, step: StepContext, sampled: torch.Tensor
@@ -165,7 +166,4 @@ def build_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu")
     """A model with weights drawn from its name and ``seed``. Raises ConfigError: there is no such model."""
     if name not in RECIPES:
         raise ConfigError(f"model {name!r} is unknown; choose one of {', '.join(sorted(RECIPES))}")
-    dims = Dims()
-    return LayeredModel(
-        name, RECIPES[name], WeightSource(name, seed, torch.device(device), dims.hidden), dims
-    )
+    return LayeredModel(name, RECIPES[name], WeightSource(name, seed, torch.device(device)))

@@ -51,14 +51,6 @@ class CacheLayout:
 
 
 @dataclass(frozen=True)
-class Dims:
-    """The widths that all models share."""
-
-    vocab_size: int = 512
-    hidden: int = 128
-
-
-@dataclass(frozen=True)
 class ModelOutput:
     """Greedy tokens at the sampled places, and the draft model's proposals if there is one.
 
@@ -73,8 +65,7 @@ class Model(Protocol):
     """A decoder with random weights."""
 
     name: str
-    dims: Dims
-    default_block_size: int
+    vocab_size: int
 
     def layout(self, sizing: CacheSizing) -> CacheLayout:
         """The model's cache. Raises ConfigError for a block size that it cannot use."""

@@ -19,15 +19,16 @@ ROPE_BASE = 10_000.0
 class WeightSource:
     """Random weights that depend on a name and a seed only, never on the device.
 
-    Draws happen on the CPU in the order of the calls and move to ``device`` afterwards. ``hidden`` is the
-    width between layers.
+    Draws happen on the CPU in the order of the calls and move to ``device`` afterwards.
     """
 
-    def __init__(self, name: str, seed: int, device: torch.device, hidden: int) -> None:
+    hidden = 128
+    """The width between layers."""
+
+    def __init__(self, name: str, seed: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
         self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         self.device = device
-        self.hidden = hidden
 
     def matrix(self, rows: int, columns: int, *, scale: float = 1.0) -> torch.Tensor:
         """Shape ``(rows, columns)``; a unit-variance row vector times it has variance ``scale ** 2``."""
@@ -57,7 +58,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 class Mlp:
     """A gated two-layer perceptron of shape ``(tokens, hidden)`` to the same."""
 
-    def __init__(self, weights: WeightSource, hidden: int) -> None:
+    def __init__(self, weights: WeightSource) -> None:
+        hidden = weights.hidden
         self._gate = weights.matrix(hidden, 2 * hidden)
         self._up = weights.matrix(hidden, 2 * hidden)
         self._down = weights.matrix(2 * hidden, hidden)
@@ -76,8 +78,8 @@ class ChaoticHead:
 
     GAIN = 1e5
 
-    def __init__(self, weights: WeightSource, hidden: int, vocab_size: int) -> None:
-        self._weight = weights.matrix(hidden, vocab_size)
+    def __init__(self, weights: WeightSource, vocab_size: int) -> None:
+        self._weight = weights.matrix(weights.hidden, vocab_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Greedy tokens of shape ``(n,)`` for hidden states of shape ``(n, hidden)``."""
