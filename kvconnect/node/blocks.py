@@ -200,7 +200,7 @@ class Grown:
 
 
 class BlockManager:
-    """Gives blocks of ``pool`` to requests, and with ``zeroes_new_blocks`` reports those to be zeroed.
+    """Gives blocks of ``pool`` to requests, and reports those to be zeroed.
 
     A state group turns prefix reuse off: its block holds the state after one certain token only.
     ``max_step_tokens`` bounds what a window needs.
@@ -213,13 +213,11 @@ class BlockManager:
         max_step_tokens: int,
         *,
         enable_prefix_caching: bool = True,
-        zeroes_new_blocks: bool = False,
     ) -> None:
         self.pool = pool
         self._groups = config.groups
         self._sizes = sorted({group.block_size for group in config.groups})
         self._max_step_tokens = max_step_tokens
-        self._zeroes_new_blocks = zeroes_new_blocks
         self.reuses_prefixes = enable_prefix_caching and not any(group.is_state for group in config.groups)
 
     def new_request(self) -> RequestBlocks:
@@ -319,7 +317,7 @@ class BlockManager:
             first = len(ids) + skipped
             added.append([NULL_BLOCK] * skipped + fresh)
             ids.extend(added[-1])
-            if self._zeroes_new_blocks and not group.is_state:
+            if not group.is_state:
                 # A load writes every byte of the blocks that it fills whole, and no more of the last one
                 # than it needs.
                 to_zero.extend(fresh[max(0, num_loaded // group.block_size - first) :])

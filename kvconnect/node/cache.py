@@ -36,16 +36,6 @@ def parse_cache_dtype(name: str) -> torch.dtype:
     return CACHE_DTYPES[name]
 
 
-def needs_zeroing(config: KVCacheConfig) -> bool:
-    """Whether bytes that a block's last owner left could be NaN to its next one.
-
-    Any byte pattern occurs where state shares blocks with attention; in 8 bits, one value in 128 is NaN.
-    """
-    specs = [spec for group in config.groups for _, spec in group.layer_specs()]
-    attention = [spec for spec in specs if not isinstance(spec, StateSpec)]
-    return len(attention) < len(specs) or any(spec.dtype.itemsize == 1 for spec in attention)
-
-
 def build_cache_config(layout: CacheLayout, num_blocks: int) -> KVCacheConfig:
     """The configuration of a model's cache with ``num_blocks`` logical blocks, the null block included."""
     groups = []

@@ -115,7 +115,7 @@ class Step:
     """Work of one step.
 
     Attributes:
-        new_block_ids_to_zero: fresh blocks of attention groups whose old bytes could be NaN; blocks that a
+        new_block_ids_to_zero: fresh blocks of attention groups, whose old bytes could be NaN; blocks that a
             load fills whole are not among them.
         released_rows: block table rows that no request owns any more.
         new_rows, grown_rows: logical block ids per group that start a row anew, or add to it.

@@ -217,16 +217,16 @@ class Scheduler:
     def _admit_one(self, request: Request, budget: int, step: Step) -> int | None:
         """Start or load one request. Tokens it takes from the budget; None: it does not fit now."""
         assert request.blocks is not None
-        hit, external = None, 0
+        hit: Hit | None = None
+        external: int | None = 0
         computed = request.num_computed_tokens
         if computed == 0 and not request.loaded:
             hit = self.manager.find_hit(request.blocks, request.token_ids)
             computed = hit.num_tokens
-            answer = self._ask_connector(request, hit)
-            if answer is None:
+            external = self._ask_connector(request, hit)
+            if external is None:
                 step.deferred = step.deferred or request.state is RequestState.WAITING
                 return 0
-            external = answer
         if external:
             return self._start_load(request, hit, external, step)
         count = min(request.num_tokens - computed, budget)

@@ -14,7 +14,7 @@ import torch
 from kvconnect.addresses import join_address
 from kvconnect.errors import ConfigError
 from kvconnect.node.blocks import BlockManager, BlockPool
-from kvconnect.node.cache import NodeCache, needs_zeroing, parse_cache_dtype
+from kvconnect.node.cache import NodeCache, parse_cache_dtype
 from kvconnect.node.connector import Connector, configured_connector
 from kvconnect.node.engine import Engine
 from kvconnect.node.kv_events import configured_publisher
@@ -64,7 +64,6 @@ def build_engine(
         pool,
         options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
-        zeroes_new_blocks=needs_zeroing(cache.config),
     )
     return Engine(Scheduler(options, manager, transfers), runner, connector, publisher)
 

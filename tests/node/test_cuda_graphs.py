@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.node.decode import Decoder
-from kvconnect.node.cache import needs_zeroing
 from tests.node.decoding import DecodingRunner, decode_with, padded_sizes
 from tests.node.node_harness import MODEL_NAMES, Client, make_client, make_prompt
 from tests.node.test_zeroing import NoZeroer, poison
@@ -50,8 +49,7 @@ def test_replayed_steps_give_the_eager_tokens(name, dtype):
     client = make_client(**options)
     runner = with_graphs(client)
     assert sorted(runner.decoder._graphs) == padded_sizes(5) == [1, 2, 4, 5]
-    if needs_zeroing(client.engine.runner.cache.config):
-        poison(client, 0x7F)
+    poison(client, 0x7F)
     assert run_all(client) == expected
     assert runner.num_runs > 40
 

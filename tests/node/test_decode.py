@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvconnect.node.cache import needs_zeroing
 from tests.node.decoding import decode_with, padded_sizes
 from tests.node.node_harness import MODEL_NAMES, make_client, make_prompt
 from tests.node.test_zeroing import poison
@@ -29,8 +28,7 @@ def test_batched_decoding_gives_the_tokens_of_the_plain_path(name, dtype):
             4,
         ),
     )
-    if needs_zeroing(client.engine.runner.cache.config):
-        poison(client, 0x7F)
+    poison(client, 0x7F)
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         client.submit(str(index), prompt, count)
         client.steps(3)

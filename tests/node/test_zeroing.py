@@ -5,7 +5,6 @@ import torch
 
 from kvconnect.cache.specs import StateSpec
 from kvconnect.node.attention import StepContext
-from kvconnect.node.cache import needs_zeroing
 from kvconnect.runner_kit.block_table import expand_block_ids
 from tests.node.node_harness import MODEL_NAMES, Client, CopyConnector, make_client, make_prompt
 
@@ -70,7 +69,7 @@ def test_a_hybrid_fp8_node_without_zeroing_answers_the_first_request_with_nan(by
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("hybrid", "auto"), *((name, "fp8_e4m3") for name in MODEL_NAMES)]
+    ("name", "dtype"), [(name, dtype) for name in MODEL_NAMES for dtype in ("auto", "fp8_e4m3")]
 )
 def test_no_left_over_byte_reaches_a_token(name, dtype):
     """Prompts in pieces, decoding into new blocks, and blocks that change owners."""
@@ -87,17 +86,6 @@ def test_no_left_over_byte_reaches_a_token(name, dtype):
     poison(client, 0x7F)
     client.run("0", "1", "2")
     assert [client.tokens(str(i)) + client.drafts(str(i)) for i in range(3)] == expected
-
-
-def test_which_caches_need_zeroing():
-    needed = {
-        (name, dtype): needs_zeroing(make_client(model=name, kv_cache_dtype=dtype).engine.runner.cache.config)
-        for name in MODEL_NAMES
-        for dtype in ("bf16", "fp8_e4m3")
-    }
-    assert {key for key, value in needed.items() if not value} == {
-        (name, "bf16") for name in MODEL_NAMES if name != "hybrid"
-    }
 
 
 def test_only_fresh_attention_blocks_are_zeroed_and_each_once():
