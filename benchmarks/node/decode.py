@@ -13,13 +13,46 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnect.node.attention import AttentionPages, StepContext, attend_rows
+from kvconnect.node.attention import StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.request import Step
 
 # Runs before a capture, so that libraries have made their plans and workspaces.
 WARM_UP_RUNS = 2
+
+
+class DecodeStep(StepContext):
+    """One token for each row of the tables, all of which attend at once."""
+
+    def attend(
+        self,
+        layer: str,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        *,
+        window: int | None = None,
+        value_width: int | None = None,
+    ) -> torch.Tensor:
+        """See ``StepContext``."""
+        pages = self._store(layer, keys, values)
+        positions, group = self.positions, self.cache.group_of[layer]
+        size, table = self.cache.kernel_block_sizes[group], self.tables[group].long()
+        key_positions = torch.arange(table.shape[1] * size, device=table.device)
+        first = positions.new_zeros(len(positions), 1)
+        if window is not None:
+            first = (positions[:, None] - window + 1).clamp(min=0)
+        visible = (key_positions <= positions[:, None]) & (key_positions >= first)
+        # Pages of which nothing is visible are not read by a kernel; the rest are read whole.
+        page = key_positions // size
+        unread = (page > positions[:, None] // size) | (page < first // size)
+        read_keys = pages.keys.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        if pages.values is None:
+            read_values = read_keys[..., :value_width]
+        else:
+            read_values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
+        return attend_rows(query[:, None], read_keys, read_values, visible[:, None])[:, 0]
 
 
 def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
@@ -31,28 +64,7 @@ def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
     count = len(positions)
     rows = torch.arange(count, device=positions.device)
     tables = {group: cache.tables.batch_table(group)[:count] for group in cache.kernel_block_sizes}
-
-    def attend(
-        layer: str, pages: AttentionPages, query: torch.Tensor, window: int | None, value_width: int | None
-    ) -> torch.Tensor:
-        group = cache.group_of[layer]
-        size, table = cache.kernel_block_sizes[group], tables[group].long()
-        key_positions = torch.arange(table.shape[1] * size, device=table.device)
-        first = positions.new_zeros(count, 1)
-        if window is not None:
-            first = (positions[:, None] - window + 1).clamp(min=0)
-        visible = (key_positions <= positions[:, None]) & (key_positions >= first)
-        # Pages of which nothing is visible are not read by a kernel; the rest are read whole.
-        page = key_positions // size
-        unread = (page > positions[:, None] // size) | (page < first // size)
-        keys = pages.keys.gather(table).masked_fill(unread[:, :, None, None], 0.0)
-        if pages.values is None:
-            values = keys[..., :value_width]
-        else:
-            values = pages.values.gather(table).masked_fill(unread[:, :, None, None], 0.0)
-        return attend_rows(query[:, None], keys, values, visible[:, None])[:, 0]
-
-    return StepContext(cache, positions, tables, rows, [(slice(0, count), rows)], attend, used)
+    return DecodeStep(cache, positions, tables, rows, [(slice(0, count), rows)], used)
 
 
 class Decoder:

@@ -7,7 +7,7 @@ hides any finite value of the rows that no token was written to, and no NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -207,10 +207,6 @@ class Backend:
         return SegmentAttention(kernel_block_size)
 
 
-Attend = Callable[[str, AttentionPages, torch.Tensor, "int | None", "int | None"], torch.Tensor]
-"""Attention of a layer's queries over its pages, with its window and the width of values in key rows."""
-
-
 @dataclass(frozen=True)
 class StepContext:
     """One forward pass: its tokens, their positions, and where each lies in every group's pages.
@@ -220,7 +216,6 @@ class StepContext:
         positions: of shape ``(tokens,)``.
         tables: kernel block ids by group; the row of each token in them is in ``rows``.
         runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
-        attention: what attends once keys and values are stored.
         used: where False, nothing is stored.
     """
 
@@ -229,7 +224,6 @@ class StepContext:
     tables: Mapping[int, torch.Tensor]
     rows: torch.Tensor
     runs: Sequence[tuple[slice, torch.Tensor]]
-    attention: Attend
     used: torch.Tensor | None = None
     _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
@@ -267,7 +261,7 @@ class StepContext:
         Returns ``(tokens, query heads, value width)``.
         """
         pages = self._store(layer, keys, values)
-        return self.attention(layer, pages, query, window, value_width)
+        return self.cache.layer_attention[layer].attend(pages, query, window=window, value_width=value_width)
 
     def remember(self, layer: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Store the batch's rows, then read the row at one of ``positions`` for each token.
@@ -302,20 +296,12 @@ def segment_step(cache: NodeCache, segments: Sequence[Segment]) -> StepContext:
     tables = {group: cache.tables.table(group) for group in cache.kernel_block_sizes}
     for layer, attention in cache.layer_attention.items():
         attention.begin(segments, tables[cache.group_of[layer]])
-
-    def attend(
-        layer: str, pages: AttentionPages, query: torch.Tensor, window: int | None, value_width: int | None
-    ) -> torch.Tensor:
-        attention = cache.layer_attention[layer]
-        return attention.attend(pages, query, window=window, value_width=value_width)
-
     return StepContext(
         cache,
         positions,
         tables=tables,
         rows=torch.repeat_interleave(rows, lengths, output_size=count),
         runs=[(segment.span, rows[index : index + 1]) for index, segment in enumerate(segments)],
-        attention=attend,
     )
 
 
