@@ -16,7 +16,7 @@ import msgspec
 from kvconnect.addresses import is_loopback, split_address
 from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
-from kvconnect.reading import json_object, read_fields, read_struct, refuse_unknown
+from kvconnect.reading import json_object, read_struct
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
 _OFFLOAD = "kv_connector_extra_config.offload"
@@ -268,38 +268,13 @@ def parse_kv_transfer_config(source: str | bytes | Mapping[str, Any]) -> Transfe
         ConfigError: it is not valid; the text names the key, the value and what is accepted.
     """
     given = source if isinstance(source, Mapping) else json_object(source, "kv_transfer_config")
-    refuse_unknown(given, TransferConfig, "kv_transfer_config")
-    extra = given.get("kv_connector_extra_config", {})
-    if not isinstance(extra, Mapping):
-        raise ConfigError(
-            f"kv_transfer_config.kv_connector_extra_config is {extra!r}, it must be an object of settings"
-        )
-    refuse_unknown(extra, ExtraConfig, "kv_connector_extra_config", Limits.__struct_fields__)
-    if given.get("kv_role") is None:
-        raise ConfigError(
-            "kv_transfer_config.kv_role is missing; accepted: kv_producer, kv_consumer, kv_both"
-        )
-    offload = _parse_offload(extra.get("offload"))
-    plain = {key: value for key, value in extra.items() if key != "offload"}
-    parsed_extra = read_fields(plain, ExtraConfig, "kv_connector_extra_config")
-    parsed_extra = msgspec.structs.replace(parsed_extra, offload=offload).derived()
-    rest = {key: value for key, value in given.items() if key != "kv_connector_extra_config"}
     # vLLM writes its unset fields as null.
-    rest = {key: value for key, value in rest.items() if value is not None}
-    parsed: TransferConfig = read_fields(rest, TransferConfig, "kv_transfer_config")
-    config = msgspec.structs.replace(parsed, kv_connector_extra_config=parsed_extra)
+    known = TransferConfig.__struct_fields__
+    given = {key: value for key, value in given.items() if value is not None or key not in known}
+    read = read_struct(given, TransferConfig, "kv_transfer_config", Limits.__struct_fields__)
+    config = msgspec.structs.replace(read, kv_connector_extra_config=read.extra.derived())
     _check_combination(config)
     return config
-
-
-def _parse_offload(given: Any) -> OffloadConfig | None:
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{_OFFLOAD} is {given!r}, it must be an object of settings")
-    offload = read_struct(given, OffloadConfig, _OFFLOAD)
-    _check_offload(offload)
-    return offload
 
 
 def _check_combination(config: TransferConfig) -> None:
@@ -318,6 +293,8 @@ def _check_combination(config: TransferConfig) -> None:
             "set the address of the interface that they reach this node on"
         )
     _check_security(extra, where)
+    if extra.offload is not None:
+        _check_offload(extra.offload)
     if extra.path == "packed" and not extra.num_slots:
         raise ConfigError(f"{where}.num_slots is 0, with path 'packed' it must be at least 1")
     lanes = [lane for lane in get_args(LaneKind) if lane != "unknown"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -42,44 +43,44 @@ def json_object(text: str | bytes, where: str) -> Mapping[str, Any]:
     return decoded
 
 
-def read_struct(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """What was read of an object, checked field by field. Raises ``ConfigError``, where it is ``where``."""
-    refuse_unknown(given, kind, where)
-    return read_fields(given, kind, where)
+def read_struct(given: Any, kind: type[_Struct], where: str, hidden: Sequence[str] = ()) -> _Struct:
+    """What was read of an object, checked field by field, and so a field that is an object itself.
 
-
-def refuse_unknown(
-    given: Mapping[str, Any], kind: type[msgspec.Struct], where: str, hidden: Sequence[str] = ()
-) -> None:
-    """Raise ``ConfigError`` for a key that is no field; fields that are ``hidden`` are none here."""
+    Raises ``ConfigError``, where it is ``where``. Fields that are ``hidden`` are none here.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is {given!r}, it must be an object of settings")
     known = [name for name in kind.__struct_fields__ if name not in hidden]
     for key, value in given.items():
-        if key in known:
-            continue
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
-        )
-
-
-def read_fields(given: Mapping[str, Any], kind: type[_Struct], where: str) -> _Struct:
-    """The struct of those keys that are its fields, one by one: an error names the key and the value."""
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"{where} has no key {key!r} (its value is {value!r}); {hint}accepted: {', '.join(known)}"
+            )
     values = {}
     for field in msgspec.structs.fields(kind):
-        if field.name not in given:
-            if field.required:
-                raise ConfigError(f"{where}.{field.name} is missing; it has no default")
-            continue
-        value = given[field.name]
-        try:
-            values[field.name] = msgspec.convert(value, field.type)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}.{field.name} is {value!r}: {_accepted(field.type, error)}") from error
+        name = f"{where}.{field.name}"
+        if field.name in given:
+            values[field.name] = _read_field(given[field.name], field.type, name, hidden)
+        elif field.required:
+            raise ConfigError(f"{name} is missing; {_accepted(field.type) or 'it has no default'}")
     return kind(**values)
 
 
-def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
+def _read_field(value: Any, kind: Any, name: str, hidden: Sequence[str]) -> Any:
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for option in options if value is not None else ():
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return read_struct(value, option, name, hidden)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name} is {value!r}: {_accepted(kind) or error}") from error
+
+
+def _accepted(kind: Any) -> str:
+    """The values of a field that takes some only; empty for others."""
     described = msgspec.inspect.type_info(kind)
     options = getattr(described, "types", (described,))
     values = [
@@ -88,4 +89,4 @@ def _accepted(kind: Any, error: msgspec.ValidationError) -> str:
         if isinstance(option, msgspec.inspect.LiteralType)
         for value in option.values
     ]
-    return f"accepted: {', '.join(values)}" if values else str(error)
+    return f"accepted: {', '.join(values)}" if values else ""
