@@ -1,4 +1,4 @@
-"""What a rank owns, as intervals of layers and of heads, and who serves whom.
+"""What a rank owns, as intervals of layers and of heads and a residue of tokens, and who serves whom.
 
 Replication is a shard owned by several ranks; one of them is chosen.
 """
@@ -6,6 +6,7 @@ Replication is a shard owned by several ranks; one of them is chosen.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -31,14 +32,56 @@ class HeadInterval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return HeadInterval(start, max(start, min(self.stop, other.stop)))
 
 
+class Residue(NamedTuple):
+    """The tokens ``t`` with ``t // interleave % context == rank``: all, where ``context`` is 1."""
+
+    context: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+
+class SharedTokens(NamedTuple):
+    """The tokens of two residues: of every ``period`` units of ``unit`` tokens the one that is ``first``."""
+
+    unit: int
+    first: int
+    period: int
+
+    def count(self, num_tokens: int) -> int:
+        """How many they are among the first ``num_tokens``."""
+        units, rest = divmod(num_tokens, self.unit)
+        whole = max(0, -(-(units - self.first) // self.period))
+        is_cut = units >= self.first and (units - self.first) % self.period == 0
+        return whole * self.unit + rest * is_cut
+
+    def stride(self, side: Residue) -> tuple[int, int]:
+        """The first of them among the units that a side keeps, and how many units of it each takes."""
+        return (self.first - side.rank) // side.context, self.period // side.context
+
+
+def shared_tokens(one: Residue, other: Residue) -> SharedTokens | None:
+    """The tokens that are in both; None for none. Where both are divided, it is by equal ``interleave``."""
+    unit = max((side.interleave for side in (one, other) if side.context > 1), default=1)
+    gap, common = other.rank - one.rank, math.gcd(one.context, other.context)
+    if gap % common:
+        return None
+    # The first unit whose number has both remainders.
+    rest = other.context // common
+    turns = gap // common * pow(one.context // common, -1, rest) % rest
+    return SharedTokens(unit, one.rank + one.context * turns, one.context * rest)
+
+
 class Shard(NamedTuple):
-    """The layers that a rank owns, by number, and the heads of each."""
+    """The layers that a rank owns, by number, the heads of each, and the tokens."""
 
     layers: range
     heads: HeadInterval
+    tokens: Residue = Residue()
 
     def shares(self, other: Shard) -> bool:
         """Some bytes are in both."""
+        if shared_tokens(self.tokens, other.tokens) is None:
+            return False
         layers = range(max(self.layers.start, other.layers.start), min(self.layers.stop, other.layers.stop))
         return bool(layers) and len(self.heads.intersect(other.heads)) > 0
 
@@ -47,19 +90,27 @@ class Topology(NamedTuple):
     """How a node divides its cache over its ranks, which are numbered pipeline rank by pipeline rank.
 
     ``stages`` is the first layer of each pipeline rank; the last one owns all from there on, those of a draft
-    model too. Within a pipeline rank heads are divided over ``tensor`` ranks.
+    model too. Within a pipeline rank heads are divided over ``tensor`` ranks; of those with the same heads
+    ``context`` keep tokens in turns of ``interleave``.
     """
 
     tensor: int = 1
     stages: tuple[int, ...] = (0,)
+    context: int = 1
+    interleave: int = 1
 
     @property
     def size(self) -> int:
         """Ranks in all."""
         return len(self.stages) * self.tensor
 
-    def refusal(self, rank: int) -> str | None:
+    def refusal(self, rank: int, num_heads: int | None) -> str | None:
         """Why no node can be divided like that and have this rank; None if it can."""
+        if self.context > 1 and self.tensor % (self.context * (num_heads or 1)):
+            return (
+                f"{self.tensor} tensor-parallel ranks with {num_heads or 1} heads do not have {self.context} "
+                "ranks of each, to keep tokens in turns"
+            )
         ascends = self.stages[0] == 0 and list(self.stages) == sorted(self.stages)
         if ascends and self.stages[-1] < _MOST_LAYERS and rank < self.size <= _MOST_RANKS:
             return None
@@ -77,7 +128,12 @@ class Topology(NamedTuple):
 
     def shard(self, rank: int, num_heads: int | None) -> Shard:
         """What a rank owns. Without ``num_heads`` all of a pipeline rank keep the same bytes (MLA)."""
-        return Shard(self.layers(rank), shard_heads(num_heads or 1, rank % self.tensor, self.tensor))
+        heads = shard_heads(num_heads or 1, rank % self.tensor, self.tensor)
+        return Shard(self.layers(rank), heads, self.tokens(rank))
+
+    def tokens(self, rank: int) -> Residue:
+        """The tokens that a rank keeps of the layers and heads that it owns."""
+        return Residue(self.context, rank % self.tensor % self.context, self.interleave)
 
     def owns(self, rank: int, layer: str) -> bool:
         """Whether a rank keeps a layer of this name; any that has one keeps a layer without a number."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-from kvconnect.cache.shard import layer_number
+from kvconnect.cache.shard import layer_number, shared_tokens
 from kvconnect.peer.messages import OTHER_WEIGHTS, CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard, card_refusal
+from kvconnect.plan.blocks import WHOLE, Share
 
 _MOST_GROUPS = 256
 
@@ -28,8 +31,9 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
     return (
         other_weights(ours.meaning, theirs.meaning)
         or card_refusal(theirs.table)
-        or theirs.meaning.topology.refusal(theirs.rank)
+        or theirs.meaning.topology.refusal(theirs.rank, theirs.meaning.num_heads)
         or _unnumbered(ours, theirs)
+        or _unlike_turns(ours, theirs)
     )
 
 
@@ -45,18 +49,48 @@ def _unnumbered(ours: Introduction, theirs: Introduction) -> str | None:
     return None
 
 
+def _unlike_turns(ours: Introduction, theirs: Introduction) -> str | None:
+    """Why blocks cannot be matched that ranks keep in turns, where the two sides differ in that."""
+    sides = [side.meaning for side in (theirs, ours)]
+    contexts = [[side.context, side.interleave] for side in sides]
+    if contexts[0] == contexts[1]:
+        return None
+    units = {unit for context, unit in contexts if context > 1}
+    period, what = math.lcm(*(context for context, _ in contexts)), "[context-parallel ranks, tokens in turn]"
+    if len(units) > 1:
+        return f"{what} differ: {contexts[0]} asks {contexts[1]}; accepted: turns of equal length"
+    for side in (theirs, ours):
+        for group in side.table.groups if side.meaning.context < period else ():
+            tokens = group.block_tokens * group.blocks_per_kv_block
+            if tokens not in units or group.is_state or not group.rule.sees_all:
+                return (
+                    f"{what} differ: {contexts[0]} asks {contexts[1]}, and cache group {group.group} of "
+                    f"{side.engine_id!r} has blocks of {tokens} tokens ({group.retention}); accepted: blocks "
+                    "of one turn, of layers that see all tokens"
+                )
+    return None
+
+
+def source_share(source: Introduction, target: Introduction) -> Share:
+    """What a rank of P and one of D both keep, for that of P."""
+    own, theirs = (side.meaning.topology.tokens(side.rank) for side in (source, target))
+    shared = shared_tokens(own, theirs)
+    return WHOLE if shared is None or own.context == theirs.context == 1 else Share(shared, own)
+
+
+def target_share(source: Introduction, target: Introduction) -> Share:
+    """The same for that of D, which other ranks of P have other layers for, or other ranks of D."""
+    is_divided = len(target.meaning.topology.stages) > 1
+    groups = range(_MOST_GROUPS) if is_divided else target.table.geometry()
+    elsewhere = frozenset(groups) - {region.group for region in wanted_card(source, target).regions}
+    return source_share(target, source)._replace(elsewhere=elsewhere)
+
+
 def wanted_card(source: Introduction, target: Introduction) -> TableCard:
     """What a rank of D keeps of the layers that a rank of P owns."""
     topology, table = source.meaning.topology, target.table
     regions = tuple(region for region in table.regions if topology.owns(source.rank, region.layer))
     return msgspec.structs.replace(table, regions=regions)
-
-
-def groups_elsewhere(source: Introduction, target: Introduction) -> frozenset[int]:
-    """Groups of which a rank of D wants nothing of a rank of P; those that other ranks of D have, too."""
-    is_divided = len(target.meaning.topology.stages) > 1
-    groups = range(_MOST_GROUPS) if is_divided else target.table.geometry()
-    return frozenset(groups) - {region.group for region in wanted_card(source, target).regions}
 
 
 def fills_windows(source: Introduction, target: Introduction) -> bool:

@@ -18,6 +18,7 @@ from kvconnect.plan.chunks import Chunk
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=256)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=256)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=65536)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Address = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
@@ -53,7 +54,7 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
 
     ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` names
     those that it runs with now. ``held_back`` are the last tokens of a prompt that P leaves to D.
-    ``tensor`` and ``stages`` need not be equal: see ``Topology``.
+    What divides the cache over ranks need not be equal: see ``Topology``.
     """
 
     model: str
@@ -62,11 +63,13 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     weights: str = ""
     held_back: Count = 0
     stages: Stages = (0,)
+    context: Ranks = 1
+    interleave: Tokens = 1
 
     @property
     def topology(self) -> Topology:
         """How this side's cache is divided over its ranks."""
-        return Topology(self.tensor, self.stages)
+        return Topology(self.tensor, self.stages, self.context, self.interleave)
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):

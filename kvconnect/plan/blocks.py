@@ -6,17 +6,52 @@ kernel blocks, so that logical sizes may differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.region_table import GroupGeometry
+from kvconnect.cache.shard import Residue, SharedTokens
 from kvconnect.errors import LayoutError
 from kvconnect.orders import GroupBlocks
 from kvconnect.runner_kit.block_table import BlockIds, expand_block_ids
 
 NULL_BLOCK = 0
+
+
+class Share(NamedTuple):
+    """What two ranks both keep of a request, seen from one: its blocks are numbered anew for their plans.
+
+    Of a side that keeps other ``tokens`` between these, each unit of them is a block. The cache groups
+    ``elsewhere`` are shared with other ranks.
+    """
+
+    tokens: SharedTokens
+    side: Residue
+    elsewhere: frozenset[int] = frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """Both keep all tokens."""
+        return self.tokens.period == 1
+
+    def of(self, groups: Sequence[GroupBlocks]) -> tuple[GroupBlocks, ...]:
+        """The blocks of a side that hold what both keep."""
+        start, step = self.tokens.stride(self.side)
+        made = []
+        for blocks in groups:
+            if blocks.group in self.elsewhere:
+                continue
+            first = max(0, div_ceil(blocks.first_block - start, step))
+            ids = blocks.block_ids[start + step * first - blocks.first_block :: step]
+            made.append(GroupBlocks(blocks.group, first, ids))
+        return tuple(made)
+
+
+WHOLE = Share(SharedTokens(1, 0, 1), Residue())
 
 
 @dataclass(frozen=True)

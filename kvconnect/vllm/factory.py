@@ -25,7 +25,7 @@ from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
-from kvconnect.vllm.meaning import finest, fingerprint, head_counts, topology
+from kvconnect.vllm.meaning import context_ranks, finest, fingerprint, head_counts, topology
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -77,7 +77,7 @@ def make_scheduler_half(
         )
         transfer = SchedulerConnector.configured(
             config,
-            scheduler_config(kv_cache_config),
+            scheduler_config(kv_cache_config, context_ranks(vllm_config)),
             traits,
             directory=tuple(meta.address for meta in workers.values() if meta.address is not None),
             environ=os.environ,
@@ -154,6 +154,8 @@ def make_worker_half(
                 num_heads=finest(vllm_config, cache),
                 tensor=ranks.tensor,
                 stages=ranks.stages,
+                context=ranks.context,
+                interleave=ranks.interleave,
                 weights=weights,
                 held_back=held_back(kv_cache_config, lookahead),
             )

@@ -7,7 +7,7 @@ vLLM's is asked only what kind of layer it is: fields change, and the scheduler'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,18 +134,21 @@ def running_states(kv_cache_config: Any, block_ids: Sequence[Sequence[int]]) -> 
     return tuple(made)
 
 
-def scheduler_config(kv_cache_config: Any) -> KVCacheConfig:
-    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and left out."""
+def scheduler_config(kv_cache_config: Any, context_ranks: int = 1) -> KVCacheConfig:
+    """What the scheduler half reads: block sizes and kinds. Bytes are not known here, and left out.
+
+    A block holds the tokens of all ``context_ranks``, which keep them in turns.
+    """
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        block_size, spec = int(group.kv_cache_spec.block_size), group_spec(group)
+        block_size, spec = int(group.kv_cache_spec.block_size) * context_ranks, group_spec(group)
         kind: GroupSpec
         if index not in transferred_groups(kv_cache_config):
             kind = EncoderOnlySpec(block_size)
         elif is_state(spec):
             kind = StateSpec(block_size, ((1,),), (torch.int8,))
         else:
-            kind = _rows_by_head(spec, 1, 1, torch.int8)
+            kind = replace(_rows_by_head(spec, 1, 1, torch.int8), block_size=block_size)
         groups.append(KVCacheGroup(tuple(group.layer_names) or (f"group{index}",), kind))
     return KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
 

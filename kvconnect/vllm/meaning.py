@@ -67,7 +67,8 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
     tensor = vllm_config.parallel_config.tensor_parallel_size
     numbers = [number for number in map(layer_number, layers) if number is not None]
     _, *firsts = _of_stages(vllm_config, min(numbers, default=0))[::tensor]
-    made = Topology(tensor, (0, *firsts))
+    turn = int(getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1))
+    made = Topology(tensor, (0, *firsts), context_ranks(vllm_config), turn)
     for layer in layers:
         if not made.owns(rank, layer):
             raise ConfigError(
@@ -75,6 +76,11 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
                 f"{made.layers(rank).start}, all of them with {made.stages}; accepted: layers in order"
             )
     return made
+
+
+def context_ranks(vllm_config: VllmConfig) -> int:
+    """How many ranks with the same heads keep tokens in turns: a block is of so many times its tokens."""
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
 
 
 def finest(vllm_config: VllmConfig, cache: VllmCache) -> int | None:

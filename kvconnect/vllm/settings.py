@@ -12,6 +12,8 @@ import torch
 from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Naming
+from kvconnect.vllm.geometry import group_spec, scheduler_config
+from kvconnect.vllm.meaning import context_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
 
@@ -52,9 +54,10 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
     """Raise ``ConfigError`` for a setting under which KV would be lost or wrong, with what is accepted."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for name in ("decode_context", "prefill_context"):
-        if (value := getattr(parallel, f"{name}_parallel_size", 1)) > 1:
-            raise ConfigError(f"{name}_parallel_size is {value}, this version of kvconnect accepts 1")
+    if (value := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
+        raise ConfigError(f"prefill_context_parallel_size is {value}, this version of kvconnect accepts 1")
+    if context_ranks(vllm_config) > 1:
+        _refuse_turns(vllm_config, kv_cache_config, config)
     speculative = vllm_config.speculative_config
     ask_modules = getattr(speculative, "use_multi_module_mtp", None)
     says_lookahead = hasattr(vllm_config, "num_prefill_lookahead_tokens")
@@ -77,6 +80,25 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
         _refuse_sleep(vllm_config.model_config, config)
     if config.extra.offload is not None:
         check_blocks(kv_cache_config, hash_block_tokens(vllm_config, kv_cache_config))
+
+
+def _refuse_turns(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:
+    """Raise ``ConfigError`` where not all of a cache is kept token by token in turns, or it is kept below."""
+    count = f"decode_context_parallel_size is {context_ranks(vllm_config)}"
+    if config.extra.offload is not None:
+        raise ConfigError(f"{count}, with which this version of kvconnect accepts no offload")
+    groups = scheduler_config(kv_cache_config).groups
+    for index, (theirs, ours) in enumerate(zip(kv_cache_config.kv_cache_groups, groups, strict=True)):
+        specs = [group_spec(theirs, layer) for layer in theirs.layer_names]
+        is_even = all(getattr(spec, "tokens_per_state", 1) == 1 for spec in specs)
+        is_divided = all(getattr(spec, "dcp_sharded", True) for spec in specs)
+        if ours.is_state or not (ours.retention.sees_all and is_even and is_divided):
+            kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+            raise ConfigError(
+                f"{count}, and cache group {index} has layers whose tokens ranks do not keep in turns "
+                f"({kinds}); accepted: attention that sees all tokens, a row for each, and no draft model "
+                "that every rank keeps whole"
+            )
 
 
 def _refuse_sleep(model_config: Any, config: TransferConfig) -> None:
@@ -130,7 +152,9 @@ def computes_prompts_whole(vllm_config: VllmConfig) -> bool:
 def usable_naming(vllm_config: VllmConfig, config: TransferConfig, naming: Naming | None) -> Naming | None:
     """How other nodes are asked for KV by name; None, and a warning where some are configured: not at all."""
     reason = ""
-    if naming is None:
+    if context_ranks(vllm_config) > 1:
+        naming, reason = None, "its ranks keep tokens in turns"
+    elif naming is None:
         reason = (
             "its block hashes begin with a number of each process's own, or not all of its cache is kept "
             "under them. Set PYTHONHASHSEED to the same number on all servers, or prefix_caching_hash_algo "

@@ -144,7 +144,7 @@ class FetchService:
             self._calibrate(way, pending.link, now)
             return
         self._announce(way, peer, inbound, pending.link)
-        if streamed and way.packer is None:
+        if streamed and not way.streams:
             self._wait(pending, now)
             return
         consumer = (peer.engine_id, peer.incarnation, peer.rank)
@@ -218,7 +218,7 @@ class FetchService:
         lease, inbound = self._book.get(early.fetch.handle), self._inbound_peers.get(early.link)
         if lease is None or lease.hold is not None:
             return lease if lease is not None and lease.is_computed() else None
-        if inbound is None or (inbound.way is not None and inbound.way.packer is None):
+        if inbound is None or (inbound.way is not None and not inbound.way.streams):
             return None
         lease.advance()
         return lease if early.first_tokens <= lease.ready_tokens else None
@@ -268,9 +268,12 @@ class FetchService:
         if packer is not None:
             check_chunks(fetch, packer.chunker, way.slot_bytes)
         capabilities, pool = self._local.engine.capabilities, self._local.send
-        held = source.hold.groups if source.hold is not None else None
-        if packer is not None and (held is None or link is None or way.prefers_packed(held, fetch)):
-            supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks)
+        num_tokens = way.share.tokens.count(fetch.num_tokens)
+        held = way.share.of(source.hold.groups) if source.hold is not None else None
+        if packer is not None and (
+            held is None or link is None or way.prefers_packed(held, fetch, num_tokens)
+        ):
+            supply = ChunkSupply(source, packer, self._local.table.groups, fetch.chunks, way.share)
             most_bytes = min(pool.slot_bytes, capabilities.max_bytes)
             if supply.largest_bytes > most_bytes:
                 raise PeerError(f"a chunk has {supply.largest_bytes} bytes, a slot here has {most_bytes}")
@@ -282,7 +285,7 @@ class FetchService:
             raise LayoutError("a prefill under way is sent over the packed path only")
         if link is None:
             raise LayoutError(f"the peer opens no path that can be used here ({way.closed})")
-        plan = make_plan(link, held, fetch.groups, fetch.num_tokens)
+        plan = make_plan(link, held, fetch.groups, num_tokens)
         max_bytes = min(capabilities.max_bytes, self._config.max_batch_bytes)
         return PageOutbox(plan.batches(capabilities.max_copies, max_bytes), plan.copies)
 

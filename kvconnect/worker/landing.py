@@ -19,7 +19,6 @@ from kvconnect.pack.batches import PackTicket, StagedChunk
 from kvconnect.pack.packer import Packer
 from kvconnect.peer.loss import Quarantine
 from kvconnect.peer.messages import CreditGrant, CreditRequest, Grant, Landed, Message, Written
-from kvconnect.plan.chunks import Chunk
 from kvconnect.timeline import Moment
 from kvconnect.worker.slots import Slot, SlotEvent, SlotPool
 
@@ -120,15 +119,15 @@ class LandingBay:
         return len(self._landings)
 
     def open(
-        self, transfer_id: int, load: LoadRecord, chunks: Sequence[Chunk], packer: Packer, link: RankLink
+        self,
+        transfer_id: int,
+        load: LoadRecord,
+        staged: Sequence[StagedChunk],
+        packer: Packer,
+        link: RankLink,
     ) -> tuple[Landing, tuple[Grant, ...]]:
-        """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none.
-
-        Raises:
-            LayoutError: a chunk needs blocks that the request does not have.
-        """
-        staged = packer.stage(load.order.groups, chunks, load.order.num_tokens)
-        holder, count = link.peer.address, len(chunks)
+        """Prepare for the chunks of a fetch, and grant it slots at once, perhaps none."""
+        holder, count = link.peer.address, len(staged)
         landing = Landing(
             transfer_id, load.order.handle, holder, link.name, packer, staged, load.is_unused, count, count
         )

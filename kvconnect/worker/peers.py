@@ -20,13 +20,14 @@ from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
 from kvconnect.orders import RankAddress
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.agreement import fills_windows, groups_elsewhere
+from kvconnect.peer.agreement import fills_windows, target_share
 from kvconnect.peer.allow_list import AllowList, same_host
 from kvconnect.peer.channel import Channel
 from kvconnect.peer.loss import PeerLoss
 from kvconnect.peer.messages import Introduction, Message, Release, Side
 from kvconnect.peer.session import Event, Ready, Session, State
 from kvconnect.peer.transport import Transport
+from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import RequestCutter
 from kvconnect.worker.breaker import Breaker
 from kvconnect.worker.loads import PeerKey
@@ -48,9 +49,8 @@ PackedPath = tuple[RequestCutter, Packer]
 class RankLink:
     """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
-    ``was_met`` once it has introduced itself; cache groups ``elsewhere`` are not its. Its clock is ahead
-    of ours by ``clock_ahead_s`` at least: by more, as far as its greeting was slow. ``found`` is what carries
-    its bytes to us, as reported; ``refusal`` is why settings refuse it. ``is_ragged``: see ``Results``.
+    ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
+    ``found`` is what carries its bytes; ``refusal`` is why settings refuse it. ``is_ragged``: see ``Results``.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RankLink:
     packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
     was_met: bool = False
-    elsewhere: Container[int] = ()
+    share: Share = WHOLE
     found: Transport | None = None
     refusal: str = ""
     is_ragged: bool = False
@@ -262,7 +262,7 @@ class Peers:
                 return refusal
             peer.directory, peer.lease_s, peer.was_met = ready.directory, ready.lease_s, True
             _match_ranks(peer, link.session.ours, topology)
-        link.elsewhere = groups_elsewhere(introduction, link.session.ours)
+        link.share = target_share(introduction, link.session.ours)
         link.clock_ahead_s = ready.clock_s - now
         link.is_ragged = not fills_windows(introduction, link.session.ours)
         peer.breaker.met()

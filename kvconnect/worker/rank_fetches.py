@@ -79,7 +79,7 @@ class RankFetches:
     def ask(self, fetch: RankFetch, link: RankLink, now: float) -> None:
         """Ask a rank for its part of a load, or fail the load."""
         load, order, transfer_id = fetch.load, fetch.load.order, next(self._transfer_ids)
-        groups = tuple(blocks for blocks in order.groups if blocks.group not in link.elsewhere)
+        groups = link.share.of(order.groups)
         try:
             chunks, grants = self._open(fetch, link, transfer_id, groups)
         except LayoutError as error:
@@ -130,10 +130,12 @@ class RankFetches:
             return (), ()
         cutter, packer = packed
         try:
-            chunks = cutter.cut(groups, order.num_tokens)
+            num_tokens = link.share.tokens.count(order.num_tokens)
+            chunks = cutter.cut(groups, num_tokens)
             if not chunks:
                 return (), ()
-            fetch.landing, grants = self.bay.open(transfer_id, fetch.load, chunks, packer, link)
+            staged = packer.stage(groups, chunks, num_tokens)
+            fetch.landing, grants = self.bay.open(transfer_id, fetch.load, staged, packer, link)
         except LayoutError as error:
             if not is_direct_open:
                 raise

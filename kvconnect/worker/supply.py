@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvconnect.cache.region_table import GroupGeometry
 from kvconnect.pack.batches import StagedChunk
 from kvconnect.pack.packer import Packer
+from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.chunks import Chunk
 from kvconnect.worker.leases import Lease
 
@@ -28,7 +29,12 @@ class ChunkSupply:
     """
 
     def __init__(
-        self, lease: Lease, packer: Packer, geometry: Sequence[GroupGeometry], chunks: Sequence[Chunk]
+        self,
+        lease: Lease,
+        packer: Packer,
+        geometry: Sequence[GroupGeometry],
+        chunks: Sequence[Chunk],
+        share: Share = WHOLE,
     ) -> None:
         self.count = len(chunks)
         self._lease = lease
@@ -44,8 +50,8 @@ class ChunkSupply:
         self._states = {stream.target_group for stream in streams if stream.is_state}
         if lease.hold is not None:
             # A packer takes it that one token is computed again.
-            num_tokens = lease.num_tokens + 1 - lease.replay
-            self._staged = packer.stage(lease.hold.groups, chunks, num_tokens)
+            num_tokens = share.tokens.count(lease.num_tokens) + 1 - lease.replay
+            self._staged = packer.stage(share.of(lease.hold.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
             rows: dict[int, int] = {}

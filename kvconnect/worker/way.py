@@ -16,10 +16,11 @@ from kvconnect.errors import LayoutError
 from kvconnect.metrics import Metrics
 from kvconnect.orders import GroupBlocks
 from kvconnect.pack.packer import Packer
-from kvconnect.peer.agreement import wanted_card
+from kvconnect.peer.agreement import source_share, wanted_card
 from kvconnect.peer.messages import Fetch, Introduction
 from kvconnect.peer.transport import Transport
 from kvconnect.plan.align import TableAlignment, TableCard, align_tables
+from kvconnect.plan.blocks import WHOLE, Share
 from kvconnect.plan.cost import LinkCost, fit
 from kvconnect.plan.transfer import plan_size
 from kvconnect.worker.calibration import ProbeOutbox, typical_page_bytes
@@ -39,6 +40,7 @@ class Way:
     ``kept_packer`` makes, once, what packs rows of host memory, and raises ``LayoutError`` where these do not
     travel as blocks do. ``traffic`` is what had left this machine when the calibration began, ``found`` what
     that showed, or the engine's own words without one, and ``meter`` follows it from the first fetch on.
+    Both sides keep ``share``.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Way:
     traffic: Traffic = field(default_factory=Traffic)
     found: Transport = field(default_factory=lambda: Transport("unknown"))
     meter: LinkMeter | None = None
+    share: Share = WHOLE
+
+    @property
+    def streams(self) -> bool:
+        """A prefill can be sent while it is computed: its tokens are counted as here."""
+        return self.packer is not None and self.share.is_whole
 
     @property
     def open(self) -> str:
@@ -64,12 +72,12 @@ class Way:
         """Why each path that is closed is."""
         return "; ".join(f"{path}: {why}" for path, why in self.refusals.items())
 
-    def prefers_packed(self, held: tuple[GroupBlocks, ...], fetch: Fetch) -> bool:
+    def prefers_packed(self, held: tuple[GroupBlocks, ...], fetch: Fetch, num_tokens: int) -> bool:
         """Whether a request is cheaper by slots than page by page, where both are open."""
         if self.direct is None or self.packer is None:
             return self.direct is None
         cost = self.cost or LinkCost()
-        direct = plan_size(self.direct, held, fetch.groups, fetch.num_tokens)
+        direct = plan_size(self.direct, held, fetch.groups, num_tokens)
         packed_bytes = sum(self.packer.chunker.place(chunk).total_bytes for chunk in fetch.chunks)
         return cost.choose(direct.copies, direct.total_bytes, packed_bytes, len(fetch.chunks)) == "packed"
 
@@ -118,6 +126,7 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
     """
     way = Way(f"{owner_name(peer)}/{hashlib.blake2b(peer.engine_card, digest_size=6).hexdigest()}")
     way.slot_bytes = min(ours.slot_bytes, peer.slot_bytes)
+    way.share = source_share(ours, peer)
     if config.path == "packed":
         way.refusals["direct"] = "this node's path is 'packed'"
     else:

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.shard import (
     HeadInterval,
+    Residue,
     Topology,
     consumer_ranks,
     layer_number,
     partner_ranks,
     shard_heads,
+    shared_tokens,
 )
 from kvconnect.errors import LayoutError
 
@@ -138,5 +140,31 @@ def test_a_rank_outside_its_world_is_an_error():
     ],
 )
 def test_topologies_that_no_node_can_have_are_refused(topology, rank):
-    assert "is in no world" in topology.refusal(rank)
-    assert Topology(2, (0, 4)).refusal(3) is None
+    assert "is in no world" in topology.refusal(rank, None)
+    assert Topology(2, (0, 4)).refusal(3, None) is None
+
+
+@given(
+    st.integers(1, 4).flatmap(lambda c: st.tuples(st.just(c), st.integers(0, c - 1))),
+    st.integers(1, 4).flatmap(lambda c: st.tuples(st.just(c), st.integers(0, c - 1))),
+    st.integers(1, 5),
+    st.integers(0, 80),
+)
+def test_the_tokens_that_two_residues_share(one, other, unit, num_tokens):
+    """Counted and numbered one by one."""
+    residues = [Residue(context, rank, unit) for context, rank in (one, other)]
+    kept = [[t for t in range(num_tokens) if t // unit % side.context == side.rank] for side in residues]
+    both = [token for token in kept[0] if token in kept[1]]
+    shared = shared_tokens(*residues)
+    if shared is None:
+        assert not both
+        return
+    assert shared.count(num_tokens) == len(both)
+    if one[0] == other[0] == 1:
+        return
+    for side, own in zip(residues, kept, strict=True):
+        start, step = shared.stride(side)
+        # Where the units of what is shared lie among the units of what a side has.
+        assert [own[index * unit : (index + 1) * unit] for index in range(start, len(own), step)][
+            : -(-len(both) // unit)
+        ] == [both[at : at + unit] for at in range(0, len(both), unit)]

@@ -38,6 +38,7 @@ def vllm_config(algorithm=ALGORITHM):
     return SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        parallel_config=SimpleNamespace(),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import ConfigError
-from kvconnect.vllm import meaning
+from kvconnect.vllm import meaning, settings
+from kvconnect.vllm.geometry import scheduler_config
 
 
 def layers(*numbers: int) -> list[str]:
@@ -38,3 +39,49 @@ def test_a_pipeline_rank_begins_with_the_first_layer_that_it_has(monkeypatch):
 def test_layers_that_do_not_follow_each_other_are_refused_by_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"rank 0 has layer 'model.layers.2.self_attn.attn'.*\(0, 1\)"):
         found(monkeypatch, 1, layers(0, 2), layers(1, 3))
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+def turns(spec, offload=None, **parallel):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(),
+        speculative_config=None,
+        model_config=SimpleNamespace(),
+    )
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
+    groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
+    settings.refuse_unsupported(config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload)))
+    return scheduler_config(groups, meaning.context_ranks(config)).groups[0].block_size
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def test_a_block_of_ranks_that_take_turns_is_of_the_tokens_of_all():
+    assert turns(MLAAttentionSpec(block_size=64), decode_context_parallel_size=4) == 256
+    assert turns(MLAAttentionSpec(block_size=64)) == 64
+
+
+@pytest.mark.parametrize(
+    ("spec", "more", "reason"),
+    [
+        (SlidingWindowSpec(block_size=16, sliding_window=64), {}, "SlidingWindowSpec.*sees all tokens"),
+        (MambaSpec(block_size=16, shapes=((4,),)), {}, "cache group 0 has layers .*MambaSpec"),
+        (MLAAttentionSpec(block_size=64, dcp_sharded=False), {}, "no draft model"),
+        (MLAAttentionSpec(block_size=64, tokens_per_state=4), {}, "a row for each"),
+        (MLAAttentionSpec(block_size=64), {"offload": object()}, "is 2, with which .* no offload"),
+        (MLAAttentionSpec(block_size=64), {"prefill_context_parallel_size": 2}, "prefill_context.* is 2"),
+    ],
+)
+def test_what_ranks_do_not_keep_in_turns_is_refused(spec, more, reason):
+    with pytest.raises(ConfigError, match=reason):
+        turns(spec, decode_context_parallel_size=2, **more)

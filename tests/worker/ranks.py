@@ -67,7 +67,8 @@ class Ranks:
             ends = [*topology.stages[1:], len(self.model.all_names)]
             names = self.model.all_names[topology.stages[stage] : ends[stage]]
             seed = 1000 * rank + len(engine_id)
-            cache = ShapedCache(self.model, shape, num_blocks, heads, seed, names)
+            turns = topology.context, rank % topology.tensor % topology.context, topology.interleave
+            cache = ShapedCache(self.model, shape, num_blocks, heads, seed, names, turns)
             worker = FakeWorker(
                 engine_id,
                 num_blocks,
@@ -76,6 +77,7 @@ class Ranks:
                 rank=rank,
                 world_size=topology.tensor,
                 stages=topology.stages,
+                turns=(topology.context, topology.interleave),
                 cache=cache,
                 num_heads=self.model.num_heads,
                 slot_bytes=slot_bytes,
@@ -94,7 +96,7 @@ class Ranks:
             if kind == "state":
                 made[kind] = GroupBlocks(group, 0, (self._unused[side].pop(),))
                 continue
-            tokens = shape.block[kind]
+            tokens = shape.block[kind] * worker.cache.turns[0]
             first = known_tokens // tokens
             visible = num_tokens - self.model.window if kind == "window" and drop else 0
             ids = tuple(

@@ -111,7 +111,10 @@ class Truth:
 
 
 class ShapedCache:
-    """One rank's cache, every byte of it random. ``heads`` are those that it keeps, of ``names`` or all."""
+    """One rank's cache, every byte of it random. ``heads`` are those that it keeps, of ``names`` or all.
+
+    ``turns``: of so many ranks it is this one, and each keeps so many tokens in turn, of a block of all.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,9 @@ class ShapedCache:
         heads: HeadInterval,
         seed: int,
         names: Sequence[str] | None = None,
+        turns: tuple[int, int, int] = (1, 0, 1),
     ) -> None:
+        self.turns = turns
         self.model, self.shape, self.heads = model, shape, heads
         self._names = model.all_names if names is None else names
         self.tensors, groups = {}, []
@@ -177,9 +182,17 @@ class ShapedCache:
         """K or V of one token and head; a view, or None where no block is."""
         kind = kind_of(name)
         block_tokens, kernel = self.shape.block[kind], self.shape.kernel[kind]
-        index = token // block_tokens - blocks.first_block
+        context, turn, interleave = self.turns
+        index = token // (block_tokens * context) - blocks.first_block
         if not 0 <= index < len(blocks.block_ids) or not blocks.block_ids[index]:
             return None
+        if context > 1:
+            # One by one: those of this block that are this rank's.
+            whole = range(token // (block_tokens * context) * block_tokens * context, token + 1)
+            own = [other for other in whole if other // interleave % context == turn]
+            if token not in own:
+                return None
+            token = len(own) - 1
         at = {
             "block": blocks.block_ids[index] * (block_tokens // kernel) + token % block_tokens // kernel,
             "token": token % kernel,

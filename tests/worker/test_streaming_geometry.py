@@ -62,7 +62,8 @@ class SteppedPrefill:
                     for head in heads:
                         for plane in range(rows.shape[2]):
                             row = cache.row(name, self.blocks[kind], token, head, plane)
-                            row[:] = rows[token, head, plane]
+                            if row is not None:
+                                row[:] = rows[token, head, plane]
         self.computed = max(self.computed, stop)
 
     def to(self, stop: int) -> None:
