@@ -131,8 +131,9 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
             if partner in sources:
                 ends = sources[partner].description, targets[rank].description
                 introduced = [end.introduction for end in ends]
-                if refusal := disagreement(*introduced):
-                    yield failure("ranks", f"ranks {partner} > {rank}: {refusal}", "restart the nodes")
+                meanings = [(one.meaning.topology, one.rank, one.meaning.num_heads) for one in introduced]
+                if refusals := list(filter(None, (where.refusal(*of) for where, *of in meanings))):
+                    yield failure("ranks", refusals[0], "restart the nodes")
                     continue
                 cards = introduced[0].table, wanted_card(*introduced)
                 paths = paths_between(*map(_path_end, ends, cards), convert=facts.extra.convert_dtype)

@@ -50,7 +50,7 @@ class RankLink:
     """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
 
     ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
-    ``found`` is what carries its bytes; ``refusal`` is why settings refuse it. ``is_ragged``: see ``Results``.
+    ``found`` is what carries its bytes, ``refusal`` why settings refuse it. ``is_ragged``: see ``Results``.
     """
 
     name: str
