@@ -9,11 +9,12 @@ runs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from kvconnect.node.attention import StepContext, attend_rows
+from kvconnect.node.attention import AttentionPages, RequestStates, StepContext, attend_rows
 from kvconnect.node.cache import NodeCache
 from kvconnect.node.models.base import Model, ModelOutput
 from kvconnect.node.request import Step
@@ -22,8 +23,41 @@ from kvconnect.node.request import Step
 WARM_UP_RUNS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodeStates(RequestStates):
+    """Where ``used`` is False nothing is stored."""
+
+    used: torch.Tensor
+
+    def write(self, states: Sequence[torch.Tensor]) -> None:
+        """See ``RequestStates``."""
+        pages, ids = self.pages.pages, self.block_ids
+        held = pages[ids]
+        super().write(states)
+        pages[ids] = torch.where(self.used[:, None], pages[ids], held)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeStep(StepContext):
-    """One token for each row of the tables, all of which attend at once."""
+    """One token for each row of the tables, all of which attend at once. Rows not ``used`` store nothing."""
+
+    used: torch.Tensor
+
+    def states(self, layer: str) -> Iterator[RequestStates]:
+        """See ``StepContext``."""
+        for one in super().states(layer):
+            yield DecodeStates(one.span, one.pages, one.block_ids, one.begins, used=self.used)
+
+    def _store(self, layer: str, keys: torch.Tensor, values: torch.Tensor | None) -> AttentionPages:
+        pages, places = self.cache.pages[layer], self._slots[self.cache.group_of[layer]]
+        assert isinstance(pages, AttentionPages)
+        kinds = [kind for kind in (pages.keys, pages.values) if kind is not None]
+        held = [kind.read(*places) for kind in kinds]
+        super()._store(layer, keys, values)
+        for kind, before in zip(kinds, held, strict=True):
+            rows = torch.where(self.used[:, None], kind.read(*places), before)
+            kind.write(*places, rows.view(-1, *kind.pages.shape[2:]))
+        return pages
 
     def attend(
         self,
@@ -64,7 +98,7 @@ def decode_step(cache: NodeCache, positions: torch.Tensor) -> StepContext:
     count = len(positions)
     rows = torch.arange(count, device=positions.device)
     tables = {group: cache.tables.batch_table(group)[:count] for group in cache.kernel_block_sizes}
-    return DecodeStep(cache, positions, tables, rows, [(slice(0, count), rows)], used)
+    return DecodeStep(cache, positions, tables, rows, [(slice(0, count), rows)], used=used)
 
 
 class Decoder:

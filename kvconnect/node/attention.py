@@ -32,22 +32,10 @@ class PagedRows:
 
     pages: torch.Tensor
 
-    def write(
-        self,
-        kernel_ids: torch.Tensor,
-        offsets: torch.Tensor,
-        rows: torch.Tensor,
-        used: torch.Tensor | None = None,
-    ) -> None:
-        """Store ``rows`` of shape ``(n, heads, width)`` at ``offsets`` of the pages ``kernel_ids``.
-
-        Where ``used`` of shape ``(n,)`` is False the page keeps what it has.
-        """
+    def write(self, kernel_ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store ``rows`` of shape ``(n, heads, width)`` at ``offsets`` of the pages ``kernel_ids``."""
         bits = self._as_bits()
-        new = rows.to(self.pages.dtype).view(bits.dtype)
-        if used is not None:
-            new = torch.where(used[:, None, None], new, bits[kernel_ids, offsets])
-        bits[kernel_ids, offsets] = new
+        bits[kernel_ids, offsets] = rows.to(self.pages.dtype).view(bits.dtype)
 
     def read(self, kernel_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Single rows as they are kept, flat: ``(n, heads * width)``."""
@@ -92,14 +80,13 @@ class RequestStates:
 
     ``span``: their tokens in the batch, request by request. ``block_ids`` of shape ``(n,)`` hold their
     states, and ``begins`` those whose first token is computed: whatever their block holds, their state is
-    zero. Where ``used`` is False nothing is stored.
+    zero.
     """
 
     span: slice
     pages: StatePages
     block_ids: torch.Tensor
     begins: torch.Tensor
-    used: torch.Tensor | None
 
     def read(self) -> list[torch.Tensor]:
         """Copies of the states, each of shape ``(n, *shape)``."""
@@ -117,10 +104,7 @@ class RequestStates:
             state.to(dtype).flatten(1).contiguous().view(torch.int8)
             for state, dtype in zip(states, self.pages.dtypes, strict=True)
         ]
-        new = torch.cat(parts, 1)
-        if self.used is not None:
-            new = torch.where(self.used[:, None], new, self.pages.pages[self.block_ids])
-        self.pages.pages[self.block_ids] = new
+        self.pages.pages[self.block_ids] = torch.cat(parts, 1)
 
 
 @dataclass(frozen=True)
@@ -216,7 +200,6 @@ class StepContext:
         positions: of shape ``(tokens,)``.
         tables: kernel block ids by group; the row of each token in them is in ``rows``.
         runs: requests that compute equally many tokens: their tokens in the batch, and their table rows.
-        used: where False, nothing is stored.
     """
 
     cache: NodeCache
@@ -224,13 +207,12 @@ class StepContext:
     tables: Mapping[int, torch.Tensor]
     rows: torch.Tensor
     runs: Sequence[tuple[slice, torch.Tensor]]
-    used: torch.Tensor | None = None
     _slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for group, size in self.cache.kernel_block_sizes.items():
             if group not in self.cache.state_groups:
-                # A padded token has no slot: with ``used`` the null block keeps what it has.
+                # A padded token has no slot, and is given one of the null block.
                 slots = self.cache.tables.slots(group)[: len(self.positions)].clamp(min=0)
                 self._slots[group] = slots // size, slots % size
 
@@ -242,7 +224,7 @@ class StepContext:
         table = self.tables[self.cache.group_of[layer]]
         for span, rows in self.runs:
             begins = self.positions[span].view(len(rows), -1)[:, 0] == 0
-            yield RequestStates(span, pages, table[rows, 0].long(), begins, self.used)
+            yield RequestStates(span, pages, table[rows, 0].long(), begins)
 
     def attend(
         self,
@@ -279,9 +261,9 @@ class StepContext:
         if not isinstance(pages, AttentionPages):
             raise TypeError(f"layer {layer!r} keeps no rows by token")
         kernel_ids, offsets = self._slots[self.cache.group_of[layer]]
-        pages.keys.write(kernel_ids, offsets, keys, self.used)
+        pages.keys.write(kernel_ids, offsets, keys)
         if pages.values is not None and values is not None:
-            pages.values.write(kernel_ids, offsets, values, self.used)
+            pages.values.write(kernel_ids, offsets, values)
         return pages
 
 
