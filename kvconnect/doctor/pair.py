@@ -12,7 +12,7 @@ from kvconnect.doctor.facts import Facts, Probes
 from kvconnect.doctor.findings import Finding, failure, failure_if, warning, well
 from kvconnect.errors import KVConnectError
 from kvconnect.explain.paths import PathEnd, paths_between
-from kvconnect.peer.agreement import disagreement, other_weights, wanted_card
+from kvconnect.peer.agreement import disagreement, other_weights, rank_refusal, wanted_card
 from kvconnect.peer.asking import TimedDescription
 from kvconnect.peer.description import Description
 from kvconnect.peer.messages import PROTOCOL_VERSION
@@ -131,8 +131,7 @@ def _agreement(facts: Facts, pair: Pair) -> Iterator[Finding]:
             if partner in sources:
                 ends = sources[partner].description, targets[rank].description
                 introduced = [end.introduction for end in ends]
-                meanings = [(one.meaning.topology, one.rank, one.meaning.num_heads) for one in introduced]
-                if refusals := list(filter(None, (where.refusal(*of) for where, *of in meanings))):
+                if refusals := list(filter(None, map(rank_refusal, introduced))):
                     yield failure("ranks", refusals[0], "restart the nodes")
                     continue
                 cards = introduced[0].table, wanted_card(*introduced)

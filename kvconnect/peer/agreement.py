@@ -31,10 +31,15 @@ def disagreement(ours: Introduction, theirs: Introduction) -> str | None:
     return (
         other_weights(ours.meaning, theirs.meaning)
         or card_refusal(theirs.table)
-        or theirs.meaning.topology.refusal(theirs.rank, theirs.meaning.num_heads)
+        or rank_refusal(theirs)
         or _unnumbered(ours, theirs)
         or _unlike_turns(ours, theirs)
     )
+
+
+def rank_refusal(rank: Introduction) -> str | None:
+    """Why no node can have such a rank; None if one can."""
+    return rank.meaning.topology.refusal(rank.rank, rank.meaning.num_heads)
 
 
 def _unnumbered(ours: Introduction, theirs: Introduction) -> str | None:
