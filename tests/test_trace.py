@@ -73,7 +73,7 @@ def test_clocks_are_aligned_so_that_no_message_comes_before_it_is_sent(given_loa
     requests = join(aligned)
     assert [request.name for request in requests] == [f"d-h{number}" for number in range(len(lengths))]
     for request, length in zip(requests, lengths, strict=True):
-        phases = request.phases
+        _, phases = request.load
         assert tuple(phases) == PHASES
         assert all(took >= 0 for took in phases.values())
         assert sum(phases.values()) == pytest.approx(length, abs=1e-6)
@@ -141,7 +141,7 @@ def test_a_request_that_a_half_knows_by_its_own_name_only_is_found_by_the_handle
     requests = join([Worker("P", 0, [queued, done, alone])])
     assert [(request.handle, request.name) for request in requests] == [("h", "p"), ("q", "q")]
     assert requests[0].records == {0: [queued, done]}
-    assert requests[0].phases is None
+    assert requests[0].load is None
     _, decode = load("h", 3.0, [1.0], 1)
     decode = [(*record[:3], record[3] and "z", *record[4:]) for record in decode]
     (loaded, _) = reversed(join([Worker("P", 0, [queued, done, alone]), Worker("D", 0, decode)]))

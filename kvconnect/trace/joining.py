@@ -84,39 +84,30 @@ class Request:
         return " ".join((*sorted(loading), *sorted(ids - loading))) or self.handle
 
     @property
-    def phases(self) -> dict[str, float] | None:
-        """How long in seconds each of ``PHASES`` took, which add up to the load; None if it is not all here.
+    def load(self) -> tuple[float, dict[str, float]] | None:
+        """When a worker took it, and how long in seconds each of ``PHASES`` took; None if it is not all here.
 
-        A phase that has no moment, as those of chunks where pages were moved directly, took no time.
+        They add up to the load. A phase that has no moment, as those of chunks where pages were moved
+        directly, took no time.
         """
         last: dict[str, float] = {}
-        began_at = math.inf
+        taken = [record[0] for record in self._all() if record[1] == Moment.LOAD_TAKEN]
         for record in self._all():
             last[record[1]] = max(record[0], last.get(record[1], -math.inf))
-            if record[1] == Moment.LOAD_TAKEN:
-                began_at = min(began_at, record[0])
-        if not math.isfinite(began_at) or Moment.REPORTED not in last:
+        if not taken or Moment.REPORTED not in last:
             return None
-        took, now = {}, began_at
+        took, now = {}, min(taken)
         for name, moment in _PHASES:
             # Where another moment came later already, as with a clock that is a little off, it took nothing.
             end = min(max(now, last.get(moment, now)), last[Moment.REPORTED])
             took[name], now = end - now, end
-        return took
+        return min(taken), took
 
     @property
     def interval(self) -> tuple[float, float]:
         """The first and the last that is known of it."""
         times = [record[0] for record in self._all()]
         return min(times), max(times)
-
-    def load_interval(self) -> tuple[float, float] | None:
-        """From when a worker took the load to when the last one reported it, if both are here."""
-        phases = self.phases
-        if phases is None:
-            return None
-        began_at = min(record[0] for record in self._all() if record[1] == Moment.LOAD_TAKEN)
-        return began_at, began_at + sum(phases.values())
 
     def _all(self) -> Iterable[Record]:
         return (record for records in self.records.values() for record in records)

@@ -90,9 +90,11 @@ def slowest(workers: Sequence[Worker], requests: Sequence[Request], most: int) -
     """
     loads = []
     for request in requests:
-        phases, interval = request.phases, request.load_interval()
-        if phases is not None and interval is not None:
-            loads.append((sum(phases.values()), request.name, phases, sum(late_s(workers, *interval))))
+        if request.load is not None:
+            began_at, phases = request.load
+            total = sum(phases.values())
+            late = sum(late_s(workers, began_at, began_at + total))
+            loads.append((total, request.name, phases, late))
     loads.sort(key=lambda load: (-load[0], load[1]))
     lines = ["".join(f"{column:>8}" for column in ("load", *PHASES, "late")) + "  request"]
     for total, name, phases, late in loads[:most]:
