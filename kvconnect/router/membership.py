@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvconnect.addresses import join_address, split_address
 from kvconnect.errors import ConfigError
-from kvconnect.router.options import NAME, clean_url
+from kvconnect.router.options import NAME, clean_url, split_rank
 from kvconnect.router.pool import Pool
 
 logger = logging.getLogger("kvconnect.router")
@@ -42,8 +42,9 @@ async def admin_served(address: str, pools: Collection[Pool]) -> AsyncIterator[N
         try:
             if request.method != "GET":
                 named = msgspec.json.decode(await request.read(), type=_Named)
-                if named.role not in by_role:
-                    raise ConfigError(f"role is {named.role!r}; accepted here: {', '.join(by_role)}")
+                if named.role not in by_role or named.url.startswith(NAME):
+                    accepted = f"{', '.join(by_role)}, and a URL without {NAME}"
+                    raise ConfigError(f"role is {named.role!r}; accepted here: {accepted}")
                 pool = by_role[named.role]
                 change = pool.add if request.method == "POST" else pool.drain
                 change(clean_url(named.url))
@@ -76,7 +77,8 @@ async def follow_names(pool: Pool) -> None:
     known = {name: set[str]() for name in pool.names}
     while known:
         for name, before in known.items():
-            parts = urlsplit(name.removeprefix(NAME))
+            base, rank = split_rank(name.removeprefix(NAME))
+            parts, ending = urlsplit(base), f"@{rank}" * bool(rank)
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
             look_up = asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
             try:
@@ -84,7 +86,8 @@ async def follow_names(pool: Pool) -> None:
             except OSError as error:
                 logger.warning("%s cannot be looked up, and its %d nodes stay: %s", name, len(before), error)
                 continue
-            now = {f"{parts.scheme}://{join_address(str(address[0]), port)}" for *_, address in found}
+            hosts = [join_address(str(address[0]), port) for *_, address in found]
+            now = {f"{parts.scheme}://{host}{ending}" for host in hosts}
             for gone in sorted((before - now).intersection(pool.urls)):
                 pool.drain(gone)
             for new in sorted(now - before):

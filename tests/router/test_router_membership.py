@@ -120,8 +120,13 @@ def test_nodes_are_added_drained_and_change_their_role_while_requests_run() -> N
 @pytest.mark.parametrize(
     ("method", "named", "why"),
     [
-        ("POST", {"role": "both", "url": "http://h"}, "role is 'both'; accepted here: prefill, decode"),
+        (
+            "POST",
+            {"role": "both", "url": "http://h"},
+            "role is 'both'; accepted here: prefill, decode",
+        ),
         ("POST", {"role": "decode", "url": "http://u:p@h"}, "must not hold credentials"),
+        ("POST", {"role": "decode", "url": "dns+http://h"}, "a URL without dns+"),
         ("POST", {"role": "decode"}, "missing required field"),
         ("POST", {"role": "decode", "url": "http://h", "weight": 2}, "unknown field"),
         ("DELETE", {"role": "decode", "url": "http://h"}, "http://h is no decode node"),
@@ -160,7 +165,8 @@ def test_what_is_no_admin_address(address) -> None:
 # Names
 
 
-def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch) -> None:
+@pytest.mark.parametrize("rank", ["", "@1"])
+def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch, rank) -> None:
     addresses: list[str] = []
 
     async def resolved(loop, host, port, **_):
@@ -173,24 +179,26 @@ def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch)
     monkeypatch.setattr("kvconnect.router.membership._LOOK_UP_S", 0.01)
 
     async def main() -> None:
-        name = "dns+http://decode.svc:8000"
+        name = f"dns+http://decode.svc:8000{rank}"
         async with routed([dead_url()], [name]) as client:
             pool = client.router.decode
             assert (await client.post(ASK))[0] == 503
             assert (await client.get("/ready"))[0] == 503
             addresses[:] = ["10.0.0.1", "fd00::2"]
-            both = {"http://10.0.0.1:8000", "http://[fd00::2]:8000"}
+            both = {f"http://10.0.0.1:8000{rank}", f"http://[fd00::2]:8000{rank}"}
             await until(lambda: set(pool.urls) == both)
-            lease = pool.take(avoid=["http://10.0.0.1:8000"])
+            lease = pool.take(avoid=[f"http://10.0.0.1:8000{rank}"])
             addresses.pop()
             await until(lambda: [node.state for node in pool.view()][1] is State.DRAINING)
             pool.release(lease)
-            assert pool.urls == ("http://10.0.0.1:8000",)
+            assert pool.urls == (f"http://10.0.0.1:8000{rank}",)
             addresses.clear()
             await asyncio.sleep(0.05)
-            assert pool.urls == ("http://10.0.0.1:8000",), "a name server that fails takes no nodes away"
-            pool.drain("http://10.0.0.1:8000")
+            assert pool.urls == (f"http://10.0.0.1:8000{rank}",), (
+                "a name server that fails takes no nodes away"
+            )
+            pool.drain(f"http://10.0.0.1:8000{rank}")
             addresses[:] = ["10.0.0.3"]
-            await until(lambda: pool.urls == ("http://10.0.0.3:8000",))
+            await until(lambda: pool.urls == (f"http://10.0.0.3:8000{rank}",))
 
     run(main())
