@@ -1,7 +1,4 @@
-"""Nodes that come and go while the router runs: by its admin address, and by names of several addresses.
-
-A node that goes is given nothing more, and is forgotten once its last request has ended.
-"""
+"""Nodes that come and go while the router runs: by its admin address, and by names of several addresses."""
 
 from __future__ import annotations
 

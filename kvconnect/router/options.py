@@ -11,7 +11,7 @@ from kvconnect.errors import ConfigError
 
 NAME = "dns+"
 """What a URL begins with whose host's addresses are one node each."""
-_RANKED = re.compile(r"(https?://[^@/?#]+)/?@(\d{1,5})")
+_RANKED = re.compile(r"(https?://(?:\[[^\]]+\]|[^@/?#:\[]+)(?::\d+)?)/?@(\d{1,5})")
 
 FLOWS = ("sequential", "parallel")
 """How a request may run through its two nodes."""

@@ -319,10 +319,8 @@ class WorkerConnector:
     def sleep(self) -> None:
         """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
 
-        Peers stay connected, and get a refusal that says why. A node that registers pages cannot.
-
-        Raises:
-            LocalError: something still does after 5 s, or a load is under way. It goes on as before.
+        Peers stay connected, and get a refusal that says why. A node that registers pages cannot. Raises
+        ``LocalError``: something still does after 5 s, or a load is under way, and it goes on as before.
         """
         if self._transfers is None:
             return

@@ -138,6 +138,7 @@ def test_an_address_in_use_is_a_config_error() -> None:
         "http://h:x",
         "http://h:99999",
         "http://u:p@h",
+        "http://u:p@10",
         "http://h?q=1",
     ],
 )
