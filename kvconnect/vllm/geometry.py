@@ -40,7 +40,7 @@ _AXES = "block head token content"
 class HeadCounts:
     """KV heads over all ranks, of the main model and of a draft model; None where a model has none.
 
-    ``num_layers`` are those of the main model: vLLM numbers a draft model's layers after them.
+    ``num_layers`` are those of the main model where there is a draft: vLLM numbers its layers after them.
     """
 
     main: int | None
@@ -64,9 +64,9 @@ class HeadCounts:
 class VllmCache:
     """A worker's caches, ready to be registered, with the scales of those layers that keep quantised values.
 
-    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (heads whose number is
-    none of the models', states of a kind without ``sections``): they travel whole, between equal ranks of
-    equal worlds. The sections of a state, by layer, stand in its place, each as a layer of its own.
+    ``rank_bound`` are layers that are divided over ranks in a way that only vLLM knows (one head a rank
+    where that is none of the models', states of a kind without ``sections``): they travel whole, between
+    equal ranks of equal worlds. The sections of a state, by layer, stand in its place, each as a layer.
     """
 
     config: KVCacheConfig
@@ -76,10 +76,12 @@ class VllmCache:
     rank_bound: tuple[str, ...]
     scales: dict[str, Scales]
     sections: dict[str, tuple[Section, ...]]
+    num_ranks: int
 
     def finest(self, counts: HeadCounts) -> int | None:
         """The finest division of any layer over ranks; None where every rank keeps the same bytes."""
         totals = [part.total for parts in self.sections.values() for part in parts]
+        totals += [len(owned) * self.num_ranks for owned in self.heads.values() if len(owned) > 1]
         return max([counts.finest or 0, *totals]) or None
 
 
@@ -177,7 +179,7 @@ def worker_cache(
     heads: dict[str, HeadInterval] = {}
     scales: dict[str, Scales] = {}
     sections: dict[str, tuple[Section, ...]] = {}
-    rank_bound: list[str] = []
+    bound: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(name for name in group.layer_names if name in kv_caches)
         if index not in moved or not names:
@@ -216,13 +218,13 @@ def worker_cache(
             if owned is not None and isinstance(specs[name], FullAttentionSpec):
                 heads[name] = owned
             elif num_ranks > 1 and not (_is_latent(theirs) or getattr(theirs, "tp_replicated", False)):
-                rank_bound.append(name)
+                bound.append(name)
         if len(ratios) != 1:
             raise LayoutError(f"cache group {index} mixes {sorted(ratios)} kernel blocks to a block")
         groups.append(_group_of(specs))
         kernel_block_sizes[index] = div_exact(group.kv_cache_spec.block_size, ratios.pop())
     config = KVCacheConfig(kv_cache_config.num_blocks, tuple(groups))
-    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(rank_bound), scales, sections)
+    return VllmCache(config, kernel_block_sizes, tensors, heads, tuple(bound), scales, sections, num_ranks)
 
 
 def _group_of(specs: Mapping[str, LayerSpec]) -> KVCacheGroup:
@@ -239,7 +241,12 @@ def _as_values(tensor: torch.Tensor, quantised: Quantised | None) -> torch.Tenso
 def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size: int) -> HeadInterval | None:
     """Which of its model's heads a layer's cache has; None where that is not known."""
     owned = None if count is None else shard_heads(count, rank, world_size)
-    return owned if owned is not None and len(owned) == tensor.shape[1] else None
+    if owned is not None and len(owned) == tensor.shape[1]:
+        return owned
+    # Layers of one model may differ in heads. More than one are divided evenly; of one nothing tells how many
+    # ranks keep the same.
+    heads = tensor.shape[1]
+    return HeadInterval(rank * heads, (rank + 1) * heads) if heads > 1 or world_size == 1 else None
 
 
 def _is_latent(spec: Any) -> bool:

@@ -55,7 +55,7 @@ def head_counts(vllm_config: VllmConfig) -> HeadCounts:
     return HeadCounts(
         main=_num_heads(main),
         draft=None if draft is None else _num_heads(draft),
-        num_layers=int(main.hf_text_config.num_hidden_layers),
+        num_layers=0 if draft is None else int(main.hf_text_config.num_hidden_layers),
     )
 
 

@@ -166,15 +166,27 @@ def test_every_rank_gets_its_heads_of_latent_target_and_draft_layers(worlds, lay
             assert torch.equal(tensor, expected[layer]), (layer, rank)
 
 
-def test_heads_of_an_unknown_number_travel_whole_and_only_between_equal_ranks():
-    tensors = {"layer": attention(5, 3, 4)}
+def test_one_head_of_an_unknown_number_travels_whole_and_only_between_equal_ranks():
+    """It may be one of as many as there are ranks, or one that several ranks keep."""
+    tensors = {"layer": attention(5, 1, 4)}
     config = Config(5, [(("layer",), FullAttentionSpec())])
     cache, table = build(config, tensors, 1, 2, HeadCounts(8))
     assert cache.rank_bound == ("layer",)
     assert table.regions[0].heads is None
-    _, other = build(config, {"layer": attention(5, 6, 4)}, 0, 1, HeadCounts(8))
-    with pytest.raises(LayoutError, match="hold 6 heads on the source, 3 on the target"):
+    _, other = build(config, {"layer": attention(5, 2, 4)}, 0, 1, HeadCounts(8))
+    with pytest.raises(LayoutError, match="only one side's pages can be divided by head"):
         align_tables(TableCard.of(other), TableCard.of(table))
+
+
+def test_layers_with_another_number_of_heads_than_their_model_are_divided_evenly():
+    config = Config(5, [(("layer",), FullAttentionSpec())])
+    cache, table = build(config, {"layer": attention(5, 3, 4)}, 1, 2, HeadCounts(2))
+    assert (cache.rank_bound, cache.heads) == ((), {"layer": HeadInterval(3, 6)})
+    assert cache.finest(HeadCounts(2)) == 6
+    whole, other = build(config, {"layer": attention(5, 6, 4)}, 0, 1, HeadCounts(2))
+    assert whole.finest(HeadCounts(2)) == 6
+    (alignment,) = align_tables(TableCard.of(other), TableCard.of(table)).values()
+    assert sum(int(rows.length.sum()) for rows in alignment.rows) == table.regions[0].page_bytes
 
 
 def test_state_is_a_page_with_padding_that_is_not_moved():

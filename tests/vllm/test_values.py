@@ -57,7 +57,15 @@ def nvidia(monkeypatch):
 
 
 def cards(
-    dtype, layer=None, *, convert=True, spec=None, heads=HEADS, width=2 * HEAD, count: int | None = HEADS
+    dtype,
+    layer=None,
+    *,
+    convert=True,
+    spec=None,
+    heads=HEADS,
+    width=2 * HEAD,
+    count: int | None = HEADS,
+    world=1,
 ):
     """A worker's cache of one layer, and its card."""
     tensors = {NAME: torch.zeros(5, heads, BLOCK, width, dtype=dtype)}
@@ -65,7 +73,7 @@ def cards(
         Config(5, [((NAME,), spec or FullAttentionSpec())]),
         tensors,
         tensor_rank=0,
-        num_ranks=1,
+        num_ranks=world,
         head_counts=HeadCounts(count),
         layers={} if layer is None else {NAME: layer},
         convert_dtype=convert,
@@ -177,7 +185,7 @@ def test_unlike_scales_are_refused_with_and_without_conversion(convert):
 
 @pytest.mark.parametrize("convert", [False, True])
 def test_scales_that_no_row_can_have_do_not_keep_a_worker_from_starting(convert):
-    cache, _ = cards(torch.uint8, Layer(), convert=convert, count=HEADS + 1)
+    cache, _ = cards(torch.uint8, Layer(), convert=convert, heads=1, count=8, world=2)
     assert cache.scales == {}
     assert cache.tensors[NAME].tensor.dtype == torch.uint8
 
