@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from kvconnect.cache.shard import layer_number, shared_tokens
-from kvconnect.peer.messages import OTHER_WEIGHTS, CacheMeaning, Introduction
+from kvconnect.peer.messages import DRAFT, OTHER_WEIGHTS, CacheMeaning, Introduction
 from kvconnect.plan.align import TableCard, card_refusal
 from kvconnect.plan.blocks import WHOLE, Share
 
@@ -92,9 +92,15 @@ def target_share(source: Introduction, target: Introduction) -> Share:
 
 
 def wanted_card(source: Introduction, target: Introduction) -> TableCard:
-    """What a rank of D keeps of the layers that a rank of P owns."""
+    """What a rank of D keeps of the layers that a rank of P owns.
+
+    A draft model's layers are left out where P runs another one or none: what they guess is verified.
+    """
     topology, table = source.meaning.topology, target.table
     regions = tuple(region for region in table.regions if topology.owns(source.rank, region.layer))
+    drafts = [side.meaning.weights.partition(DRAFT)[2] for side in (source, target)]
+    if (first := target.meaning.draft_from) and drafts[0] != drafts[1]:
+        regions = tuple(region for region in regions if (layer_number(region.layer) or 0) < first)
     return msgspec.structs.replace(table, regions=regions)
 
 
@@ -122,7 +128,7 @@ def _model_differences(ours: str, theirs: str) -> str:
 
 
 def other_weights(ours: CacheMeaning, theirs: CacheMeaning) -> str | None:
-    """Why KV of one side's weights is useless to the other's; None if they are the same."""
-    if ours.weights == theirs.weights:
+    """Why KV of one side's weights is useless to the other's; None if they are the same but for a draft's."""
+    if ours.weights.partition(DRAFT)[0] == theirs.weights.partition(DRAFT)[0]:
         return None
     return f"{OTHER_WEIGHTS}: {theirs.weights!r} asks {ours.weights!r}"

@@ -49,12 +49,17 @@ OTHER_PROMPT = "the transfer was announced with another prompt"
 """Likewise, where a router's transfer id is known, and not of the prompt that is asked for."""
 
 
+DRAFT = ", draft "
+"""In the name of weights: between a model's and its draft model's."""
+
+
 class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     """What must be equal for one side's KV to mean the same on the other.
 
     ``model`` is the serving stack's fingerprint: architecture and cache dtype, in words. ``weights`` names
     those that it runs with now. ``held_back`` are the last tokens of a prompt that P leaves to D.
-    What divides the cache over ranks need not be equal: see ``Topology``.
+    What divides the cache over ranks need not be equal: see ``Topology``. A draft model's weights are named
+    after ``DRAFT``, and its layers are numbered from ``draft_from`` on; 0 without one.
     """
 
     model: str
@@ -65,6 +70,7 @@ class CacheMeaning(msgspec.Struct, frozen=True, array_like=True):
     stages: Stages = (0,)
     context: Ranks = 1
     interleave: Tokens = 1
+    draft_from: Count = 0
 
     @property
     def topology(self) -> Topology:

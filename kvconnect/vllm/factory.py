@@ -158,6 +158,7 @@ def make_worker_half(
                 interleave=ranks.interleave,
                 weights=weights,
                 held_back=held_back(kv_cache_config, lookahead),
+                draft_from=counts.num_layers,
             )
             transfer = WorkerConnector(config, cache.config, cache.kernel_block_sizes, meaning, rank=rank)
             if offload is not None and config.is_producer:

@@ -12,7 +12,7 @@ from kvconnect.cache.shard import Topology, layer_number
 from kvconnect.errors import ConfigError
 from kvconnect.vllm.geometry import HeadCounts, VllmCache, group_spec, is_state
 from kvconnect.vllm.states import Section, conv_layout
-from kvconnect.vllm.weights import all_ranks
+from kvconnect.vllm.weights import all_ranks, draft_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,7 +51,7 @@ def fingerprint(
 def head_counts(vllm_config: VllmConfig) -> HeadCounts:
     """The KV heads of the main model and of a draft model. Latent caches have none."""
     main = vllm_config.model_config
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    draft = draft_model(vllm_config)
     return HeadCounts(
         main=_num_heads(main),
         draft=None if draft is None else _num_heads(draft),

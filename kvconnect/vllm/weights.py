@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from kvconnect.peer.messages import DRAFT
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -93,16 +95,25 @@ def loaded_weights(vllm_config: VllmConfig) -> LoadedWeights:
     return LoadedWeights(_checkpoint(vllm_config), _running_models(), all_ranks)
 
 
+def draft_model(vllm_config: VllmConfig) -> Any:
+    """The configuration of a draft model; None where nothing is guessed, or not by a model."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    return None if draft is getattr(speculative, "target_model_config", None) else draft
+
+
 def _checkpoint(vllm_config: VllmConfig) -> str | None:
-    """The name of what was loaded, of a draft model too if it has files of its own."""
+    """The name of what was loaded, of a draft model too."""
     main, load_config = vllm_config.model_config, vllm_config.load_config
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    draft = draft_model(vllm_config)
     name = checkpoint_name(main, load_config)
-    if name is None or draft is None or draft.model == main.model:
+    if name is None or draft is None:
         return name
+    if draft.model == main.model:
+        return f"{name}{DRAFT}of the same files"
     draft_load_config = getattr(vllm_config.speculative_config, "draft_load_config", None) or load_config
     draft_name = checkpoint_name(draft, draft_load_config)
-    return None if draft_name is None else f"{name}, draft {draft_name}"
+    return None if draft_name is None else f"{name}{DRAFT}{draft_name}"
 
 
 def tensors_digest(models: Sequence[nn.Module]) -> bytes | None:

@@ -242,7 +242,7 @@ def test_a_greeting_of_version_5_has_its_fields_in_this_order():
     ours = m.Introduction("D", "1", 1, meaning, "memory", b"card", table, 1 << 20)
     read = msgspec.msgpack.decode(m.encode(m.Hello(5, ours)))
     assert read[:2] == ["hello", 5]
-    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f", 0, [0], 1, 1], "memory", b"card"]
+    assert read[2][:6] == ["D", "1", 1, ["model", 8, 2, "files 1f", 0, [0], 1, 1, 0], "memory", b"card"]
     (row,), geometry = read[2][6]
     assert row[:10] == ["l", 0, 0, [0, 2], "int8", 4096, 4, 128, 128, [1, 2, 16, 4, 128, 64, 4]]
     assert geometry == [[0, 16, 1, "Full"]]
