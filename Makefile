@@ -5,7 +5,7 @@ export TORCH PYTHON MOONCAKE EXTRAS
 
 # What is passed on: make test PYTEST_ARGS="-k pool", make demo DEMO_ARGS="--model mla"
 PYTEST_ARGS ?=
-DEMO_ARGS ?= --require mooncake --require nixl
+DEMO_ARGS ?= --engine mooncake --engine nixl
 ARGS ?=
 
 # Tests wait for processes and timers as much as they compute: where there are few cores, one worker more than those.

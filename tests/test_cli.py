@@ -206,7 +206,7 @@ def test_a_line_of_the_demo_fits_80_columns_and_has_no_rate_of_tiny_models(capsy
     assert line.startswith("ok     mooncake/sliding 128 of 128 exact, 123 MB of KV direct+packed")
 
 
-def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(monkeypatch, capsys) -> None:
+def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_named(monkeypatch, capsys) -> None:
     reasons = {"mooncake": "apt-get install libibverbs1", "nixl": ""}
     monkeypatch.setattr("kvconnect.engine.registry.available_engines", lambda: reasons)
     ran: list[str] = []
@@ -215,11 +215,13 @@ def test_an_engine_that_cannot_run_is_skipped_with_its_reason_unless_required(mo
     assert runner.run_demo(everything, json_output=True) == 0
     assert ran == ["nixl"]
     assert "mooncake is skipped: apt-get install libibverbs1" in capsys.readouterr().err
-    assert runner.run_demo(replace(everything, require=["nixl", "mooncake"]), json_output=True) == 1
-    assert "mooncake is required and cannot run" in capsys.readouterr().err
+    for named in (["mooncake"], ["nixl", "mooncake"]):
+        with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
+            runner.run_demo(replace(everything, engine=named))
     assert ran == ["nixl"]
-    with pytest.raises(kvconnect.errors.ConfigError, match="libibverbs1"):
-        runner.run_demo(replace(everything, engine=["mooncake"]))
+    reasons["nixl"] = "pip install nixl"
+    assert runner.run_demo(everything) == 1
+    assert "no engine can run here" in capsys.readouterr().err
 
 
 # --- the demo, whole ------------------------------------------------------------------------------

@@ -52,6 +52,6 @@ def test_the_demo_runs_from_it(wheel, tmp_path):
     where = [str(place / "bin" / "python"), "-c", "import kvconnect; print(kvconnect.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     assert found.stdout.startswith(str(place))
-    command = [*run, "demo", "--engine", "nixl", "--model", "mixed", "--requests", "2", "--require", "nixl"]
+    command = [*run, "demo", "--engine", "nixl", "--model", "mixed", "--requests", "2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,15 +13,13 @@ class DemoOptions:
     """What runs. Raises ``ConfigError``: no prompt does."""
 
     engine: Annotated[
-        list[str], "Engine to run (several times for several); default: every one that works here."
+        list[str],
+        "Engine to run, exit 2 if it cannot (several times for several); default: every one that works here.",
     ] = field(default_factory=list)
     model: Annotated[list[str], "Model to run (several times for several); default: all."] = field(
         default_factory=list
     )
     requests: Annotated[int, "Prompts per engine and model."] = 8
-    require: Annotated[list[str], "Exit 1 if this engine cannot run here; may be given several times."] = (
-        field(default_factory=list)
-    )
     device: Annotated[str, "Where the nodes compute: cpu, cuda, cuda:N."] = "cpu"
     kv_cache_dtype: Annotated[str, "What the nodes' caches keep: auto, bf16 or fp8_e4m3."] = "auto"
     path: Annotated[str, "How KV travels: auto, direct or packed."] = "packed"

@@ -20,7 +20,7 @@ PROMPT_SEED = 7
 
 
 def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
-    """Returns the exit code: 1 if anything was not as it must be, or a required engine cannot run here.
+    """Returns the exit code: 1 if anything was not as it must be, or no engine can run here.
 
     Raises:
         ConfigError: an unknown name, or an engine asked for by name cannot run here.
@@ -30,7 +30,6 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
     models = _known("model", options.model, MODELS)
     # The memory engine does not leave its process.
     registered = [name for name in engine_entry_points() if name != "memory"]
-    _known("engine", options.require, registered)
     _known("path", [options.path], pair.PATHS)
     chosen = _known("engine", options.engine, registered)
     reasons = available_engines()
@@ -40,13 +39,8 @@ def run_demo(options: DemoOptions, *, json_output: bool = False) -> int:
             raise ConfigError(f"engine {name!r} cannot run here: {reason}")
         note(f"{name} is skipped: {reason}")
     engines = [name for name in chosen if name not in skipped]
-    missing = [name for name in options.require if name not in engines]
-    for name in missing:
-        reason = skipped.get(name, "it is not among the engines asked for")
-        note(f"{name} is required and cannot run: {reason}")
     if not engines:
         note("no engine can run here")
-    if missing or not engines:
         return 1
 
     def run(folder: Path) -> Iterator[Outcome]:
