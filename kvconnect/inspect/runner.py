@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 
 from kvconnect.addresses import read_address
 from kvconnect.config import ExtraConfig
@@ -39,7 +38,7 @@ def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: b
         if json_output:
             print(as_json(address, described, found), flush=True)
             return
-        shown: RenderableType = Group(*tables(address, described, found))
+        shown = Group(*tables(address, described, found))
         if watch:
             console.clear()
         console.print(shown)
@@ -48,19 +47,15 @@ def run_inspect(address: str, extra: ExtraConfig, *, watch: bool, json_output: b
         show()
         while watch:
             time.sleep(_EACH_S)
-            _show_again(show, console, json_output=json_output)
+            try:
+                show()
+            except PeerError as error:
+                # A worker that is watched may stop, and come back.
+                if json_output:
+                    print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
+                else:
+                    console.print(printable(str(error)), markup=False)
     return 0
-
-
-def _show_again(show: Callable[[], None], console: Console, *, json_output: bool) -> None:
-    """A worker that is watched may stop, and come back."""
-    try:
-        show()
-    except PeerError as error:
-        if json_output:
-            print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
-        else:
-            console.print(printable(str(error)), markup=False)
 
 
 def look(
