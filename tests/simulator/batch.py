@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tests.simulator.draw import draw_scenario
 from tests.simulator.run import Outcome, run_seed
+from tests.simulator.world import World
 
 _SEEDS_AT_ONCE = 20
 
@@ -38,19 +41,23 @@ class Summary:
             self.violations.append(outcome)
 
 
-def run_seeds(first_seed: int, seeds: int, jobs: int) -> Iterator[Outcome]:
-    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order."""
+def run_seeds(first_seed: int, seeds: int, jobs: int, *, only_pulls: bool = False) -> Iterator[Outcome]:
+    """The outcomes of so many seeds, without their traces; with several jobs, in no certain order.
+
+    ``only_pulls``: of those among them in which nodes ask one another for KV by name.
+    """
+    run_part = functools.partial(_run_part, only_pulls)
     numbers = range(first_seed, first_seed + seeds)
     if jobs <= 1:
         _prepare()
         for seed in numbers:
-            yield from _run_part([seed])
+            yield from run_part([seed])
         return
     # Forked children would share the parent's torch threads, which do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, _prepare) as pool:
         parts = [numbers[start : start + _SEEDS_AT_ONCE] for start in range(0, seeds, _SEEDS_AT_ONCE)]
-        yield from itertools.chain.from_iterable(pool.imap_unordered(_run_part, parts))
+        yield from itertools.chain.from_iterable(pool.imap_unordered(run_part, parts))
 
 
 def _prepare() -> None:
@@ -60,5 +67,10 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run_part(seeds: Iterable[int]) -> list[Outcome]:
-    return [replace(run_seed(seed), trace=[]) for seed in seeds]
+def _run_part(only_pulls: bool, seeds: Iterable[int]) -> list[Outcome]:
+    wanted = filter(_pulls, seeds) if only_pulls else seeds
+    return [replace(run_seed(seed), trace=[]) for seed in wanted]
+
+
+def _pulls(seed: int) -> bool:
+    return draw_scenario(seed, World(seed).random).nodes[0].keeps is not None

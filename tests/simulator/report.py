@@ -27,6 +27,9 @@ def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 1000,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 2,
+    pulls: Annotated[
+        bool, typer.Option("--pulls", help="Of the seeds only those in which nodes ask for KV by name.")
+    ] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Run the first seed only, and print every event of it.")
     ] = False,
@@ -44,7 +47,7 @@ def simulate(
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("seeds", total=seeds)
-        for outcome in run_seeds(first_seed, seeds, jobs):
+        for outcome in run_seeds(first_seed, seeds, jobs, only_pulls=pulls):
             summary.add(outcome)
             progress.advance(task)
             if outcome.invariant:
