@@ -56,7 +56,7 @@ def make_scheduler_half(
     zeroes_loads: bool,
 ) -> SchedulerComposite:
     """The scheduler half, once the workers have announced themselves."""
-    extra = config.extra
+    extra, parallel = config.extra, vllm_config.parallel_config
     transfer = None
     if extra.engine != "none":
         named = settings.usable_naming(
@@ -91,7 +91,8 @@ def make_scheduler_half(
             hit_requirements(kv_cache_config, draft_groups(vllm_config, kv_cache_config)),
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
             row_bytes=_same_rows(workers),
-            num_ranks=vllm_config.parallel_config.world_size,
+            # vLLM's world may have all data-parallel engines.
+            num_ranks=parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
             clock=time.monotonic,
         )
         if wants_events(vllm_config):

@@ -43,7 +43,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     parallel, offload = vllm_config.parallel_config, extra.get("offload")
     index = int(parallel.data_parallel_index)
     if extra.get("port"):
-        extra["port"] += index * parallel.world_size
+        extra["port"] += index * parallel.pipeline_parallel_size * parallel.tensor_parallel_size
     if extra.get("bootstrap_port"):
         extra["bootstrap_port"] += index
     if index and isinstance(offload, dict) and offload.get("disk_path"):

@@ -149,7 +149,9 @@ def test_every_data_parallel_engine_has_a_folder_and_ports_of_its_own():
     )
     folders, ports = [], []
     for index in range(3):
-        parallel = SimpleNamespace(data_parallel_index=index, world_size=2)
+        parallel = SimpleNamespace(
+            data_parallel_index=index, pipeline_parallel_size=2, tensor_parallel_size=1
+        )
         extra = read_config(SimpleNamespace(kv_transfer_config=given, parallel_config=parallel)).extra
         folders.append(extra.offload.disk_path)
         ports.append(extra.port)
