@@ -24,9 +24,9 @@ def hints(*actions: tuple[str, dict], session: str = "s", **more) -> dict:
 
 
 class Talk:
-    """A node with memory for about three turns, and one that keeps nothing."""
+    """A node with memory for some turns, and one that keeps nothing."""
 
-    def __init__(self, model: str, **offload) -> None:
+    def __init__(self, model: str, num_blocks: int = 0, turns: int = 4, **offload) -> None:
         probe = make_keeper(model=model, num_blocks=POOLS[model])
         probe.ask(FIRST, 8)
         usage = probe.engine.offload_state()["usage"]
@@ -35,9 +35,10 @@ class Talk:
         probe.close()
         each = {group: count * rows[group] for group, count in held.items()}
         self.turn_bytes = sum(each.values())
-        offload = {"cpu_bytes": 4 * self.turn_bytes, "pin_quota": 0.5, **offload}
+        self._turns = turns
+        offload = {"cpu_bytes": turns * self.turn_bytes, "pin_quota": 0.5, **offload}
         offload["shares"] = [length / self.turn_bytes for _, length in sorted(each.items())]
-        self.keeper = make_keeper(model=model, num_blocks=POOLS[model], offload=offload)
+        self.keeper = make_keeper(model=model, num_blocks=num_blocks or POOLS[model], offload=offload)
         self._plain = make_client(model=model, enable_prefix_caching=False)
 
     def ask(self, prompt: list[int], *actions: tuple[str, dict], max_tokens: int = 8, **more) -> list[int]:
@@ -48,7 +49,7 @@ class Talk:
 
     def press(self, times: int = 3) -> None:
         """So many times all that host memory has room for is kept of others, and the device forgets."""
-        for number in range(4 * times):
+        for number in range(self._turns * times):
             prompt = make_prompt(290, seed=100 + number)
             self.keeper.ask(prompt, 1)
         wipe(self.keeper)
@@ -99,6 +100,26 @@ def test_the_next_turn_of_a_pinned_session_restores_all_of_it(model, talk):
     talk.press()
     talk.ask(second)
     assert talk.cached >= first["num_tokens"]
+
+
+@pytest.mark.parametrize("model", ["gqa", "hybrid"])
+def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model, talk):
+    """Others press while the answer is decoded: what makes room then is not stored anew."""
+    talk = talk(model, num_blocks=4 * POOLS[model], turns=8)
+    keeper = talk.keeper
+    keeper.submit("long", FIRST, 100, hints(("pin", {})))
+    number = 0
+    while not keeper.last("long"):
+        number += 1
+        keeper.complete(make_prompt(290, seed=700 + number), 1)
+    assert number > 8
+    (pinned,) = keeper.last("long").kv_transfer_params["kv_hint_results"]["actions"]
+    assert pinned["outcome"] == "accepted", pinned
+    answer = keeper.tokens("long")
+    keeper.settle()
+    talk.press()
+    talk.ask([*FIRST, *answer, *make_prompt(3, seed=2)])
+    assert talk.cached >= pinned["num_tokens"]
 
 
 def test_what_is_not_pinned_is_gone_after_the_same(talk):

@@ -41,7 +41,10 @@ class PinMachine(RuleBasedStateMachine):
         self.pins = SessionPins(self.index, PLAN, SHARE, DISK_BYTES)
         self.now, self.fresh = 0.0, 100
         self.running = []
+        self.pending = []
         self.on_disk = {}
+        for group in GROUPS:
+            self.store(group, names(0, 0, 8))
 
     def store(self, group, hashes, fails=False):
         taken, _ = self.index.reserve(group, hashes)
@@ -55,15 +58,29 @@ class PinMachine(RuleBasedStateMachine):
     def request(self, group, sequence, count, fails):
         self.store(group, names(sequence, 0, count), fails)
 
+    @rule(group=groups, sequence=sequences, count=counts)
+    def begin_to_store(self, group, sequence, count):
+        self.pending.append((group, self.index.reserve(group, names(sequence, 0, count))[0]))
+
+    @precondition(lambda self: self.pending)
+    @rule(fails=st.booleans())
+    def end_to_store(self, fails):
+        group, taken = self.pending.pop(0)
+        (self.index.drop if fails else self.index.commit)(group, taken)
+        for pin in self.every() if fails else ():
+            assert not pin.held.get((HOST, group), {}).keys() & set(taken)
+
     @rule(group=groups, times=st.integers(1, 3))
     def pressure(self, group, times):
         """Another part than what is pinned is stored, of three times all that there is."""
         rows = self.index.classes[PLAN.class_of[group]]
-        free = int(rows.num_rows - np.count_nonzero(rows.is_session_pinned[:-1]) - (rows.pins > 0).sum())
+        stay = rows.is_session_pinned[:-1] | (rows.state[:-1] == PENDING)
+        free = int(rows.num_rows - np.count_nonzero(stay))
         for _ in range(times):
             self.fresh += 1
             taken = self.store(group, names(self.fresh, 0, rows.num_rows))
-            assert len(taken) == free >= rows.num_rows * (1 - MOST_PINNED) - 1
+            assert len(taken) == free
+            assert free >= rows.num_rows * (1 - MOST_PINNED) - 1 or self.pending
 
     @rule(tenant=tenants, session=sessions, sequence=sequences, count=counts)
     def begin(self, tenant, session, sequence, count):
@@ -207,6 +224,37 @@ def test_the_next_turn_continues_the_pin_and_another_prompt_has_its_own(plan):
     assert index.lookup(0, names(1, 0, 40)) == 40
     pins.end(pin, 2e9)
     assert pin in pins.of("", "s")
+
+
+def test_a_pin_that_ends_takes_none_with_it_that_ends_a_moment_later(plan):
+    index = filled(plan, 4)
+    pins = SessionPins(index, plan, 0.5)
+    for number, deadline in enumerate((10.0, 10.001, 20.0)):
+        pin = pins.begin("", f"{number}", names(number, 0, 50))
+        pins.add(pin, (HOST, 0), names(number, 0, 50))
+        pins.end(pin, deadline)
+    for now, left in ((9.999, 3), (10.0, 2), (10.001, 1), (19.9, 1), (20.0, 0)):
+        pins.expire(now)
+        assert sum(len(pins.of("", f"{number}")) for number in range(3)) == left
+
+
+def test_what_was_dropped_is_pinned_no_more_and_may_be_pinned_again(plan):
+    index = filled(plan, 1)
+    pins = SessionPins(index, plan, 0.5)
+    pin = pins.begin("", "s", names(0, 0, 50))
+    pins.add(pin, (HOST, 0), names(0, 0, 50))
+    index.drop(0, names(0, 10, 5))
+    check_index(index)
+    assert len(pin.held[HOST, 0]) == 45
+    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 10
+    taken, _ = index.reserve(0, names(0, 10, 5))
+    assert pins.add(pin, (HOST, 0), names(0, 0, 50)) == 50
+    # What is on its way makes no room either once it is there.
+    index.commit(0, taken)
+    check_index(index)
+    pins.release(pin)
+    check_index(index)
+    assert len(index.classes[0].ages.rows()) == 100
 
 
 def test_what_tenants_share_counts_for_each_and_stays_for_the_last():

@@ -7,7 +7,7 @@ bookkeeping: no clock, and a call takes time for the contents that it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.offload.disk.folder import bytes_on_disk
@@ -155,11 +155,10 @@ class SessionPins:
         return self._ledgers[place].room(pin.tenant)
 
     def let_go(self, pin: Pin, place: Place, names: Sequence[bytes]) -> None:
-        """A pin holds these no more."""
-        for name in names:
-            del pin.held[place][name]
-        if names:
-            self._apply(place, self._ledgers[place].remove(pin.tenant, names), False)
+        """A pin holds these no more; those that it does not are skipped."""
+        own = pin.held.get(place, {})
+        if gone := [name for name in names if own.pop(name, names) is None]:
+            self._apply(place, self._ledgers[place].remove(pin.tenant, gone), False)
 
     def end(self, pin: Pin, deadline: float) -> None:
         """Its request has ended: from now on it is until ``deadline``."""
@@ -204,10 +203,9 @@ class SessionPins:
         else:
             self.disk_changes.update({(group, name): is_pinned for name in names})
 
-    def _lost(self, group: int, names: Iterable[bytes]) -> None:
+    def _lost(self, group: int, names: Sequence[bytes]) -> None:
         """Contents of host memory are dropped: they could not be stored, or restored."""
-        gone, place = frozenset(names), (HOST, group)
+        place = (HOST, group)
         for pins in self._sessions.values():
             for pin in pins:
-                if not gone.isdisjoint(own := pin.held.get(place, {})):
-                    self.let_go(pin, place, [name for name in own if name in gone])
+                self.let_go(pin, place, names)

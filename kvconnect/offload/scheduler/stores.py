@@ -91,9 +91,8 @@ class Stores:
         if not names or not self._reserve(group, names, [state.block_id]):
             return
         self._describe(group, [(request.view, hashes, position, position + 1)])
-        if not is_decoded:
-            self._hold(request, group, names)
-        else:
+        self._hold(request, group, names)
+        if is_decoded:
             request.trail.setdefault(group.group, deque()).append((position, names[0]))
 
     def overwritten(self, block_ids: Collection[int]) -> None:
@@ -258,9 +257,7 @@ class Stores:
             self._host.count("offload_rows_short")
         if taken:
             self._describe(group, [(request.view, hashes, absent[0], absent[taken - 1] + 1)])
-        # What is kept of an answer is superseded as it grows.
-        num_known = sum(at * group.block_tokens < request.last_boundary for at in there)
-        self._hold(request, group, names[:num_known])
+        self._hold(request, group, names)
         for at in absent[:taken]:
             if at * group.block_tokens >= request.last_boundary:
                 trail = request.trail.setdefault(group.group, deque())
@@ -295,5 +292,7 @@ class Stores:
             old = []
             while trail and not any(trail[0][0] in part for part in held):
                 old.append(trail.popleft()[1])
+            if old and request.pin is not None:
+                self._host.pins.let_go(request.pin, (HOST, group.group), old)
             if old:
                 self._host.index.drop_unused(group.group, old)
