@@ -29,6 +29,7 @@ class LeaseBook:
 
     Args:
         ended: called for every lease that is over, with the reason.
+        replay: how many of its last tokens a peer computes again.
         randomness: no epoch of this process is one of another process at this place.
     """
 
@@ -38,10 +39,11 @@ class LeaseBook:
         ended: Callable[[Lease, str], None],
         metrics: Metrics,
         randomness: random.Random,
+        replay: int,
     ) -> None:
         self.leases: dict[str, Lease] = {}
         self.streaming: dict[str, Lease] = {}
-        self._config = config
+        self._config, self._replay = config, replay
         self._epochs = itertools.count(randomness.randrange(1, 1 << 61))
         self._ended = ended
         self._metrics = metrics
@@ -59,7 +61,7 @@ class LeaseBook:
         """A prefill went on. False: the order does not follow from what is known of it."""
         lease = self.streaming.get(order.handle)
         if lease is None:
-            lease = Lease(order.handle, order.num_tokens, next(self._epochs))
+            lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
             self.streaming[order.handle] = lease
         return lease.add(order, is_computed)
 
@@ -82,7 +84,7 @@ class LeaseBook:
         lease = self.streaming.pop(order.handle, None)
         difference = lease.differs_from(order) if lease is not None else ""
         if lease is None:
-            lease = Lease(order.handle, order.num_tokens, next(self._epochs))
+            lease = Lease(order.handle, order.num_tokens, next(self._epochs), replay=self._replay)
         elif difference:
             lease.num_tokens, lease.epoch = order.num_tokens, next(self._epochs)
         lease.hold, lease.is_computed = order, is_computed

@@ -65,7 +65,9 @@ class PrefillSide:
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
-        self.book = LeaseBook(config, self._lease_ended, metrics, randomness)
+        # Where the last tokens of a prompt are held back, a peer goes on after what is held.
+        replay = int(not local.introduction.meaning.held_back)
+        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, replay)
         self.leases = self.book.leases
         self.inbound_peers = InboundPeers(
             config, local, channel, lambda peer: self.fetches.give_up(peer), metrics
