@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvconnect.arithmetic import div_ceil
 from kvconnect.cache.specs import KVCacheConfig
 from kvconnect.errors import ConfigError, LocalError
 from kvconnect.offload.events import DEVICE, TierEvents
@@ -349,6 +350,12 @@ class BlockManager:
                 origins = [(at, request, hashes[at - 1] if at else None, group.block_size) for at in new]
                 self.pool.events.gained(DEVICE, index, names, origins)
             blocks.remembered[index] = max(full, blocks.remembered[index])
+
+    def leave_out_windows(self, blocks: RequestBlocks, num_loaded: int) -> None:
+        """What a load brought of windows may not fill its blocks: no other request gets any of them."""
+        for index, group in enumerate(self._groups):
+            if not group.retention.sees_all:
+                blocks.remembered[index] = div_ceil(num_loaded, group.block_size)
 
     def free(self, blocks: RequestBlocks) -> None:
         """Release all blocks of a request; its hash chains stay."""

@@ -330,6 +330,8 @@ class Scheduler:
             if problem is None:
                 request.state = RequestState.WAITING
                 request.loaded = True
+                if request.request_id in results.ragged:
+                    self.manager.leave_out_windows(request.blocks, request.num_computed_tokens)
                 self.manager.remember(request.blocks, request, request.num_computed_tokens)
                 self.waiting.appendleft(request)
                 continue

@@ -23,7 +23,7 @@ from kvconnect.offload.composite import SchedulerComposite, WorkerComposite
 from kvconnect.orders import ABORTED, Results
 from kvconnect.vllm import settings
 from kvconnect.vllm.factory import make_scheduler_half, make_worker_half
-from kvconnect.vllm.geometry import running_states, transferred_groups
+from kvconnect.vllm.geometry import running_states, scheduler_config, transferred_groups
 from kvconnect.vllm.metadata import (
     PEER_SOURCE,
     AddressMetadata,
@@ -39,6 +39,7 @@ from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
 from kvconnect.vllm.versions import check_vllm
 from kvconnect.vllm.weights import LoadedWeights, loaded_weights
+from kvconnect.vllm.windows import PartlyFilled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,7 +84,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._workers: dict[int, AddressMetadata] = {}
         self._early: dict[str, Request] = {}
         self._was_reset = False
-        self._steps = Steps(is_zeroed_first=bool(getattr(vllm_config, "use_v2_model_runner", True)))
+        zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
+        windows = PartlyFilled(scheduler_config(kv_cache_config).groups)
+        self._steps = Steps(is_zeroed_first=zeroes_first, windows=windows)
         self._spans = Spans(time.monotonic, time.time_ns)
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._worker = WorkerComposite(None, None)
@@ -136,6 +139,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """As before, by pipeline and tensor-parallel rank."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Once, before any request."""
+        self._steps.windows.bind(gpu_block_pool)
+
     def on_new_request(self, request: Request) -> None:
         """A request arrived. One that is prefilled for others stops where they take over."""
         half = self._half
@@ -182,6 +189,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._early.pop(request.request_id, None)
         block_ids = running_states(self._cache, blocks.get_block_ids())
         self._steps.admitted(request.request_id)
+        self._steps.windows.admitted(request.request_id, block_ids, num_external_tokens)
         self._half.update_after_alloc(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
@@ -208,6 +216,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             self._add_worker(address)
         if not self._awaits_workers:
             self._recovery.reported(report.reports)
+        self._steps.windows.reported(report.ragged)
         self._half.update_results(
             Results(
                 sent=tuple(connector_output.finished_sending or ()),

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvconnect.orders import OffloadReport
 from kvconnect.scheduler.stack import Computed, SchedulerHooks, StateBlock, Step
+from kvconnect.vllm.windows import PartlyFilled
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,11 @@ class Steps:
 
     Args:
         is_zeroed_first: the worker overwrites new blocks before it carries out a step's orders.
+        windows: loaded blocks that nothing but their request may use.
     """
 
-    def __init__(self, *, is_zeroed_first: bool) -> None:
-        self.is_zeroed_first = is_zeroed_first
+    def __init__(self, *, is_zeroed_first: bool, windows: PartlyFilled | None = None) -> None:
+        self.is_zeroed_first, self.windows = is_zeroed_first, windows or PartlyFilled()
         self._requests: dict[str, Any] = {}
         # Requests of which blocks were reported.
         self._known: set[str] = set()
@@ -61,9 +63,11 @@ class Steps:
             num_tokens = _certain(request, request.num_computed_tokens)
             half.launched(Step([Computed(request_id, num_tokens, None)]))
         self.admitted(request_id)
+        self.windows.end(request_id)
 
     def tell(self, half: SchedulerHooks, scheduler_output: Any) -> None:
         """A step was scheduled: what was scheduled before it is reported."""
+        self.windows.step()
         if self.refusal:
             return
         if self._computed or self._states:

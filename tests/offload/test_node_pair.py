@@ -131,3 +131,25 @@ def test_a_request_that_d_cannot_fetch_is_restored_or_computed():
     finally:
         prefill.close()
         decode.close()
+
+
+def test_d_reuses_no_block_of_a_window_that_p_may_have_filled_in_part():
+    """D's blocks are twice as long: where a window begins P has half of one, and others see more."""
+    plain = make_client(model="sliding", enable_prefix_caching=False)
+    prefill = node("P", "kv_producer", model="sliding", block_size=16)
+    more = {"enable_prefix_caching": True, "reserved_blocks": 61}
+    decode = node("D", "kv_consumer", model="sliding", block_size=32, **more)
+    try:
+        prompt = make_prompt(251, seed=1)
+        answer = both(prefill, decode, prompt, "first", 30)
+        assert answer == plain.complete(prompt, 30)
+        # It sees 15 tokens before those that P had left.
+        turn = [*prompt[:226], 7]
+        assert decode.ask(turn, 30) == plain.complete(turn, 30)
+        assert decode.cached == 0
+        turn = [*prompt[:226], 8]
+        assert decode.ask(turn, 30) == plain.complete(turn, 30)
+        assert decode.cached == 224
+    finally:
+        prefill.close()
+        decode.close()
