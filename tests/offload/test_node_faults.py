@@ -180,4 +180,4 @@ def test_a_request_may_ask_that_little_of_it_is_kept():
 def test_nothing_is_said_of_offload_where_there_is_none():
     client = make_client()
     assert client.engine.offload_state is None
-    assert client.engine.scheduler.transfers is None
+    assert client.engine.scheduler.transfers.hooks.offload is None

@@ -21,7 +21,7 @@ from tests.simulator.twists import LEAVERS
 from tests.simulator.worker import SimWorker
 from tests.simulator.world import START_S, Violation, World
 
-_MOST_EVENTS = 40_000
+_MOST_EVENTS = 100_000
 _LOOK_S = 3.0
 
 logger = logging.getLogger("kvconnect")

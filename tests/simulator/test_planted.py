@@ -250,7 +250,7 @@ def never_hears_what_is_settled(patch):
 
 def goes_on_as_ever(patch):
     """A node that shall end keeps its leases."""
-    patch.setattr(PrefillSide, "drain", lambda self, drained, now: None)
+    patch.setattr(PrefillSide, "drain", lambda self, *asked: None)
 
 
 def renews_a_link_under_others(patch):
