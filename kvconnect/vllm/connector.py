@@ -38,7 +38,7 @@ from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
 from kvconnect.vllm.versions import check_vllm
-from kvconnect.vllm.weights import LoadedWeights, loaded_weights
+from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights
 from kvconnect.vllm.windows import PartlyFilled
 
 if TYPE_CHECKING:
@@ -277,6 +277,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._worker = settings.outside_pools(self._vllm, made, next(iter(kv_caches.values())).device)
         row_bytes = {} if self._worker.offload is None else self._worker.offload.row_bytes
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
+        if self._worker.transfer is not None:
+            # A peer may come before the first step.
+            self._worker.transfer.know_ranks(all_ranks(self._own.address))
         if (self._kept or self._config.extra.sources) and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -299,6 +299,11 @@ class WorkerConnector:
         counts = {name: count for name, count in self.state().items() if name != "engine"}
         extra, timeline = self._config.extra, self._metrics.timeline
         return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
+
+    def know_ranks(self, directory: Iterable[RankAddress]) -> None:
+        """Where all ranks of this node listen; where its stack cannot tell, the first orders bring it."""
+        if self._transfers is not None:
+            self._transfers.know_ranks(tuple(directory))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Begin no lease any more, and wait until everything that is held was fetched, or is given up.

@@ -20,7 +20,7 @@ import torch
 
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
-from kvconnect.orders import Orders
+from kvconnect.orders import Orders, RankAddress
 from kvconnect.peer.channel import Arrival, Channel, Frame, LinkLost
 from kvconnect.peer.messages import OTHER_WEIGHTS
 from kvconnect.timeline import Turns
@@ -124,6 +124,14 @@ class TransferThread:
     def drain(self, drained: Callable[[], None], reason: str, drain_s: float) -> None:
         """Begin no lease until ``wake``; ``drained`` is called, on this thread, once none is left."""
         self._call(lambda now: self.prefill.drain(drained, reason, drain_s, now))
+
+    def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
+        """Where all ranks of this node listen, for peers that come before orders bring it."""
+
+        def know(_: float) -> None:
+            self.prefill.inbound_peers.directory = directory
+
+        self._call(know)
 
     def wake(self) -> None:
         """Pages may be read again."""

@@ -62,6 +62,9 @@ class SimNode:
         self.naming = naming_of(plan.keeps)
         self.workers = [SimWorker(self, rank, ports[rank] if ports else 0) for rank in range(plan.world_size)]
         self.ports = tuple(worker.channel.port for worker in self.workers)
+        directory = [RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)]
+        for worker in self.workers:
+            worker.transfers.know_ranks(tuple(directory))
         cache = self.workers[0].memory.config
         self.pool = Pool(plan.num_blocks, self._spoil, spoils_freed=plan.keeps is None)
         self._states = [index for index, group in enumerate(cache.groups) if group.is_state]
@@ -75,7 +78,7 @@ class SimNode:
             self.config,
             cache,
             traits_of(self),
-            directory=[RankAddress(rank, plan.host, port) for rank, port in enumerate(self.ports)],
+            directory=directory,
             new_handle=lambda: f"{self.name}-{next(handles)}",
             **self._trust(),
         )
