@@ -85,8 +85,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._early: dict[str, Request] = {}
         self._was_reset = False
         zeroes_first = bool(getattr(vllm_config, "use_v2_model_runner", True))
-        windows = PartlyFilled(scheduler_config(kv_cache_config).groups)
-        self._steps = Steps(is_zeroed_first=zeroes_first, windows=windows)
+        self._steps = Steps(zeroes_first, PartlyFilled(scheduler_config(kv_cache_config).groups))
         self._spans = Spans(time.monotonic, time.time_ns)
         self._recovery = Recovery(expects=self._awaits_workers, clock=time.monotonic)
         self._worker = WorkerComposite(None, None)

@@ -28,7 +28,7 @@ class Steps:
         windows: loaded blocks that nothing but their request may use.
     """
 
-    def __init__(self, *, is_zeroed_first: bool, windows: PartlyFilled | None = None) -> None:
+    def __init__(self, is_zeroed_first: bool, windows: PartlyFilled | None = None) -> None:
         self.is_zeroed_first, self.windows = is_zeroed_first, windows or PartlyFilled()
         self._requests: dict[str, Any] = {}
         # Requests of which blocks were reported.

@@ -1,9 +1,7 @@
 """Blocks of windows that a load may have filled in part: vLLM's prefix cache is not to have them.
 
-A peer whose blocks are shorter than ours, or end elsewhere, has nothing of the tokens before a window. vLLM
-caches the full blocks of a load when its request goes on, as if a peer had filled them. The block that the
-request itself fills is right: what is found by it ends with it, and sees no more than the request did.
-Imports no vLLM.
+A peer whose blocks end elsewhere has nothing of the tokens before a window. vLLM caches full blocks of a load
+when its request goes on. A hit that ends with a block that the request fills itself sees no more than it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from kvconnect.cache.specs import KVCacheGroup
 
 
 class PartlyFilled:
-    """The loaded blocks of windows by request, as long as vLLM may cache them."""
+    """The loaded blocks of windows by request, as long as vLLM may cache them, and those filled in part."""
 
     def __init__(self, groups: Sequence[KVCacheGroup] = ()) -> None:
         self._groups = [
@@ -24,7 +22,6 @@ class PartlyFilled:
             if group.has_cache and group.retention.by_position and not group.retention.sees_all
         ]
         self._pool: Any = None
-        # What was loaded, and of that what turned out to be filled in part.
         self._loaded: dict[str, frozenset[int]] = {}
         self._ragged: dict[str, frozenset[int]] = {}
 

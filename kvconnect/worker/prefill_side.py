@@ -65,9 +65,9 @@ class PrefillSide:
         metrics: Metrics,
         randomness: random.Random,
     ) -> None:
-        # Where the last tokens of a prompt are held back, a peer goes on after what is held.
-        replay = int(not local.introduction.meaning.held_back)
-        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, replay)
+        # What is held back is no part of what is held.
+        computes_again = not local.introduction.meaning.held_back
+        self.book = LeaseBook(config, self._lease_ended, metrics, randomness, int(computes_again))
         self.leases = self.book.leases
         self.inbound_peers = InboundPeers(
             config, local, channel, lambda peer: self.fetches.give_up(peer), metrics

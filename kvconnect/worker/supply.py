@@ -37,7 +37,8 @@ class ChunkSupply:
         share: Share = WHOLE,
     ) -> None:
         self.count = len(chunks)
-        self._lease = lease
+        # A packer takes it that one token is computed again.
+        self._lease, self._ahead = lease, 1 - lease.replay
         self._packer = packer
         self._geometry = geometry
         self._chunks = chunks
@@ -49,7 +50,7 @@ class ChunkSupply:
         streams = packer.chunker.wire.streams
         self._states = {stream.target_group for stream in streams if stream.is_state}
         if lease.hold is not None:
-            num_tokens = self._seen_tokens(share.tokens.count(lease.num_tokens))
+            num_tokens = share.tokens.count(lease.num_tokens) + self._ahead
             self._staged = packer.stage(share.of(lease.hold.groups), chunks, num_tokens)
             sizes = [staged.total_bytes for staged in self._staged]
         else:
@@ -61,10 +62,6 @@ class ChunkSupply:
             self._needs = sorted(needs)
             sizes = [packer.chunker.place(chunk).total_bytes for chunk in chunks]
         self.largest_bytes = max(sizes, default=0)
-
-    def _seen_tokens(self, num_tokens: int) -> int:
-        """A packer takes it that one token is computed again."""
-        return num_tokens + 1 - self._lease.replay
 
     def _tokens_of(self, chunk: Chunk, row_tokens: dict[int, int]) -> float:
         """How far the prompt must be computed. Rows of several tokens are complete with the last of them."""
@@ -109,5 +106,5 @@ class ChunkSupply:
         first = min((span.start for span in tokens), default=0)
         stop = max((span.stop for span in tokens), default=0)
         blocks = self._lease.blocks_of(self._geometry, first, stop)
-        (staged,) = self._packer.stage(blocks, [chunk], self._seen_tokens(self._lease.num_tokens))
+        (staged,) = self._packer.stage(blocks, [chunk], self._lease.num_tokens + self._ahead)
         return index, staged

@@ -127,11 +127,7 @@ class TransferThread:
 
     def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
         """Where all ranks of this node listen, for peers that come before orders bring it."""
-
-        def know(_: float) -> None:
-            self.prefill.inbound_peers.directory = directory
-
-        self._call(know)
+        self._call(lambda _: setattr(self.prefill.inbound_peers, "directory", directory))
 
     def wake(self) -> None:
         """Pages may be read again."""
