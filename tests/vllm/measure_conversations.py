@@ -17,11 +17,10 @@ import http.client
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,9 @@ from urllib.parse import urlsplit
 from kvconnect.demo.children import COMMAND, ENVIRONMENT, Child
 from kvconnect.demo.http import BadAnswer
 from tests.ports import free_port
-from tests.vllm import dense_model, tiny_models
 from tests.vllm.load_client import streamed_tokens
 from tests.vllm.load_figures import quantile
-from tests.vllm.pairs import Lines, brought_up, environment, gpu_options
+from tests.vllm.pairs import Lines, brought_up, environment, gpu_options, prepared
 from tests.vllm.servers import Server, random_prompt, transfer_config
 from tests.vllm.tiny_models import Recipe
 
@@ -264,6 +262,27 @@ def measured(
     return mean
 
 
+def compare(groups: Mapping[str, Group], folder: Path, given: argparse.Namespace, lines: Lines) -> None:
+    """All systems in all rounds; tells every run, and the ratios of their means."""
+    for number, group in enumerate(groups.values()):
+        warm_up(group, given, 1_000_000 * (1 + number))
+    means: dict[str, list[float]] = {}
+    for turn in range(given.rounds):
+        for number, name in enumerate(given.system):
+            if group := groups.get(SYSTEMS[name][0]):
+                seed = given.seed + 1000 * turn + number
+                mean = measured(name, group, folder, given, seed, lines)
+                means.setdefault(name, []).append(mean)
+    medians = {name: statistics.median(values) for name, values in means.items()}
+    own = medians.get("prefix")
+    ratios = {name: round(own / value, 3) for name, value in medians.items() if own and value}
+    lines.write(
+        "mean first token",
+        ms={name: round(1000 * m, 1) for name, m in medians.items()},
+        prefix_over=ratios,
+    )
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -310,36 +329,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
-        if given.cpu:
-            recipe = tiny_models.write_model("heavy", temporary)
-        else:
-            where = given.model or temporary / "model"
-            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus.split(',')[0]}")
-        logs = given.logs or temporary
-        logs.mkdir(parents=True, exist_ok=True)
+    with prepared(given, given.gpus.split(",")[0]) as (recipe, logs, lines):
         names = list(dict.fromkeys(SYSTEMS[name][0] for name in given.system))
         started = [_started(name, recipe, logs, given) for name in names]
-        groups = {group.name: group for group in stack.enter_context(brought_up(started, lines))}
-        for number, group in enumerate(groups.values()):
-            warm_up(group, given, 1_000_000 * (1 + number))
-        means: dict[str, list[float]] = {}
-        for turn in range(given.rounds):
-            for number, name in enumerate(given.system):
-                if group := groups.get(SYSTEMS[name][0]):
-                    seed = given.seed + 1000 * turn + number
-                    mean = measured(name, group, logs, given, seed, lines)
-                    means.setdefault(name, []).append(mean)
-        medians = {name: statistics.median(values) for name, values in means.items()}
-        own = medians.get("prefix")
-        ratios = {name: round(own / value, 3) for name, value in medians.items() if own and value}
-        lines.write(
-            "mean first token",
-            ms={name: round(1000 * m, 1) for name, m in medians.items()},
-            prefix_over=ratios,
-        )
+        with brought_up(started, lines) as up:
+            compare({group.name: group for group in up}, logs, given, lines)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import itertools
 import json
 import random
 import statistics
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.demo.http import BadAnswer
-from tests.vllm import dense_model, tiny_models
 from tests.vllm.load_figures import in_ms, quantile
 from tests.vllm.measure_gpu import ask
-from tests.vllm.pairs import NIXL, Lines, Pair, Variant, environment, gpu_options, named_variant
+from tests.vllm.pairs import NIXL, Pair, Variant, environment, gpu_options, named_variant, prepared
 from tests.vllm.servers import Server, random_prompt, running
 from tests.vllm.tiny_models import Recipe
 
@@ -345,16 +343,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
-        if given.cpu:
-            recipe = tiny_models.write_model("gqa", temporary)
-        else:
-            where = given.model or temporary / "model"
-            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus[0]}")
-        logs = given.logs or temporary
-        logs.mkdir(parents=True, exist_ok=True)
+    with prepared(given, given.gpus[0], tiny="gqa") as (recipe, logs, lines):
         for finding in _findings(recipe, logs, given):
             lines.write("leavers", **finding)
 

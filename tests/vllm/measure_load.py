@@ -21,7 +21,6 @@ import itertools
 import json
 import multiprocessing
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,10 +34,19 @@ from kvconnect.demo.http import BadAnswer
 from kvconnect.errors import KVConnectError
 from kvconnect.trace.runner import run_trace
 from tests.ports import free_port
-from tests.vllm import dense_model, load_client, tiny_models
+from tests.vllm import load_client
 from tests.vllm.load_client import Job
 from tests.vllm.load_figures import PARTS, Load, buckets, figures, grown, over_rounds, ratios
-from tests.vllm.pairs import NIXL, Lines, Variant, brought_up, environment, gpu_options, named_variant
+from tests.vllm.pairs import (
+    NIXL,
+    Lines,
+    Variant,
+    brought_up,
+    environment,
+    gpu_options,
+    named_variant,
+    prepared,
+)
 from tests.vllm.servers import Server, awake, send_signal
 from tests.vllm.tiny_models import Recipe
 
@@ -332,24 +340,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None, is_shown=False)
-        if given.cpu:
-            recipe = tiny_models.write_model("heavy", temporary)
-        else:
-            where = given.model or temporary / "model"
-            recipe = dense_model.write_model(where, dense_model.Shape(), f"cuda:{given.gpus.split(',')[0]}")
-        logs = given.logs or temporary
-        for folder in filter(None, (logs, given.traces)):
-            folder.mkdir(parents=True, exist_ok=True)
-        systems = stack.enter_context(_up(recipe, logs, given, lines))
-        for system in systems:
-            lines.write(
-                "system", connector=system.name, places=sorted(system.places), load_series=system.series
-            )
-        if systems:
-            compare(systems, given, lines)
+    with prepared(given, given.gpus.split(",")[0], is_shown=False) as (recipe, logs, lines):
+        if given.traces:
+            given.traces.mkdir(parents=True, exist_ok=True)
+        with _up(recipe, logs, given, lines) as systems:
+            for system in systems:
+                lines.write(
+                    "system", connector=system.name, places=sorted(system.places), load_series=system.series
+                )
+            if systems:
+                compare(systems, given, lines)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
-from tests.vllm import dense_model, tiny_models
+from tests.vllm import dense_model
 from tests.vllm.measure_gpu import ask
-from tests.vllm.pairs import Lines, brought_up, environment, gpu_options
+from tests.vllm.pairs import Lines, brought_up, environment, gpu_options, prepared
 from tests.vllm.servers import Server, random_prompt, transfer_config
 from tests.vllm.tiny_models import Recipe
 
@@ -186,18 +184,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None)
-        if given.cpu:
-            recipe = tiny_models.write_model("heavy", temporary)
-        else:
-            where = given.model or temporary / "model"
-            shape = dense_model.Shape(positions=65536)
-            recipe = dense_model.write_model(where, shape, f"cuda:{given.gpus.split(',')[0]}")
-        logs = given.logs or temporary
-        logs.mkdir(parents=True, exist_ok=True)
-        for servers in stack.enter_context(brought_up([_started(recipe, logs, given)], lines)):
+    shape = dense_model.Shape(positions=65536)
+    with (
+        prepared(given, given.gpus.split(",")[0], shape=shape) as (recipe, logs, lines),
+        brought_up([_started(recipe, logs, given)], lines) as up,
+    ):
+        for servers in up:
             for tokens in given.tokens:
                 prompts_pulled(servers, tokens, given, lines)
             conversation(servers, given, lines)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
 from tests.ports import free_port
+from tests.vllm import dense_model, tiny_models
 from tests.vllm.servers import MULTIPROCESSING, NIXL_CONNECTOR, ROOT, Server, running, transfer_config
+from tests.vllm.tiny_models import Recipe
 
 
 class Together(Protocol):
@@ -75,6 +80,30 @@ class Lines:
             print(line, flush=True)
         if self._copy is not None:
             print(line, file=self._copy, flush=True)
+
+
+@contextmanager
+def prepared(
+    given: argparse.Namespace,
+    gpu: str,
+    *,
+    tiny: str = "heavy",
+    shape: dense_model.Shape | None = None,
+    is_shown: bool = True,
+) -> Iterator[tuple[Recipe, Path, Lines]]:
+    """What a measurement begins with by its ``--cpu``, ``--model``, ``--logs`` and ``--json``: the model, the
+    folder of logs, and where findings are told. ``tiny`` is the model of a CPU, ``shape`` that of a GPU."""
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        lines = Lines(stack.enter_context(given.json.open("a")) if given.json else None, is_shown)
+        if given.cpu:
+            recipe = tiny_models.write_model(tiny, temporary)
+        else:
+            where = given.model or temporary / "model"
+            recipe = dense_model.write_model(where, shape or dense_model.Shape(), f"cuda:{gpu}")
+        logs = given.logs or temporary
+        logs.mkdir(parents=True, exist_ok=True)
+        yield recipe, logs, lines
 
 
 def named_variant(named: str, extra: Mapping[str, Any]) -> Variant:
