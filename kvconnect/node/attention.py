@@ -79,7 +79,7 @@ class RequestStates:
     """The recurrent states of some requests of a step, which compute equally many tokens each.
 
     ``span``: their tokens in the batch, request by request. ``block_ids`` of shape ``(n,)`` hold their
-    states, and ``begins`` those whose first token is computed: whatever their block holds, their state is
+    states, and ``begins`` those whose first token is computed: their block may hold anything, their state is
     zero.
     """
 

@@ -56,7 +56,7 @@ class BadBody(Exception):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The client's request as a dictionary, of its ``kv_transfer_params`` with what is of its session alone.
+    """The client's request as a dictionary, of its ``kv_transfer_params`` with its session's keys alone.
 
     A client does not get to name engines, addresses or blocks: only what a prefill node handed out
     travels to a decode node.

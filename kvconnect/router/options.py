@@ -56,7 +56,7 @@ class RouterOptions:
 
     admin: Annotated[
         str,
-        "HOST:PORT where /nodes shows, adds and drains nodes; empty for nowhere. Whoever reaches it decides "
+        "HOST:PORT where /nodes shows, adds and drains nodes; empty for nowhere. Any client of it decides "
         "where prompts go.",
     ] = ""
 

@@ -79,7 +79,7 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
 
 
 def context_ranks(vllm_config: VllmConfig) -> int:
-    """How many ranks with the same heads keep tokens in turns: a block is of so many times its tokens."""
+    """How many ranks with the same heads keep tokens in turns: a block has so many times its tokens."""
     return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
 
 

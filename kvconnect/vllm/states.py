@@ -16,7 +16,7 @@ from kvconnect.cache.region_table import CacheTensor
 from kvconnect.cache.shard import HeadInterval
 from kvconnect.cache.specs import StateSpec
 
-# More of them (rings of drafted tokens) are not told apart.
+# More of them (rings of drafted tokens) are not distinguished.
 _NUM_STATES = {"MAMBA1": 2, "MAMBA2": 2, "GDN_ATTN": 2, "SHORT_CONV": 1, "LINEAR": 1}
 # Channels without heads are divided into as many units as up to 64 ranks can share evenly.
 _MOST_UNITS = 960
@@ -40,7 +40,7 @@ class Section:
 
     @property
     def text(self) -> str:
-        """What it is over the whole model, whoever owns what."""
+        """What it is over the whole model, the same on every rank."""
         return f"{self.name} {self.total}x{self.planes}x{self.row_bytes}"
 
     def spec(self, block_size: int) -> StateSpec:

@@ -324,7 +324,7 @@ class WorkerConnector:
     def sleep(self) -> None:
         """Wait until nothing reads or writes pages, and see that nothing does until ``wake``. Idempotent.
 
-        Peers stay connected, and get a refusal that says why. A node that registers pages cannot. Raises
+        Peers stay connected, and get a refusal with the reason. A node that registers pages cannot. Raises
         ``LocalError``: something still does after 5 s, or a load is under way, and it goes on as before.
         """
         if self._transfers is None:
@@ -337,7 +337,7 @@ class WorkerConnector:
         raise LocalError("the node cannot sleep: requests are being loaded, or pages are still being read")
 
     def wake(self) -> None:
-        """Pages are back at their addresses, with whatever content."""
+        """Pages are back at their addresses, with any content."""
         if self._transfers is not None:
             self._transfers.wake()
 

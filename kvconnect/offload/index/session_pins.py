@@ -1,6 +1,6 @@
 """What sessions have pinned, until when, and how much of each tier a tenant may pin.
 
-A pin is of one prefix. What it holds does not make room, in host memory or on disk, before its time. Pure
+A pin holds one prefix. What it holds does not make room, in host memory or on disk, before its time. Pure
 bookkeeping: no clock, and a call takes time for the contents that it is given.
 """
 

@@ -61,7 +61,7 @@ class TierIndex:
         self.events: TierEvents | None = None
         """Where it is noted what is ready, and what is so no more, if events are published."""
         self.session_pins_lost: Callable[[int, Sequence[bytes]], None] = lambda group, hashes: None
-        """Told which contents that sessions have pinned are about to be dropped: it unpins them."""
+        """Called with contents that sessions have pinned and that are about to be dropped: it unpins them."""
 
     def lookup(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many of the hashes, from the first on, are ready."""

@@ -181,7 +181,7 @@ class Sessions:
             wanted = frozenset(names)
             self._pins.let_go(pin, place, [name for name in pin.held.get(place, ()) if name not in wanted])
             if self._pins.add(pin, place, names) < len(names):
-                # A window or a state beyond the quota: without it the rest is of no use.
+                # A window or a state beyond the quota: without it the rest is useless.
                 length = 0
         names = self._names(turn, self._first, 0, length // self._first.block_tokens)
         pin.num_tokens, pin.end = length, (len(names), names[-1] if names else b"")
