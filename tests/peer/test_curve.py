@@ -330,17 +330,17 @@ def test_too_many_connections_are_closed_and_those_there_before_go_on(channels):
 
 def test_strangers_that_come_and_go_leave_nothing_behind(channels):
     server = channels(OURS, max_peers=250)
-    before = len(os.listdir("/proc/self/fd"))
+    most = (
+        len(os.listdir("/proc/self/fd")) + 10
+    )  # of 300; other threads of this process open some of their own
     for _ in range(300):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(NULL_3)
         server.receive()
     end = time.monotonic() + 5
-    while (
-        len(os.listdir("/proc/self/fd")) > before or server._authenticator._open
-    ) and time.monotonic() < end:
+    while (len(os.listdir("/proc/self/fd")) > most or server._authenticator._open) and time.monotonic() < end:
         server.receive()
         server.wait(0.05)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(os.listdir("/proc/self/fd")) <= most
     assert len(server._authenticator._open) == 0
     assert still_works(channels, server)
