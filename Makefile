@@ -73,7 +73,7 @@ check: setup ## lint, format, types
 	@echo "check: ruff format"
 	@.venv/bin/ruff format --check .
 	@echo "check: mypy"
-	@.venv/bin/mypy kvconnect benchmarks tests/simulator tests/faults --exclude '/(test_|conftest)'
+	@.venv/bin/mypy kvconnect benchmarks tests/simulator tests/faults tests/engine --exclude '/(test_|conftest)'
 
 bench: setup ## a benchmark: make bench ARGS="transfer --engine nixl"; without arguments their list
 	@.venv/bin/python -m benchmarks $(ARGS)

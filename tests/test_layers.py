@@ -16,7 +16,7 @@ BASE = {
 # A folder imports only from those before it.
 ORDER = [
     "cache", "runner_kit", "plan", "pack", "engine", "peer", "scheduler", "worker", "offload", "vllm", "node",
-    "router", "explain", "doctor", "trace", "inspect", "testing", "demo", "cli",
+    "router", "explain", "doctor", "trace", "inspect", "demo", "cli",
 ]  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvconnect.engine.memory import MemoryEngine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.testing.engine_peer import PeerCommands, PeerProcess
-from kvconnect.testing.engine_suite import Driver, EngineSuite
+from tests.engine.engine_peer import PeerCommands, PeerProcess
+from tests.engine.engine_suite import Driver, EngineSuite
 from tests.engine.faulty_engine import FaultyEngine
 
 

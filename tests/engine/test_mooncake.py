@@ -20,8 +20,8 @@ from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.mooncake import MooncakeCard
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
-from kvconnect.testing.engine_peer import PeerProcess
-from kvconnect.testing.engine_suite import Driver, EngineSuite
+from tests.engine.engine_peer import PeerProcess
+from tests.engine.engine_suite import Driver, EngineSuite
 
 _PROBLEM = available_engines()["mooncake"]
 pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")
@@ -225,8 +225,8 @@ def test_failure_by_timeout_is_not_called_quiet_while_the_library_is_in_it() -> 
 _LEAVE = """
 import time
 from kvconnect.engine.mooncake import MooncakeEngine
-from kvconnect.testing.engine_peer import PeerProcess
-from kvconnect.testing.engine_suite import Driver
+from tests.engine.engine_peer import PeerProcess
+from tests.engine.engine_suite import Driver
 
 def make_engine():
     return MooncakeEngine("127.0.0.1")

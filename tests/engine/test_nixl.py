@@ -15,8 +15,8 @@ import pytest
 from kvconnect.engine.base import Engine, Span
 from kvconnect.engine.registry import available_engines
 from kvconnect.errors import EngineError
-from kvconnect.testing.engine_peer import PeerProcess
-from kvconnect.testing.engine_suite import Driver, EngineSuite
+from tests.engine.engine_peer import PeerProcess
+from tests.engine.engine_suite import Driver, EngineSuite
 
 _PROBLEM = available_engines()["nixl"]
 pytestmark = pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM or "usable")

@@ -14,7 +14,7 @@ from kvconnect.engine import registry
 from kvconnect.engine.base import Engine
 from kvconnect.engine_names import check_engine
 from kvconnect.errors import ConfigError, EngineError
-from kvconnect.testing.engine_suite import EngineSuite
+from tests.engine.engine_suite import EngineSuite
 
 THIRD_PARTY = """
 from kvconnect.engine.nixl import NixlEngine

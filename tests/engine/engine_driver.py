@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvconnect.engine.base import Batch, Completion, Engine
-from kvconnect.testing.engine_peer import MakeEngine, PeerProcess, random_bytes, span_of, wait_until
+from tests.engine.engine_peer import MakeEngine, PeerProcess, random_bytes, span_of, wait_until
 
 MIB = 1 << 20
 HANG_S = 20.0

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from kvconnect.errors import EngineError, LocalError
-from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, Driver
-from kvconnect.testing.engine_faults import FaultCases
-from kvconnect.testing.engine_peer import PeerProcess, random_bytes, span_of, wait_until
+from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, Driver
+from tests.engine.engine_faults import FaultCases
+from tests.engine.engine_peer import PeerProcess, random_bytes, span_of, wait_until
 
 __all__ = ["Driver", "EngineSuite", "scattered_copies"]
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from kvconnect.testing.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
-from kvconnect.testing.engine_peer import PeerProcess, span_of
+from tests.engine.engine_driver import BUFFER_BYTES, HANG_S, MIB, Driver, EngineCases
+from tests.engine.engine_peer import PeerProcess, span_of
 
 
 class FaultCases(EngineCases):
