@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvconnect.config import parse_kv_transfer_config
 from kvconnect.errors import ConfigError
@@ -38,7 +37,7 @@ from kvconnect.vllm.spans import Spans
 from kvconnect.vllm.stats import TransferPromMetrics, TransferStats
 from kvconnect.vllm.steps import Recovery, Steps
 from kvconnect.vllm.versions import check_vllm
-from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights
+from kvconnect.vllm.weights import LoadedWeights, all_ranks, loaded_weights, own_rank
 from kvconnect.vllm.windows import PartlyFilled
 
 if TYPE_CHECKING:
@@ -120,8 +119,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """The workers' addresses. May come again; another connector's metadata is not for us."""
         for meta in metadata.values():
-            if isinstance(meta, AddressMetadata):
-                self._add_worker(meta)
+            for worker in (meta, *meta.others) if isinstance(meta, AddressMetadata) else ():
+                self._add_worker(worker)
         engine = self._config.extra.engine
         if not self._workers and engine != "none":
             kinds = sorted({type(meta).__name__ for meta in metadata.values()})
@@ -264,8 +263,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe and register this worker's caches, and begin to serve peers."""
-        tensor = get_tp_group()
-        rank = int(get_pp_group().rank_in_group * tensor.world_size + tensor.rank_in_group)
+        rank = own_rank()
         self._weights = loaded_weights(self._vllm)
         made = functools.partial(
             make_worker_half,
@@ -278,7 +276,10 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._own = AddressMetadata(rank, self._worker.address(), row_bytes)
         if self._worker.transfer is not None:
             # A peer may come before the first step.
-            self._worker.transfer.know_ranks(all_ranks(self._own.address))
+            ranks = all_ranks(self._own)
+            self._worker.transfer.know_ranks([worker.address for worker in ranks])
+            # vLLM passes on what one of all prefill context parallel ranks announces.
+            self._own.others = tuple(worker for worker in ranks if worker.rank != rank)
         if (self._kept or self._config.extra.sources) and not rank:
             settings.warn_if_restores_fail(self, settings.outermost(self), self._config)
 

@@ -25,7 +25,7 @@ from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from kvconnect.vllm import settings
 from kvconnect.vllm.events import event_maker, wants_events
 from kvconnect.vllm.geometry import held_back, scheduler_config, worker_cache
-from kvconnect.vllm.meaning import context_ranks, finest, fingerprint, head_counts, topology
+from kvconnect.vllm.meaning import context_ranks, finest, fingerprint, head_counts, stage_ranks, topology
 from kvconnect.vllm.metadata import AddressMetadata
 from kvconnect.vllm.offload import (
     BlockHashes,
@@ -92,7 +92,7 @@ def make_scheduler_half(
             hashes=BlockHashes(hash_block_tokens(vllm_config, kv_cache_config)),
             row_bytes=_same_rows(workers),
             # vLLM's world may have all data-parallel engines.
-            num_ranks=parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
+            num_ranks=parallel.pipeline_parallel_size * stage_ranks(vllm_config),
             clock=time.monotonic,
         )
         if wants_events(vllm_config):

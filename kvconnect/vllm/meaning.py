@@ -64,7 +64,7 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
 
     Raises ``ConfigError``: ranks do not have layers one after the other.
     """
-    tensor = vllm_config.parallel_config.tensor_parallel_size
+    tensor = stage_ranks(vllm_config)
     numbers = [number for number in map(layer_number, layers) if number is not None]
     _, *firsts = _of_stages(vllm_config, min(numbers, default=0))[::tensor]
     turn = int(getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1))
@@ -76,6 +76,16 @@ def topology(vllm_config: VllmConfig, rank: int, layers: Iterable[str]) -> Topol
                 f"{made.layers(rank).start}, all of them with {made.stages}; accepted: layers in order"
             )
     return made
+
+
+def stage_ranks(vllm_config: VllmConfig) -> int:
+    """How many ranks have the same layers.
+
+    Prefill context parallel ranks have what their tensor-parallel rank has, of latent caches all the same
+    bytes. They are numbered within it, as vLLM lets them take turns to keep tokens (DCP over PCP, then TP).
+    """
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1))
 
 
 def context_ranks(vllm_config: VllmConfig) -> int:

@@ -48,11 +48,15 @@ class OrdersMetadata(KVConnectorMetadata):
 
 @dataclass
 class AddressMetadata(KVConnectorHandshakeMetadata):
-    """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row."""
+    """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row.
+
+    ``others`` is the same of the other ranks, as far as they told it.
+    """
 
     rank: int
     address: RankAddress | None
     row_bytes: dict[int, int] = field(default_factory=dict)
+    others: tuple[AddressMetadata, ...] = ()
 
 
 @dataclass

@@ -13,7 +13,7 @@ from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_conf
 from kvconnect.errors import ConfigError
 from kvconnect.orders import Naming
 from kvconnect.vllm.geometry import group_spec, scheduler_config
-from kvconnect.vllm.meaning import context_ranks
+from kvconnect.vllm.meaning import context_ranks, head_counts, stage_ranks
 from kvconnect.vllm.offload import check_blocks, hash_block_tokens
 from kvconnect.vllm.plugin import OURS
 
@@ -43,7 +43,7 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     parallel, offload = vllm_config.parallel_config, extra.get("offload")
     index = int(parallel.data_parallel_index)
     if extra.get("port"):
-        extra["port"] += index * parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        extra["port"] += index * parallel.pipeline_parallel_size * stage_ranks(vllm_config)
     if extra.get("bootstrap_port"):
         extra["bootstrap_port"] += index
     if index and isinstance(offload, dict) and offload.get("disk_path"):
@@ -55,7 +55,11 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: Tr
     """Raise ``ConfigError`` for a setting under which KV would be lost or wrong, with what is accepted."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if (value := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
-        raise ConfigError(f"prefill_context_parallel_size is {value}, this version of kvconnect accepts 1")
+        counts = head_counts(vllm_config)
+        if counts.main is not None or counts.draft is not None:
+            raise ConfigError(
+                f"prefill_context_parallel_size is {value} for layers with KV heads; accepted: latent caches"
+            )
     if context_ranks(vllm_config) > 1:
         _refuse_turns(vllm_config, kv_cache_config, config)
     speculative = vllm_config.speculative_config

@@ -158,12 +158,24 @@ def _running_models() -> list[nn.Module]:
     return []
 
 
-def all_ranks(value: Any) -> list[Any]:
-    """What every rank gave, pipeline rank by pipeline rank."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+def _rank_groups() -> tuple[Any, ...]:
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 
+    return get_pp_group(), get_tp_group(), get_pcp_group()
+
+
+def own_rank() -> int:
+    """The number of this rank, pipeline rank by pipeline rank, in each by tensor-parallel rank."""
+    number = 0
+    for group in _rank_groups():
+        number = number * group.world_size + group.rank_in_group
+    return number
+
+
+def all_ranks(value: Any) -> list[Any]:
+    """What every rank gave, by their numbers."""
     gathered = [value]
-    for group in (get_tp_group(), get_pp_group()):
+    for group in reversed(_rank_groups()):
         if group.world_size > 1:
             parts: list[Any] = [None] * group.world_size
             torch.distributed.all_gather_object(parts, gathered, group=group.cpu_group)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kvconnect.cache.shard import Topology
 from kvconnect.errors import ConfigError
-from kvconnect.vllm import meaning, settings
+from kvconnect.vllm import meaning, settings, weights
 from kvconnect.vllm.geometry import scheduler_config
 
 
@@ -50,12 +52,18 @@ def turns(spec, offload=None, **parallel):
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(),
         speculative_config=None,
-        model_config=SimpleNamespace(),
+        model_config=SimpleNamespace(
+            use_mla=isinstance(spec, MLAAttentionSpec), get_total_num_kv_heads=lambda: 8
+        ),
     )
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers(0))
     groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=9)
     settings.refuse_unsupported(config, groups, SimpleNamespace(extra=SimpleNamespace(offload=offload)))
     return scheduler_config(groups, meaning.context_ranks(config)).groups[0].block_size
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
 
 
 class SlidingWindowSpec(SimpleNamespace):
@@ -69,6 +77,39 @@ class MambaSpec(SimpleNamespace):
 def test_a_block_of_ranks_that_take_turns_is_of_the_tokens_of_all():
     assert turns(MLAAttentionSpec(block_size=64), decode_context_parallel_size=4) == 256
     assert turns(MLAAttentionSpec(block_size=64)) == 64
+    spread = turns(
+        MLAAttentionSpec(block_size=64), decode_context_parallel_size=4, prefill_context_parallel_size=2
+    )
+    assert spread == 256, "of the ranks that take turns, however many have all"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("tensor", "prefill"), [(1, 2), (2, 2), (4, 2), (2, 3)])
+def test_prefill_context_ranks_are_numbered_as_they_take_turns(stages, tensor, prefill, monkeypatch):
+    """Against the groups that vLLM makes (``initialize_model_parallel`` of vLLM 0.30 to 0.33)."""
+    world = torch.arange(stages * prefill * tensor).reshape(stages, prefill, tensor)
+    numbers = {}
+    for stage, context, of_tensor in itertools.product(range(stages), range(prefill), range(tensor)):
+        groups = [
+            SimpleNamespace(world_size=size, rank_in_group=rank)
+            for size, rank in ((stages, stage), (tensor, of_tensor), (prefill, context))
+        ]
+        monkeypatch.setattr(weights, "_rank_groups", lambda groups=groups: tuple(groups))
+        numbers[int(world[stage, context, of_tensor])] = weights.own_rank()
+    assert sorted(numbers.values()) == list(range(world.numel()))
+    for decode in (1, prefill, tensor * prefill):
+        groups = world.transpose(-1, -2) if decode > 1 else world
+        for group in groups.reshape(-1, decode).tolist():
+            parallel = SimpleNamespace(
+                tensor_parallel_size=tensor,
+                prefill_context_parallel_size=prefill,
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=decode,
+            )
+            found = meaning.topology(SimpleNamespace(parallel_config=parallel), 0, layers(0, 1))
+            ours = Topology(found.tensor, tuple(range(stages)), found.context)
+            assert [ours.tokens(numbers[rank]).rank for rank in group] == list(range(decode))
+            assert len({numbers[rank] // ours.tensor for rank in group}) == 1, "of one pipeline rank"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +120,7 @@ def test_a_block_of_ranks_that_take_turns_is_of_the_tokens_of_all():
         (MLAAttentionSpec(block_size=64, dcp_sharded=False), {}, "no draft model"),
         (MLAAttentionSpec(block_size=64, tokens_per_state=4), {}, "a row for each"),
         (MLAAttentionSpec(block_size=64), {"offload": object()}, "is 2, with which .* no offload"),
-        (MLAAttentionSpec(block_size=64), {"prefill_context_parallel_size": 2}, "prefill_context.* is 2"),
+        (FullAttentionSpec(block_size=64), {"prefill_context_parallel_size": 2}, "is 2 for .* KV heads"),
     ],
 )
 def test_what_ranks_do_not_keep_in_turns_is_refused(spec, more, reason):
