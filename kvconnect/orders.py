@@ -125,8 +125,8 @@ class Find(msgspec.Struct, frozen=True):
 class Found(msgspec.Struct, frozen=True):
     """What came of a ``Find``: the peer keeps ``num_tokens``, ``start_tokens`` included, or nothing: 0.
 
-    ``seconds`` is how long the link takes for them, 0 where that is not known yet. ``naming`` is the peer's,
-    where it names KV otherwise, and ``error`` why it could not be asked.
+    ``seconds`` is how long the link takes for them, endless where that is not known. ``naming`` is that of a
+    peer which names KV otherwise, and ``error`` why it could not be asked.
     """
 
     request_id: str

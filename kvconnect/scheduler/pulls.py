@@ -7,6 +7,7 @@ load that fails is a miss, and the request is computed. Pure bookkeeping, empty 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from kvconnect.timeline import Moment
 logger = logging.getLogger(__name__)
 
 LOADED, MISSED, NOT_WORTH_IT = "loaded", "missed", "not_worth_it"
-UNANSWERED, FAILED, ABORTED = "unanswered", "failed", "aborted"
+UNANSWERED, UNMEASURED, FAILED, ABORTED = "unanswered", "unmeasured", "failed", "aborted"
 _REST_WAITS = 10
 """For how many times ``find_s`` a source that did not answer within one is not asked."""
 
@@ -67,10 +68,7 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Loading:
-    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``.
-
-    ``is_first`` over a link whose rate was not known then: it waits for that to be measured.
-    """
+    """A load under way: of ``num_tokens``, of which ``gain`` were not at hand, since ``began_at``."""
 
     source: Address
     key: bytes
@@ -78,7 +76,6 @@ class _Loading:
     num_tokens: int
     gain: int
     began_at: float
-    is_first: bool
 
 
 class PullRequests:
@@ -142,7 +139,8 @@ class PullRequests:
             if self._pays(count, local_tokens, pull.found.seconds):
                 pull.computed, pull.local = num_computed_tokens, local_tokens
                 return count
-            self._drop(request_id, pull, NOT_WORTH_IT)
+            is_measured = math.isfinite(pull.found.seconds)
+            self._drop(request_id, pull, NOT_WORTH_IT if is_measured else UNMEASURED)
         if self._ask(request, pull, num_computed_tokens, local_tokens, now):
             return None
         self._give_up(request_id, pull)
@@ -172,10 +170,7 @@ class PullRequests:
         )
         self._draft.note(Moment.LOAD_ORDERED, handle, request_id, num_external_tokens)
         gain = num_external_tokens - pull.local
-        is_first = not pull.found.seconds
-        self._loading[request_id] = _Loading(
-            pull.asked, pull.key, handle, num_external_tokens, gain, now, is_first
-        )
+        self._loading[request_id] = _Loading(pull.asked, pull.key, handle, num_external_tokens, gain, now)
         pull.outcome = LOADED
         pull.end()
 
@@ -326,7 +321,7 @@ class PullRequests:
             self._sources.miss(loading.source, loading.key, now)
             self._count(request_id, FAILED)
         rate = self._rate.tokens_per_s
-        if pull is None or not ok or not rate or loading.is_first:
+        if pull is None or not ok or not rate:
             return
         saved_s = loading.gain / rate - (now - loading.began_at)
         if self._sources.loaded(loading.source, saved_s, now):

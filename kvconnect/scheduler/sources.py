@@ -22,7 +22,9 @@ MISS_S = 1.0
 _FIXED_S = 0.01
 """What a pull takes besides the link: a question and its answer, and a load, each with a step or two."""
 _LEAST_SHARE = 1 / 16
-"""How much more than this node keeps itself is loaded though it is not known yet how long that takes."""
+"""How much more than this node keeps itself is loaded though it is not known yet whether that is quicker."""
+_MOST_TOKENS_PER_S = 100_000
+"""As fast as this a node is taken to compute prompts until its own have shown how fast it does."""
 _LEAST_MEASURED = 256
 """Tokens of a prompt from which the rate shows, and not the time of a step."""
 _LEAST_NAMED = 8
@@ -34,13 +36,14 @@ _MOST_SOURCES, _MOST_MISSES = 256, 4096
 def is_worth_it(gain_tokens: int, local_tokens: int, load_s: float, tokens_per_s: float) -> bool:
     """Whether it is quicker to load than to compute what a source has and this node does not have.
 
-    ``local_tokens`` could be restored here instead, ``load_s`` is how long the link takes, and
-    ``tokens_per_s`` how fast prompts are computed here: 0 where they are not known, which a pull measures.
+    ``local_tokens`` could be restored here instead, ``load_s`` is how long the link takes, endless if that is
+    not known, and ``tokens_per_s`` how fast prompts are computed here, 0 if that is not.
     """
-    is_known = load_s > 0 and tokens_per_s > 0
-    if gain_tokens <= (0 if is_known else local_tokens * _LEAST_SHARE):
+    if gain_tokens <= (0 if load_s and tokens_per_s else local_tokens * _LEAST_SHARE):
         return False
-    return not tokens_per_s or load_s + _FIXED_S < gain_tokens / tokens_per_s
+    if not tokens_per_s:
+        return load_s - _FIXED_S < gain_tokens / _MOST_TOKENS_PER_S
+    return load_s + _FIXED_S < gain_tokens / tokens_per_s
 
 
 class PrefillRate:

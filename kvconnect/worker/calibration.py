@@ -21,7 +21,9 @@ from kvconnect.worker.outbox import Columns, PageOutbox
 
 SMALL_COPIES = 256
 _FEW_COPIES = 16
-_FIRST_BYTES = 4096
+_FIRST_BYTES, _GROWTH = 4096, 4
+_LONGEST_S = 0.5
+"""Nothing follows a batch that took longer: a link as slow as that has shown it."""
 _CPU_BYTES = 4 << 20
 _UNCACHED_BYTES = 64 << 20
 _MOST_COPIES = 64
@@ -49,7 +51,10 @@ class ProbeOutbox(PageOutbox):
     ) -> None:
         self.samples: list[Sample] = []
         # The first batch makes the connection, and measures nothing.
-        shapes = [(1, page_bytes or min(_FIRST_BYTES, scratch_bytes))]
+        length = min(_FIRST_BYTES, scratch_bytes)
+        shapes = [(1, length), (1, length)]
+        while (length := length * _GROWTH) < scratch_bytes:
+            shapes.append((1, length))
         # Each kind three times: one that was disturbed does not measure the link.
         if page_bytes:
             pages = min(SMALL_COPIES, max_copies, scratch_bytes // page_bytes)
@@ -57,20 +62,29 @@ class ProbeOutbox(PageOutbox):
         shapes += [(1, scratch_bytes)] * 3
         shapes = [(copies, length) for copies, length in shapes if copies]
         super().__init__((_scattered(source, target, *shape) for shape in shapes), copies=0)
-        self._ended = enumerate(shapes)
+        self._shapes = iter(shapes)
+        self._is_connected = False
 
     @property
     def bytes_per_s(self) -> float:
         """The most that a batch of one large copy reached: what disturbed the others is not the link's."""
-        largest = max((sample.total_bytes for sample in self.samples), default=0)
-        alike = [one for one in self.samples if one.total_bytes == largest and one.copies == 1]
-        return max((one.total_bytes / one.seconds for one in alike if one.seconds > 0), default=0.0)
+        single = [one for one in self.samples if one.copies == 1 and one.seconds > 0]
+        largest = max((one.total_bytes for one in single), default=0)
+        alike = (one.total_bytes / one.seconds for one in single if one.total_bytes == largest)
+        return max(alike, default=0.0)
+
+    def submitted(self, batch_id: int) -> None:
+        """What follows that batch depends on what it takes."""
+        self._next = None
 
     def ended(self, completion: Completion) -> None:
         """The engine is done with a batch, the next of them."""
-        number, (copies, _) = next(self._ended)
-        if completion.ok and number:
+        copies, _ = next(self._shapes)
+        if completion.ok and self._is_connected:
             self.samples.append(Sample(copies, completion.total_bytes, completion.seconds))
+        if not self._is_connected or completion.seconds <= _LONGEST_S:
+            self._next = next(self._batches, None)
+        self._is_connected = True
 
 
 def _scattered(source: int, target: int, copies: int, length: int) -> Columns:

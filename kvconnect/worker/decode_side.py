@@ -210,7 +210,7 @@ class DecodeSide:
             case Received(message=Renewed() as renewed):
                 self.renewals.renewed(link, renewed, now)
             case Received(message=PrefixFound() as found_prefix):
-                self.finds.answered(link, found_prefix)
+                self.finds.answered(link, found_prefix, now)
             case Misused(reason=reason):
                 self._metrics.failures.labels("peer_message").inc()
                 logger.warning("peer %s: %s", link.peer.key, reason)
@@ -235,6 +235,7 @@ class DecodeSide:
             )
         self._end_writes(PeerLoss.OTHER_INCARNATION, link, now, ready.peer.incarnation)
         self.renewals.met(link.peer.key, now)
+        self.finds.met(link, now)
 
     def _reached(self, link: RankLink, found: Transport, now: float) -> None:
         """A peer has reported what carries its bytes. It may be refused for that, for a while."""

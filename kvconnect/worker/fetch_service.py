@@ -137,13 +137,12 @@ class FetchService:
             self._wait(pending, now)
             return
         check_fetch(fetch)
-        way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
-        streamed = source.hold is None
-        if way.probe is not None and (fetch.groups or fetch.chunks):
+        way, streamed = self._measured_way(inbound, pending.link, now), source.hold is None
+        if way is None:
             self._wait(pending, now, is_served=True)
-            self._calibrate(way, pending.link, now)
             return
-        self._announce(way, peer, inbound, pending.link)
+        if way.meter is not None and way.meter.found.refusal:
+            raise PeerError(way.meter.found.refusal)
         if streamed and not way.streams:
             self._wait(pending, now)
             return
@@ -297,40 +296,38 @@ class FetchService:
             self._inbound_peers.send(sending.key[0], CreditRequest(sending.key[1], due, _generations(spared)))
 
     def _arrived(self, sending: Sending, parcel: Parcel) -> None:
-        self._inbound_peers.send(
-            sending.key[0],
-            Landed(
-                sending.key[1],
-                parcel.chunk,
-                parcel.grant.generation,
-                parcel.length_bytes,
-                parcel.ticket.digest,
-                sending.epoch,
-            ),
-        )
+        what = parcel.chunk, parcel.grant.generation, parcel.length_bytes, parcel.ticket.digest
+        self._inbound_peers.send(sending.key[0], Landed(sending.key[1], *what, sending.epoch))
 
-    def _calibrate(self, way: Way, link: str, now: float) -> None:
-        """Find out how fast a link is, unless that is under way. Its fetches wait meanwhile."""
+    def look_at(self, inbound: InboundPeer, link: str, now: float) -> str:
+        """A peer asks what there is: it is sent how fast its link is, too. Why it cannot be, or nothing."""
+        try:
+            self._measured_way(inbound, link, now)
+        except (PeerError, LayoutError) as error:
+            return str(error)
+        return ""
+
+    def _measured_way(self, inbound: InboundPeer, link: str, now: float) -> Way | None:
+        """``InboundPeers.way_to``; None while it is found out how fast that is: its fetches wait."""
+        way = self._inbound_peers.way_to(inbound, {sending.peer for sending in self.sender.sendings.values()})
         key = link, _CALIBRATION
-        if way.probe is not None and key not in self.sender.sendings:
-            deadline = now + self._config.handshake_timeout_s
-            way.traffic = self._local.look_at_traffic()
-            self.sender.begin(Sending(key, way.name, way.probe, deadline, now))
+        if way.probe is None:
+            self._announce(way, inbound, link)
+            return way
+        if key not in self.sender.sendings:
+            way.traffic, until = self._local.look_at_traffic(), now + self._config.handshake_timeout_s
+            self.sender.begin(Sending(key, way.name, way.probe, until, now))
+        return None
 
-    def _announce(self, way: Way, peer: Introduction, inbound: InboundPeer, link: str) -> None:
-        """Report, once a connection, what carries bytes to a peer.
-
-        Raises:
-            PeerError: our settings refuse that.
-        """
-        if way.meter is None:
+    def _announce(self, way: Way, inbound: InboundPeer, link: str) -> None:
+        """Report, once a connection, what carries bytes to a peer, and whether our settings refuse that."""
+        peer = inbound.session.peer
+        if way.meter is None and peer is not None:
             found = msgspec.structs.replace(way.found, refusal=refusal(self._config, way.found))
             who = f"decode node {peer.engine_id} rank {peer.rank} at {inbound.host}"
             way.meter = LinkMeter(who, found, self._transports)
             self._transports.met(who, found)
             self._inbound_peers.send(link, found)
-        if way.meter.found.refusal:
-            raise PeerError(way.meter.found.refusal)
 
     def measure(self, link: str, asked: Measure, now: float) -> None:
         """Begin to measure the link to a peer, beside what is sent."""
@@ -364,6 +361,9 @@ class FetchService:
             if inbound is not None and way is not None and way.probe is outbox:
                 way.found = found_by(way.probe, self._local, way.traffic, inbound.host, self._config.host)
                 way.calibrated(self._local, sending.error, self._metrics)
+                if not any(pending.link == sending.key[0] for pending in self.pending.fetches):
+                    # A fetch that waited for it reports it, when it begins or is refused.
+                    self._announce(way, inbound, sending.key[0])
             return
         lease.sending.discard(sending.key)
         if not sending.error and not lease.is_intact():

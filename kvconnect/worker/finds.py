@@ -1,6 +1,7 @@
 """What D asks peers before it fetches by name: how much of a prefix they keep.
 
-Rank 0 asks for all ranks: a peer's ranks keep the same. Owned by the transfer thread.
+Rank 0 asks for all ranks: a peer's ranks keep the same. The peer measures its link to us when it is first
+asked: before that nobody knows whether to load pays. Owned by the transfer thread.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from kvconnect.worker.peers import PackedPath, Peers, RankLink
 logger = logging.getLogger(__name__)
 
 
+_RATE_SHARE = 1 / 16
+"""Of ``find_s``: how long an answer waits for the link's rate. One that pays is measured by then."""
+
+
 @dataclass(eq=False)
 class _Asked:
-    """``link`` is the connection over which it was asked, empty until the peer is met."""
+    """``link`` is the connection over which it was asked, empty until the peer is met.
+
+    ``answer`` waits for the rate of the link.
+    """
 
     order: Find
     peer: PeerKey
     deadline: float
     link: str = ""
+    answer: PrefixFound | None = None
 
 
 class Finds:
@@ -69,12 +78,25 @@ class Finds:
     def advance(self, now: float) -> None:
         """Ask peers that were met meanwhile, and wait no longer for those that are late."""
         for number, asked in list(self._asked.items()):
-            if now >= asked.deadline:
+            if asked.answer is not None:
+                self._conclude(number, asked.answer, self._peers.links[asked.link], now >= asked.deadline)
+            elif now >= asked.deadline:
                 self._end(number, error=f"it did not answer within {self._config.find_s} s")
             elif not asked.link:
                 self._try(number, asked, now)
 
-    def answered(self, link: RankLink, message: PrefixFound) -> None:
+    def met(self, link: RankLink, now: float) -> None:
+        """A rank of a peer has introduced itself. If it will be asked, it is to measure its link before."""
+        peer, theirs = link.peer, link.session.peer
+        if theirs is None or theirs.naming is None or not peer.is_warm or link.found is not None:
+            return
+        if link.rank == 0:
+            for rank in peer.partners:
+                self._peers.connect_rank(peer, rank, now)
+        if link.rank in peer.partners:
+            self._peers.send(link.name, FindPrefix(0, Prefix(theirs.naming, 0, ()), 0))
+
+    def answered(self, link: RankLink, message: PrefixFound, now: float) -> None:
         """A peer answers. What nobody waits for any more is no fault of its."""
         asked = self._asked.get(message.number)
         if asked is None or asked.link != link.name:
@@ -86,11 +108,9 @@ class Finds:
         error = problem or message.error
         if error or message.num_tokens <= asked.order.prefix.start_tokens:
             self._end(message.number, error=error)
-            return
-        rate = link.found.bytes_per_s if link.found is not None else 0.0
-        # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
-        total_bytes = message.total_bytes * len(link.peer.partners)
-        self._end(message.number, message.num_tokens, total_bytes / rate if rate else 0.0)
+        else:
+            asked.answer = message
+            asked.deadline = min(asked.deadline, now + _RATE_SHARE * self._config.find_s)
 
     def lost(self, link: str, reason: str) -> None:
         """A connection is over: what was asked over it is not answered."""
@@ -114,6 +134,17 @@ class Finds:
                 return
             asked.link = peer.links[0].name
             self._peers.send(asked.link, FindPrefix(number, order.prefix, order.max_tokens))
+
+    def _conclude(self, number: int, answer: PrefixFound, link: RankLink, is_late: bool) -> None:
+        """Report what a peer has, once it is known what its link takes for that, or is not waited for."""
+        if link.found is None and not is_late:
+            return
+        rate = link.found.bytes_per_s if link.found is not None else 0.0
+        if not rate:
+            logger.info("nothing is loaded by name from %s: its link is not measured", link.peer.address)
+        # The ranks of a peer send at the same time, all of them to each of ours that fetches from them.
+        total_bytes = answer.total_bytes * len(link.peer.partners)
+        self._end(number, answer.num_tokens, total_bytes / rate if rate else math.inf, link.refusal)
 
     def _end(self, number: int, num_tokens: int = 0, seconds: float = 0.0, error: str = "") -> None:
         request_id = self._asked.pop(number).order.request_id

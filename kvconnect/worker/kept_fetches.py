@@ -20,12 +20,12 @@ _NOTHING = "this node keeps nothing under names for peers"
 
 
 def found_for(
-    inbound: InboundPeer, kept: KeptByName | None, asked: FindPrefix, draining: str, now: float
+    inbound: InboundPeer, kept: KeptByName | None, asked: FindPrefix, refusal: str, now: float
 ) -> PrefixFound | None:
     """The answer to a question, which names why nothing is given where that is not for lack of the names."""
     if (peer := inbound.session.peer) is None:
         return None
-    refusal = draining or other_weights(inbound.session.ours.meaning, peer.meaning)
+    refusal = refusal or other_weights(inbound.session.ours.meaning, peer.meaning) or ""
     if kept is None or refusal:
         return PrefixFound(asked.number, 0, 0, refusal or _NOTHING)
     if not inbound.names.take(len(asked.prefix.names), now):

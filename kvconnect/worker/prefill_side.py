@@ -199,7 +199,8 @@ class PrefillSide:
             case Received(message=Alive()):
                 inbound.session.send(StillAlive())
             case Received(message=FindPrefix() as asked):
-                if answer := found_for(inbound, self._local.kept, asked, self._draining, now):
+                refusal = self._draining or self.fetches.look_at(inbound, link, now)
+                if answer := found_for(inbound, self._local.kept, asked, refusal, now):
                     inbound.session.send(answer)
             case Received(message=Measure() as measure):
                 self.fetches.measure(link, measure, now)

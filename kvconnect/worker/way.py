@@ -146,8 +146,10 @@ def make_way(config: ExtraConfig, local: Local, ours: Introduction, peer: Introd
     page_bytes = 0
     if way.direct is not None and way.packer is not None:
         page_bytes = typical_page_bytes(way.direct)
+    # Where no page fits, the rate of bytes is all that can be measured.
+    page_bytes *= page_bytes <= scratch_bytes
     lane = lane_of(local.engine.capabilities.lane)
-    if scratch_bytes and scratch_bytes >= page_bytes:
+    if scratch_bytes:
         source, target = ours.scratch_address, peer.scratch_address
         max_copies = local.engine.capabilities.max_copies
         way.probe = ProbeOutbox(source, target, scratch_bytes, page_bytes, max_copies)

@@ -218,7 +218,8 @@ def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
         assert_at_rest(prefill, decode)
 
 
-def test_over_a_link_that_is_slower_than_computing_only_the_first_prompt_is_pulled(monkeypatch):
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch, is_configured):
     advance = MemoryEngine._advance
 
     def move_slowly(self, flight):
@@ -227,18 +228,30 @@ def test_over_a_link_that_is_slower_than_computing_only_the_first_prompt_is_pull
 
     monkeypatch.setattr(MemoryEngine, "_advance", move_slowly)
     source = node()
-    target = node(source, reserved_blocks=61)
+    target = node(*([source] if is_configured else []), reserved_blocks=61)
+    named = {} if is_configured else {"kv_sources": [address(source)]}
     with closing(source, target):
         prompts = [make_prompt(300, seed=seed) for seed in range(1, 5)]
         answers = [source.ask(prompt) for prompt in prompts]
-        # One that nobody has shows how fast it computes prompts, and the first pull what the link takes.
-        target.ask(make_prompt(300, seed=9))
-        found = []
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert target.ask(prompt) == answer
-            found.append(target.cached)
-        assert found == [288, 0, 0, 0]
-        assert pulled(target) == {"missed": 1, "loaded": 1, "not_worth_it": 3, "tokens": 288}
+            # The first one too: neither the link nor how fast prompts are computed here is known by then.
+            assert target.ask(prompt, params=named) == answer
+            assert target.cached == 0
+        link = target.engine.worker.transfer._transfers.decode.peers.links
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(one.found for one in link.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (rate,) = {one.found.bytes_per_s for one in link.values()}
+        assert rate == pytest.approx(SLOW_BYTES_PER_S, rel=0.2)
+        last = [*make_prompt(100, seed=1), *make_prompt(200, seed=7)]
+        answer = source.ask(last)
+        assert target.ask(last, params=named) == answer
+        outcomes = pulled(target)
+        assert outcomes.pop("not_worth_it") >= 1
+        # A configured source has measured its link when it was met.
+        assert outcomes.pop("unmeasured", 0) or is_configured
+        assert outcomes == {"tokens": 0}
         assert_at_rest(source, target)
 
 

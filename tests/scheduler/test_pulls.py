@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -266,15 +267,26 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed():
 def test_a_source_whose_load_took_longer_than_computing_is_not_asked_for_a_minute():
     node = Node(SOURCE)
     computing(node, "p", 1000, 1.0)
-    # The first one waits for its link to be measured: that it is slow says nothing.
-    for name, seconds in (("q", 0.0), ("q2", 0.1)):
-        request, _ = node.load(name, num_tokens=1000, found=960, seconds=seconds)
-        node.now += 3.0
-        node.hooks.update_results(Results(received=(name,)))
-        node.end(request)
+    request, _ = node.load("q", num_tokens=1000, found=960, seconds=0.1)
+    node.now += 3.0
+    node.hooks.update_results(Results(received=("q",)))
+    node.end(request)
     assert node.begin("r", num_tokens=1000)[1] == 0
     node.now += 61
     assert node.begin("s", num_tokens=1000)[1] is None
+
+
+@pytest.mark.parametrize("is_rate_known", [True, False])
+def test_nothing_is_loaded_over_a_link_that_is_not_measured_and_that_is_counted(is_rate_known):
+    node = Node(SOURCE)
+    if is_rate_known:
+        computing(node, "p", 1000, 1.0)
+        node.orders()
+    request, count = node.offer("q", num_tokens=1000, found=960, seconds=math.inf)
+    assert count == 0
+    assert node.orders().pulls == (("unmeasured", 0),)
+    node.end(request)
+    assert node.begin("r", num_tokens=1000)[1] is None, "it is asked again at once"
 
 
 def test_what_is_at_hand_is_preferred_unless_a_source_has_clearly_more():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,9 +41,12 @@ def test_more_gain_a_faster_link_and_slower_computing_never_speak_against_it(gai
         assert is_worth_it(gain, local, load_s, rate / more)
 
 
-def test_without_a_known_rate_it_is_loaded_which_measures_it():
-    assert is_worth_it(16, 0, 50.0, 0.0)
-    assert is_worth_it(100_000, 0, 0.0, 1000.0)
+@pytest.mark.parametrize("rate", [0.0, 1000.0])
+def test_without_a_known_rate_only_what_any_node_would_gain_by_is_loaded(rate):
+    assert not is_worth_it(10_000, 0, math.inf, rate)
+    assert is_worth_it(10_000, 0, 0.1, rate)
+    assert is_worth_it(10_000, 0, 0.2, rate) == bool(rate)
+    assert is_worth_it(100_000, 0, 0.0, rate)
 
 
 def test_the_rate_is_that_of_prompts_long_enough_to_show_it():

@@ -35,6 +35,8 @@ def add_pulls(scenario: Scenario, rng: random.Random) -> None:
         if rng.random() < 0.15:
             sources.insert(0, "nobody:9998")
         node.role = "kv_both"
+        # So much moves in the time of one batch: links that it pays to pull over.
+        node.scratch_bytes, node.max_bytes = 1 << 16, 1 << 20
         node.keeps = node.keeps or _keeps(rng, node)
         node.extra = msgspec.structs.replace(node.extra, sources=tuple(sources), find_s=find_s)
         if not scenario.kinds:

@@ -227,7 +227,7 @@ def _computed(group: Group) -> float:
 
 def _pulls(group: Group) -> dict[str, float]:
     series = "vllm:kvconnect_pulls_total"
-    outcomes = ("loaded", "missed", "not_worth_it", "unanswered", "failed", "aborted")
+    outcomes = ("loaded", "missed", "not_worth_it", "unmeasured", "unanswered", "failed", "aborted")
     return {
         name: sum(server.metrics(outcome=name).get(series, 0.0) for server in group.servers)
         for name in outcomes

@@ -112,7 +112,7 @@ def prompts_pulled(servers: Servers, tokens: int, given: argparse.Namespace, lin
 
 
 def _pulls(*servers: Server) -> Mapping[str, float]:
-    outcomes = ("loaded", "missed", "not_worth_it", "unanswered", "failed", "aborted")
+    outcomes = ("loaded", "missed", "not_worth_it", "unmeasured", "unanswered", "failed", "aborted")
     return {name: sum(_counted(server, _PULLED, outcome=name) for server in servers) for name in outcomes}
 
 

@@ -6,6 +6,8 @@ request that P holds.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -29,6 +31,7 @@ class KeepingPair(Pair):
         super().__post_init__()
         self.naming: Naming | None = NAMING
         self.answer: tuple[int, int, str] | None = (TOKENS, 4000, "")
+        self.rate: float | None = 4000.0
         self.network.taps.append(self._speak)
 
     def _speak(self, message):
@@ -37,6 +40,8 @@ class KeepingPair(Pair):
                 named = msgspec.structs.replace(ours, naming=self.naming)
                 return [msgspec.structs.replace(message, introduction=named)]
             case m.FindPrefix(number=number):
+                if self.rate is not None:
+                    self.tell(Transport("tcp", bytes_per_s=self.rate))
                 if self.answer is not None:
                     self.tell(m.PrefixFound(number, *self.answer))
                 return []
@@ -70,20 +75,64 @@ def test_a_peer_is_met_and_asked_and_its_answer_is_reported_once():
     (asked,) = pair.network.heard(m.FindPrefix)
     assert (asked.prefix, asked.max_tokens) == (PREFIX, TOKENS)
     (found,) = pair.found
-    assert (found.request_id, found.num_tokens, found.seconds, found.error) == ("a", TOKENS, 0.0, "")
+    assert (found.request_id, found.num_tokens, found.seconds, found.error) == ("a", TOKENS, 1.0, "")
     assert not len(pair.decode.transfers.decode.finds)
     pair.assert_idle()
 
 
-def test_seconds_are_those_of_all_ranks_over_a_link_whose_rate_is_known():
+def test_seconds_are_those_of_all_ranks_at_the_rate_that_the_peer_reported_last():
     pair = keeping()
     pair.find()
     pair.run(0.2)
     (link,) = pair.decode.transfers.decode.peers.links.values()
-    link.found, link.peer.partners = Transport("tcp", bytes_per_s=1000.0), (0, 1)
+    pair.rate, link.peer.partners = 1000.0, (0, 1)
     pair.find("b")
     pair.run(0.1)
     assert pair.found[-1].seconds == 8.0
+
+
+def test_an_answer_waits_for_the_rate_of_its_link_and_no_longer_than_one_that_pays_takes():
+    pair = keeping()
+    pair.rate = None
+    pair.find()
+    pair.run(0.02)
+    assert not pair.found
+    assert pair.decode.transfers.decode.next_deadline() < pair.clock.now + 0.04
+    pair.tell(Transport("tcp", bytes_per_s=2000.0))
+    pair.run(0.01)
+    assert [found.seconds for found in pair.found] == [2.0]
+
+
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_an_answer_over_a_link_whose_rate_is_not_known_is_reported_as_endless(rate, caplog):
+    caplog.set_level("INFO")
+    pair = keeping()
+    pair.rate = rate
+    pair.find()
+    pair.run(0.1)
+    assert [(found.num_tokens, found.seconds) for found in pair.found] == [(TOKENS, math.inf)]
+    assert "its link is not measured" in caplog.text
+    pair.assert_idle()
+
+
+def test_nothing_is_found_over_a_link_that_settings_refuse():
+    pair = keeping(min_gb_per_s=1.0)
+    pair.find()
+    pair.run(0.1)
+    assert "min_gb_per_s is 1" in pair.found[0].error
+
+
+def test_a_source_is_to_measure_its_link_when_it_is_met():
+    port = keeping().prefill.channel.port
+    config = ExtraConfig(path="packed")
+    sources = ExtraConfig(path="packed", sources=(f"h:{port}",))
+    pair = KeepingPair(sources, prefill_config=config)
+    pair.run(0.1)
+    assert [asked.prefix.names for asked in pair.network.heard(m.FindPrefix)] == [()]
+    assert not pair.found
+    pair.find()
+    pair.run(0.1)
+    assert len(pair.found) == 1
 
 
 @pytest.mark.parametrize("theirs", [None, Naming("blake", 8), Naming("sha", BLOCK_TOKENS)])

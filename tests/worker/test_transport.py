@@ -161,7 +161,7 @@ def test_a_peer_whose_calibration_was_disturbed_is_refused_for_a_while_only(path
     pair = LinkedPair(path=path, prefill=setting) if side == "P" else LinkedPair(path=path, decode=setting)
     pair = without_renewal(pair)
     pair.prefill.engine.seconds = 0.3
-    pair.request("a", 5)
+    pair.request("a", 6)
     assert "min_gb_per_s" in pair.decode.failed["a"]
     pair.prefill.engine.seconds = 0.05
     pair.request("b", 5)
@@ -231,14 +231,14 @@ def test_a_peer_whose_link_cannot_be_measured_is_refused():
 
 
 @pytest.mark.parametrize("setting", REFUSALS)
-def test_pages_that_exceed_scratch_memory_are_named_as_the_reason(setting):
+def test_a_link_is_measured_though_no_page_fits_into_scratch_memory(setting):
     pair = LinkedPair("UCX", path="auto", decode=REFUSALS[setting][0])
     for worker in (pair.prefill, pair.decode):
         ours = worker.local.introduction
         worker.local.introduction = msgspec.structs.replace(ours, scratch_bytes=PAGE_BYTES // 2)
     for name in ("a", "b"):
         pair.request(name, 20)
-        assert f"no page fits into scratch memory of {PAGE_BYTES // 2} bytes" in pair.decode.failed[name]
+        assert f"{PAGE_BYTES / 2 / 0.05 / 1e9:.3g} GB/s" in pair.decode.failed[name]
     assert len(pair.network.heard(Transport)) == 2
     assert pair.decode.count("failures", reason="peer_lost") == 0
 
@@ -300,12 +300,31 @@ def test_a_link_is_slow_if_it_is_so_four_windows_in_a_row(slow, judged):
     assert len(reported.shown) == 3 + slow - judged
 
 
-@pytest.mark.parametrize(("page_bytes", "first"), [(0, 4096), (512, 512)])
-def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory(page_bytes, first):
+def probed(page_bytes: int, bytes_per_s: float) -> tuple[ProbeOutbox, list[int]]:
+    """A calibration over a link of this rate, and the bytes of its batches."""
     probe, sizes = ProbeOutbox(1 << 20, 1 << 30, MIB, page_bytes, 1024), []
     while (columns := probe.peek()) is not None:
         sizes.append(int(columns[2].sum()))
         probe.submitted(len(sizes))
-    assert sizes[0] == first
+        assert probe.peek() is None, "each is alone on its way"
+        # To connect takes as long as it takes.
+        seconds = 3.0 if len(sizes) == 1 else sizes[-1] / bytes_per_s
+        probe.ended(Completion(len(sizes), True, True, sizes[-1], seconds))
+    return probe, sizes
+
+
+@pytest.mark.parametrize("page_bytes", [0, 512])
+def test_a_calibration_connects_by_a_small_batch_and_then_fills_the_scratch_memory(page_bytes):
+    probe, sizes = probed(page_bytes, 1e9)
+    assert sizes[:6] == [4096, 4096, 16384, 65536, 262144, page_bytes or MIB]
     assert sizes[-3:] == [MIB] * 3
-    assert len(sizes) == (13 if page_bytes else 4)
+    assert len(sizes) == (17 if page_bytes else 8)
+    assert probe.bytes_per_s == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize("page_bytes", [0, 512])
+@pytest.mark.parametrize("rate", [3e3, 5e4, 1e6])
+def test_a_slow_link_is_measured_in_some_seconds(page_bytes, rate):
+    probe, sizes = probed(page_bytes, rate)
+    assert probe.bytes_per_s == pytest.approx(rate)
+    assert sum(sizes[1:]) / rate < 3
