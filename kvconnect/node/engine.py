@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvconnect.errors import LocalError
-from kvconnect.metrics import summarize
 from kvconnect.node.connector import Connector
 from kvconnect.node.kv_events import Publisher
 from kvconnect.node.request import Failure, Output, Request
@@ -121,14 +120,6 @@ class Engine:
         if self.offload_state is not None:
             state["offload"] = self.offload_state()
         return state
-
-    def summary(self) -> str:
-        """What the connector did since the last call, in the words of vLLM's log; empty for nothing."""
-        changes = self.worker.changes()
-        if changes is None:
-            return ""
-        numbers = summarize(changes.counters, [changes.gauges], changes.observed)
-        return ", ".join(f"{what}={number}" for what, number in numbers.items())
 
     # --- the loop's thread ------------------------------------------------------------------------
 

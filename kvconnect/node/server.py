@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
 DRAIN_TIMEOUT_S = 5.0
-SUMMARY_S = 10.0
 # A body has a prompt that fits the model, in JSON, and not much more: so many bytes, and more for each token.
 _BODY_BYTES, _TOKEN_BYTES = 256 << 10, 16
 # Of each body, and not counted among those of all that are being read: small ones always pass.
@@ -130,7 +129,6 @@ class NodeServer:
         self._in_flight = self._reading_bytes = 0
         self._draining = False
         self._runner: web.AppRunner | None = None
-        self._summaries: asyncio.Task[None] | None = None
         self._listening: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -161,7 +159,6 @@ class NodeServer:
         assert self._runner.server is not None
         self._listening = await _listen(self._runner.server, host, port, self._limits.max_connections)
         self._engine.start()
-        self._summaries = asyncio.create_task(self._summarize())
         return int(self._listening.sockets[0].getsockname()[1])
 
     def refuse(self) -> None:
@@ -177,19 +174,10 @@ class NodeServer:
         if self._in_flight:
             logger.warning("%d requests were still in flight and are ended", self._in_flight)
         await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
-        if self._summaries is not None:
-            self._summaries.cancel()
         if self._listening is not None:
             self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
-
-    async def _summarize(self) -> None:
-        """Log what was transferred, as vLLM does, and nothing while that is nothing."""
-        while True:
-            await asyncio.sleep(SUMMARY_S)
-            if line := self._engine.summary():
-                logger.info("KV Transfer metrics: %s", line)
 
     # --- handlers ---------------------------------------------------------------------------------
 

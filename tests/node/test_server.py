@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import logging
 import time
 
 import aiohttp
 import pytest
 
 from kvconnect.errors import LocalError
-from kvconnect.metric_values import Changes
-from kvconnect.node import server
 from kvconnect.node.connector import Connector
 from kvconnect.node.options import NodeOptions
 from kvconnect.node.serve import build_engine
@@ -273,24 +270,6 @@ def test_transfer_parameters_and_connector_state_are_shown():
 
     run(test, Connector(connector, connector))
     assert connector.closed
-
-
-def test_what_was_transferred_is_logged_every_few_seconds(monkeypatch, caplog):
-    monkeypatch.setattr(server, "SUMMARY_S", 0.02)
-    connector, waiting = (
-        CopyConnector(),
-        [Changes({"transfers": {"received,ok": 3}}, {}, {"load_seconds": [0.25]})],
-    )
-    connector.changes = lambda: waiting.pop() if waiting else None
-
-    async def test(session):
-        await asyncio.sleep(0.2)
-
-    with caplog.at_level(logging.INFO):
-        run(test, Connector(connector, connector))
-    (said,) = [text for text in caplog.messages if "metrics" in text]
-    assert said.startswith("KV Transfer metrics: Transfers received=3, MB received=0")
-    assert "Avg load time (ms)=250.0" in said
 
 
 def test_a_failed_load_is_a_bad_gateway():
