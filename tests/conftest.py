@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import os
 
 import pytest
@@ -17,6 +20,22 @@ torch.set_num_threads(1)
 # defined, so before anything imports one.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        @functools.cache
+        def builtins_of(module):
+            members = inspect.getmembers(module)
+            return [name for name, member in members if interpreter.tl.core.is_builtin(member)]
+
+        def patch_builtins(module, builder, scope):
+            for name in builtins_of(module):
+                if interpreter.tl.core.is_builtin(member := getattr(module, name)):
+                    interpreter._patch_attr(module, name, member, builder, scope)
+
+        # The interpreter's own looks through all of Triton's language for each call of each function, which
+        # is a third of its time.
+        interpreter._patch_builtin = patch_builtins
 
 _LONGEST = (
     "pack/test_casts.py",
