@@ -90,6 +90,10 @@ class InboundPeers:
     def __iter__(self) -> Iterator[InboundPeer]:
         return iter(self._peers.values())
 
+    def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
+        """Where all ranks of this node listen; orders that name none change nothing."""
+        self.directory = directory or self.directory
+
     def get(self, link: str) -> InboundPeer | None:
         """The peer of a connection that has introduced itself."""
         return self._peers.get(link)

@@ -127,7 +127,7 @@ class TransferThread:
 
     def know_ranks(self, directory: tuple[RankAddress, ...]) -> None:
         """Where all ranks of this node listen, for peers that come before orders bring it."""
-        self._call(lambda _: setattr(self.prefill.inbound_peers, "directory", directory))
+        self._call(lambda _: self.prefill.inbound_peers.know_ranks(directory))
 
     def wake(self) -> None:
         """Pages may be read again."""
@@ -192,8 +192,7 @@ class TransferThread:
 
     def _carry_out(self, orders: Orders, finished: Mapping[int, Finished], now: float) -> None:
         prefill, decode, step = self.prefill, self.decode, orders.step
-        if orders.directory:
-            prefill.inbound_peers.directory = orders.directory
+        prefill.inbound_peers.know_ranks(orders.directory)
         # In this order: a handle may be withdrawn, expected anew and held, all in one step.
         self._each("withdraw", orders.withdrawn, prefill.withdraw)
         self._each("expect", orders.expected, prefill.expect)
