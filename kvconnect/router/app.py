@@ -21,11 +21,10 @@ from kvconnect.errors import ConfigError
 from kvconnect.router import bodies
 from kvconnect.router.bodies import BadBody
 from kvconnect.router.flow import Flow
-from kvconnect.router.kv_events import KVEvents
 from kvconnect.router.membership import admin_served, follow_names
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterLimits, RouterOptions, clean_url
-from kvconnect.router.policy import place_by_prefix
+from kvconnect.router.policy import Followed
 from kvconnect.router.pool import Pool
 from kvconnect.router.upstream import Clock, Upstream, UpstreamError
 
@@ -60,19 +59,20 @@ class Router:
         self._clock = clock
         self._decode_fallback = options.decode_fallback
         self._upstream = Upstream(limits, self.metrics, clock)
-        placing, self._kv_events = None, list[KVEvents]()
-        if options.policy == "prefix":
-            placing, self._kv_events = place_by_prefix(options, self.pools, self._upstream)
+        by_prefix = options.policy == "prefix"
+        self._followed = Followed(options, self.pools, self._upstream) if by_prefix else None
+        placing = self._followed.placing if self._followed else None
         self.flow = Flow(self.prefill, self.decode, self._upstream, clock, options, placing)
 
     async def lifetime(self, _app: web.Application) -> AsyncIterator[None]:
         """Hold the client session, and look after nodes, their names and their events meanwhile."""
         async with self._upstream, contextlib.AsyncExitStack() as stack:
             if self._admin:
-                await stack.enter_async_context(admin_served(self._admin, self.pools))
+                await stack.enter_async_context(admin_served(self._admin, self.pools, self._followed))
             tasks = [asyncio.create_task(self._check_forever(), name="checks")]
             tasks += [asyncio.create_task(follow_names(pool), name="names") for pool in self.pools]
-            tasks += [asyncio.create_task(events.run(), name="KV events") for events in self._kv_events]
+            if self._followed is not None:
+                tasks.append(asyncio.create_task(self._followed.run(), name="KV events"))
             try:
                 yield
             finally:

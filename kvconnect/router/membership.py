@@ -15,6 +15,7 @@ from aiohttp import web
 from kvconnect.addresses import join_address, split_address
 from kvconnect.errors import ConfigError
 from kvconnect.router.options import NAME, clean_url, split_rank
+from kvconnect.router.policy import Followed, Published
 from kvconnect.router.pool import Pool
 
 logger = logging.getLogger("kvconnect.router")
@@ -22,13 +23,15 @@ logger = logging.getLogger("kvconnect.router")
 _LOOK_UP_S = 5.0
 
 
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
+class _Named(Published, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: str
     url: str
 
 
 @contextlib.asynccontextmanager
-async def admin_served(address: str, pools: Collection[Pool]) -> AsyncIterator[None]:
+async def admin_served(
+    address: str, pools: Collection[Pool], followed: Followed | None
+) -> AsyncIterator[None]:
     """Serve ``/nodes``: GET shows them, POST ``{"role", "url"}`` adds one, DELETE drains it. Not for clients.
 
     Raises ``ConfigError``: the address cannot be listened on.
@@ -42,9 +45,13 @@ async def admin_served(address: str, pools: Collection[Pool]) -> AsyncIterator[N
                 if named.role not in by_role or named.url.startswith(NAME):
                     accepted = f"{', '.join(by_role)}, and a URL without {NAME}"
                     raise ConfigError(f"role is {named.role!r}; accepted here: {accepted}")
-                pool = by_role[named.role]
+                pool, url = by_role[named.role], clean_url(named.url)
+                if named.kv_event_source or named.kv_source:
+                    if followed is None:
+                        raise ConfigError("where a node publishes is given; accepted: with --policy prefix")
+                    followed.published[url] = named.checked(url)
                 change = pool.add if request.method == "POST" else pool.drain
-                change(clean_url(named.url))
+                change(url)
         except (ConfigError, msgspec.MsgspecError) as error:
             return web.json_response({"error": str(error)}, status=400)
         shown = [
@@ -88,6 +95,6 @@ async def follow_names(pool: Pool) -> None:
             for gone in sorted((before - now).intersection(pool.urls)):
                 pool.drain(gone)
             for new in sorted(now - before):
-                pool.add(new)
+                pool.add(new, name)
             known[name] = now
         await asyncio.sleep(_LOOK_UP_S)

@@ -39,9 +39,10 @@ class RouterOptions:
         "Which node takes a request: the least loaded, or by prefix the one that has most of its prompt, in "
         "any tier, with regard to load. Of plain servers and of prefill nodes.",
     ] = "least-loaded"
-    kv_event_source: Annotated[list[str], "For policy prefix, URL=tcp://HOST:PORT of a node's KV events."] = (
-        field(default_factory=list)
-    )
+    kv_event_source: Annotated[
+        list[str],
+        "For policy prefix, URL=tcp://HOST:PORT of a node's KV events; * as the host of dns+URL.",
+    ] = field(default_factory=list)
     kv_event_replay_source: Annotated[
         list[str], "URL=tcp://HOST:PORT that answers what was missed of them."
     ] = field(default_factory=list)

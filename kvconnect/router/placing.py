@@ -70,14 +70,20 @@ class Placement:
 class Placing:
     """Finds out the tokens of requests, and what each node of a pool has of them."""
 
-    def __init__(self, index: PrefixIndex, sources: Mapping[str, str], upstream: Upstream) -> None:
-        self._index, self._sources, self._upstream = index, dict(sources), upstream
+    def __init__(self, index: PrefixIndex, upstream: Upstream) -> None:
+        self.index, self.sources, self._upstream = index, dict[str, str](), upstream
         # Where each session was last, least recently used first.
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def learn(self, node: str, channel: bodies.SideChannel) -> None:
         """A node's answer named where its peers reach it."""
-        self._sources[node] = join_address(channel.host, channel.port)
+        self.sources[node] = join_address(channel.host, channel.port)
+
+    def forget(self, node: str) -> None:
+        """A node has nothing any more that is known."""
+        self.index.forget(node)
+        self.sources.pop(node, None)
+        self._metrics.known_blocks.set(len(self.index))
 
     def keep(self, session: str, node: str) -> None:
         """A session, if there is one, is at a node now."""
@@ -96,10 +102,10 @@ class Placing:
         if not tokens:
             self._metrics.placements.labels("load").inc()
             return Placement(session=session, last=last)
-        hits = self._index.hits(pool.urls, tokens, self._extra_keys(body))
-        best = max(hit.num_tokens for hit in hits.values())
+        hits = self.index.hits(pool.urls, tokens, self._extra_keys(body))
+        best = max((hit.num_tokens for hit in hits.values()), default=0)
         self._metrics.placements.labels("prefix" if best else "load").inc()
-        return Placement(len(tokens), hits, self._sources, session, last)
+        return Placement(len(tokens), hits, self.sources, session, last)
 
     @property
     def _metrics(self) -> RouterMetrics:
@@ -108,7 +114,7 @@ class Placing:
     def _extra_keys(self, body: Mapping[str, Any]) -> Sequence[ExtraKeys]:
         """As vLLM publishes them: the adapter of every block, and a salt of the first."""
         model, salt = body.get("model"), body.get("cache_salt")
-        adapter = [model] if model in self._index.adapters else []
+        adapter = [model] if model in self.index.adapters else []
         return [[*adapter, salt], adapter] if salt else [adapter] if adapter else []
 
     async def _tokens(self, pool: Pool, headers: Headers, body: Mapping[str, Any]) -> Sequence[int]:

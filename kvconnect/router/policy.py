@@ -1,59 +1,107 @@
-"""Policy ``prefix``, as the command line has it: which nodes publish what they have, and where."""
+"""Policy ``prefix``: where nodes publish what they have, which is followed for as long as they are nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import asyncio
+import logging
+from collections.abc import Collection
+
+import msgspec
 
 from kvconnect.addresses import split_address
 from kvconnect.errors import ConfigError
 from kvconnect.peer.feed import FeedReader
 from kvconnect.router.kv_events import KVEvents
-from kvconnect.router.options import RouterOptions, clean_url
+from kvconnect.router.options import NAME, RouterOptions, clean_url, split_rank
 from kvconnect.router.placing import Placing
-from kvconnect.router.pool import Pool
+from kvconnect.router.pool import Node, Pool
 from kvconnect.router.prefix_index import PrefixIndex
 from kvconnect.router.upstream import Upstream
 
+logger = logging.getLogger("kvconnect.router")
 
-def place_by_prefix(
-    options: RouterOptions, pools: Collection[Pool], upstream: Upstream
-) -> tuple[Placing, list[KVEvents]]:
-    """What places requests, and what follows each node.
+_LOOK_S = 1.0
 
-    Raises:
-        ConfigError: nothing is followed, there is no such node, or what is given of one is no address.
+
+class Published(msgspec.Struct, frozen=True):
+    """Of one node, as options have it; of a name, * stands for the host of each of its nodes."""
+
+    kv_event_source: str = ""
+    kv_event_replay_source: str = ""
+    kv_source: str = ""
+
+    def at(self, host: str) -> Published:
+        """With a host for each *."""
+        return Published(*(part.replace("*", host) for part in msgspec.structs.astuple(self)))
+
+    def checked(self, url: str) -> Published:
+        """Raises ``ConfigError``: what is given of this node is no address."""
+        host = "*" if url.startswith(NAME) else "10.0.0.1"
+        for endpoint in filter(None, (self.kv_event_source, self.kv_event_replay_source)):
+            if not endpoint.startswith(("tcp://", "ipc://")) or ("*" in endpoint) != (host == "*"):
+                raise ConfigError(f"KV events are at {endpoint!r}; accepted: as tcp://{host}:5557")
+        if self.kv_source and split_address(self.kv_source) is None:
+            raise ConfigError(f"a node's KV source is {self.kv_source!r}; accepted: host:port")
+        return self
+
+
+class Followed:
+    """What nodes publish, and ``published`` where, by URL or name.
+
+    Raises ``ConfigError``: nothing is followed, there is no such node, or what is given of one is no address.
     """
-    events = _by_node("kv-event-source", options.kv_event_source)
-    replays = _by_node("kv-event-replay-source", options.kv_event_replay_source)
-    sources = _by_node("kv-source", options.kv_source)
-    if not events:
-        raise ConfigError(
-            "policy is 'prefix' and no node publishes KV events; accepted: with --kv-event-source"
-        )
-    for endpoint in (*events.values(), *replays.values()):
-        if not endpoint.startswith(("tcp://", "ipc://")) or "*" in endpoint:
-            raise ConfigError(f"KV events are at {endpoint!r}; accepted: as tcp://10.0.0.1:5557")
-    for address in sources.values():
-        if split_address(address) is None:
-            raise ConfigError(f"a node's KV source is {address!r}; accepted: host:port")
-    urls = {url for pool in pools for url in pool.urls}
-    unknown = sorted({*events, *replays, *sources} - urls)
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no node of this router; there are {', '.join(sorted(urls))}")
-    index = PrefixIndex()
-    follow = [
-        KVEvents(index, url, FeedReader(endpoint, replays.get(url, "")), upstream.metrics)
-        for url, endpoint in events.items()
-    ]
-    return Placing(index, sources, upstream), follow
+
+    def __init__(self, options: RouterOptions, pools: Collection[Pool], upstream: Upstream) -> None:
+        self.published = _published(options)
+        if not (options.admin or any(one.kv_event_source for one in self.published.values())):
+            raise ConfigError(
+                "policy is 'prefix' and no node publishes KV events; accepted: with --kv-event-source"
+            )
+        known = {url for pool in pools for url in (*pool.urls, *pool.names)}
+        if unknown := sorted(self.published.keys() - known):
+            raise ConfigError(f"{unknown[0]} is no node of this router; there are {', '.join(sorted(known))}")
+        self.placing = Placing(PrefixIndex(), upstream)
+        self._pools, self._metrics = pools, upstream.metrics
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Follow nodes that come, and forget those that went, until cancelled."""
+        try:
+            while True:
+                self._look({node.url: node for pool in self._pools for node in pool.view()})
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _look(self, nodes: dict[str, Node]) -> None:
+        failed = {url for url, task in self._tasks.items() if task.done()}
+        for url in failed | ({*self._tasks, *self.placing.sources} - nodes.keys()):
+            if url in failed:
+                logger.warning("KV events of %s are followed anew: %s", url, self._tasks[url].exception())
+            if url in self._tasks:
+                self._tasks.pop(url).cancel()
+            self.placing.forget(url)
+        for url, node in nodes.items():
+            host = split_rank(url)[0].partition("//")[2].rpartition(":")[0]
+            where = self.published.get(url) or self.published.get(node.name, Published()).at(host)
+            if where.kv_source:
+                self.placing.sources.setdefault(url, where.kv_source)
+            if where.kv_event_source and url not in self._tasks:
+                reader = FeedReader(where.kv_event_source, where.kv_event_replay_source)
+                events = KVEvents(self.placing.index, url, reader, self._metrics)
+                self._tasks[url] = asyncio.create_task(events.run(), name=f"KV events of {url}")
 
 
-def _by_node(option: str, given: Sequence[str]) -> dict[str, str]:
-    """``URL=VALUE`` of an option, by the URL of the node. Raises ``ConfigError``: one is none."""
-    found = {}
-    for text in given:
-        url, equals, value = text.partition("=")
-        if not equals or not value:
-            raise ConfigError(f"--{option} is {text!r}; accepted: URL=VALUE, with the URL of a node")
-        found[clean_url(url)] = value
-    return found
+def _published(options: RouterOptions) -> dict[str, Published]:
+    """What options have as ``URL=VALUE``, by the URL of the node. Raises ``ConfigError``: one has not."""
+    found: dict[str, dict[str, str]] = {}
+    for option in Published.__struct_fields__:
+        for text in getattr(options, option):
+            url, equals, value = text.partition("=")
+            if not equals or not value:
+                shown = option.replace("_", "-")
+                raise ConfigError(f"--{shown} is {text!r}; accepted: URL=VALUE, with the URL of a node")
+            found.setdefault(clean_url(url), {})[option] = value
+    return {url: Published(**of).checked(url) for url, of in found.items()}

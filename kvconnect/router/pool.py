@@ -29,9 +29,13 @@ _IN_ROTATION = (State.UNKNOWN, State.HEALTHY)
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node as its pool knows it. ``work`` is what its requests have to compute yet, where that is known."""
+    """A node as its pool knows it, perhaps by a ``name`` of several.
+
+    ``work`` is what its requests have to compute yet, where that is known.
+    """
 
     url: str
+    name: str = ""
     state: State = State.UNKNOWN
     in_flight: int = 0
     work: float = 0.0
@@ -74,9 +78,9 @@ class Pool:
         """Every node's, also of one that is being drained."""
         return tuple(self._nodes)
 
-    def add(self, url: str) -> None:
+    def add(self, url: str, name: str = "") -> None:
         """One node more, or again, as one that is being started."""
-        node = self._nodes.setdefault(url, Node(url))
+        node = self._nodes.setdefault(url, Node(url, name))
         if node.state is State.DRAINING:
             node.state = State.UNKNOWN
 

@@ -9,9 +9,12 @@ import json
 import pytest
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.kv_events import KVEvents
 from kvconnect.router.pool import Pool, State
+from kvconnect.router.prefix_index import Hit
 from tests.ports import free_port
 from tests.router.router_doubles import Client, Node, answers, dead_url, routed, streams
+from tests.router.test_router_prefix import PROMPT, Server, heard, settled
 
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 8}
 
@@ -200,5 +203,136 @@ def test_every_address_of_a_name_is_a_node_for_as_long_as_it_is_one(monkeypatch,
             pool.drain(f"http://10.0.0.1:8000{rank}")
             addresses[:] = ["10.0.0.3"]
             await until(lambda: pool.urls == (f"http://10.0.0.3:8000{rank}",))
+
+    run(main())
+
+
+# Policy prefix
+
+
+@contextlib.asynccontextmanager
+async def published(*given: str, **options):
+    """A server that publishes, and the options of a router by prefix that follows others."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server()
+        await stack.enter_async_context(server.serving())
+        server.open(stack)
+        yield server, {"policy": "prefix", "kv_event_source": list(given), **options}
+
+
+def test_a_node_that_is_added_is_followed_until_it_is_gone_and_its_blocks_with_it(monkeypatch) -> None:
+    monkeypatch.setattr("kvconnect.router.policy._LOOK_S", 0.01)
+
+    async def main() -> None:
+        port, first = free_port(), dead_url()
+        async with published(admin=f"127.0.0.1:{port}") as (server, options):
+            where = {"kv_event_source": server.events, "kv_source": "10.0.0.7:5600"}
+            async with routed([], [first], **options) as client:
+                placing = client.router.flow.placing
+                added = {"role": "decode", "url": server.url}
+                status, told = await admin(client, port, "POST", **added, kv_event_source="tcp://*:1")
+                assert (status, client.router.decode.urls) == (400, (first,))
+                assert "accepted: as tcp://10.0.0.1:5557" in told["error"]
+                assert (await admin(client, port, "POST", **added, **where))[0] == 200
+                await heard(client, [server])
+                server.store(PROMPT)
+                await settled(client, server, PROMPT, Hit(len(PROMPT), len(PROMPT)))
+                assert placing.sources == {server.url: "10.0.0.7:5600"}
+                assert (await admin(client, port, "DELETE", **added))[0] == 200
+                await until(lambda: not len(placing.index) and not placing.sources)
+                server.store(PROMPT)
+                await asyncio.sleep(0.1)
+                assert not len(placing.index), "it is not followed any more"
+                assert await client.metric("kvconnect_router_known_blocks") == 0
+                # As often as it comes back.
+                assert (await admin(client, port, "POST", **added))[0] == 200
+                await heard(client, [server])
+
+    run(main())
+
+
+def test_what_follows_a_node_and_ends_is_begun_anew_and_that_is_logged(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("kvconnect.router.policy._LOOK_S", 0.01)
+
+    async def main() -> None:
+        async with published() as (server, options):
+            options["kv_event_source"] = [f"{server.url}={server.events}"]
+            async with routed([], [server.url], **options) as client:
+                await heard(client, [server])
+                with monkeypatch.context() as broken:
+                    broken.setattr(KVEvents, "_apply", lambda *_: 1 / 0)
+                    server.store(PROMPT)
+                    await until(lambda: "are followed anew: division by zero" in caplog.text)
+                    assert not len(client.router.flow.placing.index)
+                await heard(client, [server])
+
+    run(main())
+
+
+@pytest.mark.parametrize("rank", ["", "@1"])
+def test_the_addresses_of_a_name_publish_at_its_ports(monkeypatch, rank) -> None:
+    monkeypatch.setattr("kvconnect.router.policy._LOOK_S", 0.01)
+    monkeypatch.setattr("kvconnect.router.membership._LOOK_UP_S", 0.01)
+    addresses, resolve = ["127.0.0.1"], asyncio.BaseEventLoop.getaddrinfo
+
+    async def resolved(loop, host, port, **more):
+        if host != "decode.svc":
+            return await resolve(loop, host, port, **more)
+        return [(None, None, None, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+
+    async def main() -> None:
+        async with published() as (server, options):
+            name = f"dns+http://decode.svc:{server.url.rpartition(':')[2]}{rank}"
+            options["kv_event_source"] = [f"{name}={server.events.replace('127.0.0.1', '*')}"]
+            options["kv_source"] = [f"{name}=*:5600"]
+            server.url += rank
+            async with routed([], [name], **options) as client:
+                index = client.router.flow.placing.index
+                await heard(client, [server])
+                assert client.router.flow.placing.sources == {server.url: "127.0.0.1:5600"}
+                addresses[:] = ["127.0.0.9"]
+                await until(lambda: not len(index))
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kv_event_source": ["dns+http://h=tcp://a:1"]}, r"accepted: as tcp://\*:5557"),
+        ({}, "no node publishes KV events"),
+    ],
+)
+def test_what_cannot_be_followed_of_a_name_is_refused(options, problem) -> None:
+    async def main() -> None:
+        async with routed([], ["dns+http://h"], policy="prefix", **options):
+            pass
+
+    with pytest.raises(ConfigError, match=problem):
+        run(main())
+
+
+def test_where_a_node_publishes_is_refused_by_a_router_that_does_not_follow() -> None:
+    async def main() -> None:
+        port = free_port()
+        async with routed([], [dead_url()], admin=f"127.0.0.1:{port}") as client:
+            named = {"role": "decode", "url": "http://h", "kv_event_source": "tcp://h:1"}
+            status, told = await admin(client, port, "POST", **named)
+            assert status == 400
+            assert "accepted: with --policy prefix" in told["error"]
+            assert len(client.router.decode.urls) == 1
+
+    run(main())
+
+
+def test_without_a_node_a_request_by_prefix_has_an_answer(monkeypatch) -> None:
+    async def main() -> None:
+        port = free_port()
+        async with routed([], [dead_url()], policy="prefix", admin=f"127.0.0.1:{port}") as client:
+            url = client.router.decode.urls[0]
+            assert (await admin(client, port, "DELETE", role="decode", url=url))[0] == 200
+            assert (await client.post(ASK))[0] == 503
 
     run(main())

@@ -17,6 +17,7 @@ from kvconnect.peer.feed import Feed
 from kvconnect.router.app import ROUTER, create_router_app
 from kvconnect.router.options import RouterLimits, RouterOptions
 from kvconnect.router.placing import Placement
+from kvconnect.router.policy import Published
 from kvconnect.router.pool import Pool
 from kvconnect.router.prefix_index import Hit
 from tests.ports import free_port
@@ -103,7 +104,7 @@ async def servers(count=2, is_pair=False, sources=(), **options):
 async def heard(client, found):
     """Until the router follows each: a block of a publisher that is not subscribed to yet is lost."""
     for server in found:
-        known = client.router.flow.placing._index
+        known = client.router.flow.placing.index
         for attempt in range(500):
             server.store([attempt] * SIZE)
             await asyncio.sleep(0.01)
@@ -115,7 +116,7 @@ async def heard(client, found):
 
 async def settled(client, server, tokens, hit):
     """Until the router knows so much of a prompt at a server."""
-    index = client.router.flow.placing._index
+    index = client.router.flow.placing.index
     for _ in range(500):
         if index.hits([server.url], tokens)[server.url] == hit:
             return
@@ -362,7 +363,7 @@ async def test_prefill_nodes_are_chosen_likewise():
         assert (len(first.completions), len(second.completions)) == (0, 3)
         # Its answer names where it is fetched from: others may pull from there what it has.
         placing = client.router.flow.placing
-        assert placing._sources == {second.url: "10.0.0.7:4711"}
+        assert placing.sources == {second.url: "10.0.0.7:4711"}
 
 
 def test_what_a_node_has_to_pull_costs_less_than_what_it_computes():
@@ -416,7 +417,7 @@ def test_a_policy_that_cannot_work_says_why(options, problem):
 def test_options_by_node_are_read():
     made = by_prefix({"http://a:1": "tcp://b:1"}) | {"kv_source": ["http://a:1/=h:2"]}
     router = create_router_app(RouterOptions(["http://a:1"], **made))[ROUTER]
-    assert router.flow.placing._sources == {"http://a:1": "h:2"}
+    assert router._followed.published == {"http://a:1": Published("tcp://b:1", kv_source="h:2")}
     made["kv_source"] = ["http://a:1"]
     with pytest.raises(ConfigError, match="--kv-source is 'http://a:1'; accepted: URL=VALUE"):
         create_router_app(RouterOptions(["http://a:1"], **made))
