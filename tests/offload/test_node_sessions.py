@@ -148,6 +148,36 @@ def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
     assert talk.answers[0]["outcome"] == "expired"
 
 
+@pytest.mark.parametrize("model", ["gqa", "hybrid"])
+def test_a_turn_whose_client_leaves_ends_nothing_of_what_the_session_had(model, talk):
+    talk = talk(model)
+    keeper = talk.keeper
+    answer = talk.ask(FIRST, ("pin", {}), max_tokens=40)
+    pinned = talk.answers[0]["num_tokens"]
+    second = [*FIRST, *answer[:40], *make_prompt(40, seed=2)]
+    keeper.submit("gone", second, 8, hints(("pin", {"ttl_s": 0.01})))
+    keeper.step()
+    keeper.engine.abort("gone")
+    keeper.settle()
+    talk.press()
+    talk.ask(second)
+    assert talk.cached >= pinned
+
+
+def test_nothing_is_pinned_of_a_turn_that_was_told_so(talk, tmp_path):
+    """What a running turn had pinned is demoted by others meanwhile, and makes room in host memory."""
+    talk = talk("gqa", num_blocks=4 * POOLS["gqa"], **disk_settings(tmp_path))
+    keeper, number = talk.keeper, 0
+    keeper.submit("long", FIRST, 100, hints(("pin", {})))
+    while not keeper.last("long"):
+        number += 1
+        keeper.complete(make_prompt(290, seed=700 + number), 1, hints(("demote", {})))
+    keeper.settle()
+    (answer,) = keeper.last("long").kv_transfer_params["kv_hint_results"]["actions"]
+    assert answer["outcome"] == "rejected", answer
+    assert talk.pinned == 0
+
+
 @pytest.mark.parametrize("model", ["gqa", "sliding"])
 def test_what_is_beyond_the_quota_is_clipped_and_said(model, talk):
     talk = talk(model, pin_quota=0.1, tenant_key="tenant")

@@ -80,8 +80,9 @@ def _discount(counts: dict[bytes, int], names: Sequence[bytes]) -> list[bytes]:
 
 @dataclass(eq=False)
 class Pin:
-    """One prefix of a session, until ``deadline``; while its request runs that is never.
+    """One prefix of a session, until ``deadline``; while a request runs that continues it that is never.
 
+    ``until`` is what it was before that request.
     ``held`` are contents by place, in their order. It stands for ``num_tokens``, and a prompt continues it
     whose first ``end[0]`` names end with ``end[1]``.
     """
@@ -89,6 +90,7 @@ class Pin:
     tenant: str
     session: str
     deadline: float = math.inf
+    until: float = _OVER
     held: dict[Place, dict[bytes, None]] = field(default_factory=dict)
     num_tokens: int = 0
     end: tuple[int, bytes] = (0, b"")
@@ -127,7 +129,7 @@ class SessionPins:
         for pin in sorted(pins, key=lambda pin: pin.end[0], reverse=True):
             count, last = pin.end
             if 0 < count <= len(names) and names[count - 1] == last and pin.deadline < math.inf:
-                pin.deadline = math.inf
+                pin.until, pin.deadline = pin.deadline, math.inf
                 return pin
         pins.append(pin := Pin(tenant, session))
         if len(pins) > _MOST_BRANCHES:
@@ -162,7 +164,7 @@ class SessionPins:
 
     def end(self, pin: Pin, deadline: float) -> None:
         """Its request has ended: from now on it is until ``deadline``."""
-        if not any(pin.held.values()):
+        if deadline == _OVER or not any(pin.held.values()):
             self.release(pin)
         elif pin.deadline != _OVER:
             pin.deadline = deadline

@@ -176,20 +176,29 @@ class Sessions:
             return self._host.index.has(group.group, self._names(turn, group, first, end))
 
         length, _ = requirements.hit(0, num_tokens, run, known)
+        full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
+        reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
+        if length < max(1, pin.num_tokens) or not self._keep(turn, pin, length):
+            # It ended early, or a window or a state is beyond the quota, without which the rest is useless.
+            # What the session had before stays for its time.
+            self._keep(turn, pin, pin.num_tokens)
+            self._pins.end(pin, pin.until)
+            return _rejected(reason)
+        names = self._names(turn, self._first, 0, length // self._first.block_tokens)
+        pin.num_tokens, pin.end = length, (len(names), names[-1])
+        self._pins.end(pin, now + ttl_s)
+        is_whole = full == length and ttl_s == ask.payload.ttl_s
+        return {**_done(is_whole, HOST, length, reason), "ttl_s": ttl_s}
+
+    def _keep(self, turn: _Turn, pin: Pin, num_tokens: int) -> bool:
+        """Hold in host memory what a hit of so many tokens needs, and nothing else. False: not all of it."""
+        is_whole, requirements = True, self._host.requirements
         for group in (*requirements.partial, *requirements.whole):
-            place, names = (HOST, group.group), self._host.names(turn.view, group, group.needed(length))
+            place, names = (HOST, group.group), self._host.names(turn.view, group, group.needed(num_tokens))
             wanted = frozenset(names)
             self._pins.let_go(pin, place, [name for name in pin.held.get(place, ()) if name not in wanted])
-            if self._pins.add(pin, place, names) < len(names):
-                # A window or a state beyond the quota: without it the rest is useless.
-                length = 0
-        names = self._names(turn, self._first, 0, length // self._first.block_tokens)
-        pin.num_tokens, pin.end = length, (len(names), names[-1] if names else b"")
-        full, ttl_s = requirements.last_boundary(num_tokens), min(ask.payload.ttl_s, MOST_TTL_S)
-        self._pins.end(pin, now + ttl_s)
-        is_whole = full == length > 0 and ttl_s == ask.payload.ttl_s
-        reason = f"of {full} tokens the quota or host memory has room for {length}, at most {MOST_TTL_S:g} s"
-        return {**_done(is_whole, HOST, length, reason), "ttl_s": ttl_s}
+            is_whole &= self._pins.add(pin, place, names) == len(names)
+        return is_whole
 
     def _release(self, turn: _Turn, ask: _Ask, num_tokens: int, now: float) -> Outcome:
         pins = self._pins.of(*ask.payload.session)
