@@ -36,6 +36,7 @@ class MemoryTier:
         self._tracker = CompletionTracker()
         self._kept: OrderedDict[Content, bytes] = OrderedDict()
         self._kept_bytes = 0
+        self._pinned: set[Content] = set()
         self._queued_bytes = 0
         self._epoch = 0
         self._is_closed = False
@@ -72,6 +73,12 @@ class MemoryTier:
         if contents:
             self._submit(partial(self._seek, job, contents))
 
+    def pin(self, pins: Sequence[tuple[int, bytes, bool]]) -> None:
+        """Contents that are pinned make no room, there or not; the others may again."""
+        with self._lock:
+            for group, hash_, is_pinned in pins:
+                (self._pinned.add if is_pinned else self._pinned.discard)((group, hash_))
+
     def poll(self) -> TierUpdate:
         """What is new."""
         return self._tracker.take()
@@ -81,6 +88,7 @@ class MemoryTier:
         with self._lock:
             self._epoch += 1
             self._kept.clear()
+            self._pinned.clear()
             self._kept_bytes = 0
             self._tracker.forget_changes()
 
@@ -117,8 +125,8 @@ class MemoryTier:
                 self._kept_bytes += len(row.memory)
                 gone = []
                 while self._kept_bytes > self._limit_bytes:
-                    content, old = self._kept.popitem(last=False)
-                    self._kept_bytes -= len(old)
+                    content = next(one for one in self._kept if one not in self._pinned)
+                    self._kept_bytes -= len(self._kept.pop(content))
                     gone.append(content)
                 if self.indexed:
                     self._tracker.add([row.content])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvconnect.scheduler.params import PEER_KEY, SOURCES_KEY
+from kvconnect.offload.scheduler.sessions import HINTS_KEY
+from kvconnect.scheduler.params import HANDLE_KEY, PEER_KEY, SOURCES_KEY
 from tests.simulator.host import Host
 from tests.simulator.request import Request
 from tests.simulator.scenario import Hint, RequestPlan
@@ -74,7 +75,8 @@ class Client:
     def _forward(self, request: Request) -> None:
         """The prefill is done: its parameters go to the decode node, or none if it came to nothing."""
         params = request.answer if request.outcome == "done" else None
-        if params is not None:
+        # A node that shall end holds nothing any more, and answers hints all the same.
+        if params is not None and HANDLE_KEY in params:
             self._hosts[self.plan.prefill].vouches(params)
             self._tell(params)
         self._world.after(self.plan.forward_s, lambda: self._decode(params))
@@ -103,17 +105,22 @@ class Client:
             self._open.pop(name, None)
             then(request)
 
+        session = self.plan.session if host.plan.keeps is not None else None
         request = Request(
             name,
             self.plan.prompt,
             max_tokens,
             done,
-            self._with_sources(params),
+            self._with_hints(host, self._with_sources(params)),
             # What a node computes itself is right there.
             is_strange=host.plan.is_stranger
             or (self.plan.is_strange and (host.plan.keeps is not None or not name.endswith("-p"))),
             is_forged=self.is_forged,
+            session=session,
+            cache_salt=self.plan.prompt.salt or None,
         )
+        if session is not None and not session.in_params:
+            request.kv_hints, request.session_id = session.envelope, session.session_id
         self._open[name] = (host, request)
         host.submit(request)
 
@@ -123,6 +130,15 @@ class Client:
         for hint in self.plan.sources:
             known += self._addresses(hint)
         return {**(params or {}), SOURCES_KEY: known} if known else params
+
+    def _with_hints(self, host: Host, params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The parameters, and what is to be done for the session, with whose it is."""
+        session, keeps = self.plan.session, host.plan.keeps
+        if session is None or keeps is None:
+            return params
+        hints = {HINTS_KEY: session.envelope, "session_id": session.session_id} if session.in_params else {}
+        tenant = {keeps.tenant_key: session.tenant} if keeps.tenant_key else {}
+        return {**(params or {}), **hints, **tenant}
 
     def _addresses(self, hint: str) -> list[str]:
         match hint:

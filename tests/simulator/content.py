@@ -21,19 +21,22 @@ _NOISE: Bytes = np.random.default_rng(20_24).integers(1, 256, 1 << 20, dtype=np.
 class Prompt:
     """A text: its first ``prefix_tokens`` are those of every other one with this ``prefix``.
 
-    ``text`` tells it apart from all others after that. What is generated goes on from there.
+    ``text`` tells it apart from all others after that. What is generated goes on from there. Names are not
+    those of the same text with another ``salt``; its KV is.
     """
 
     text: int
     num_tokens: int
     prefix: int = 0
     prefix_tokens: int = 0
+    salt: str = ""
 
-    def name_of_block(self, stop_token: int) -> tuple[int, ...]:
+    def name_of_block(self, stop_token: int) -> tuple[int | str, ...]:
         """What all tokens up to ``stop_token`` are, as a key of a prefix cache."""
+        salt = (self.salt,) if self.salt else ()
         if stop_token <= self.prefix_tokens:
-            return (self.prefix,)
-        return (self.prefix, self.prefix_tokens, self.text)
+            return (*salt, self.prefix)
+        return (*salt, self.prefix, self.prefix_tokens, self.text)
 
     def moved(self, by: int) -> Prompt:
         """A prompt that has nothing in common with this one, and as much as it with others so moved."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvconnect.offload.scheduler.half import OffloadScheduler
+from kvconnect.offload.composite import SchedulerComposite
 from kvconnect.orders import Naming
 from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.stack import LongestRequest, StackTraits
 from tests.simulator.content import names_of
+from tests.simulator.pledges import WatchedOffload
 from tests.simulator.tiers import make_requirements
 
 _MANY_TOKENS = 1 << 20
@@ -42,12 +43,12 @@ def tell_rate(transfer: SchedulerConnector, keeps: KeepPlan | None) -> None:
         transfer._pulls._rate.measured(_MANY_TOKENS, _MANY_TOKENS / keeps.tokens_per_s)
 
 
-def offload_half(node: SimNode) -> OffloadScheduler | None:
+def offload_half(node: SimNode) -> WatchedOffload | None:
     """The scheduler half of a node's offload, beside what its workers have."""
     keeps, tiers = node.plan.keeps, node.workers[0].tiers
     if keeps is None or tiers is None:
         return None
-    return OffloadScheduler(
+    half = WatchedOffload(
         tiers.config,
         node.workers[0].memory.config.groups,
         make_requirements(node.workers[0]),
@@ -56,6 +57,14 @@ def offload_half(node: SimNode) -> OffloadScheduler | None:
         num_ranks=node.plan.world_size,
         clock=node.world.clock,
     )
+    return half.watch(node)
+
+
+def nothing_stays_pinned(node: SimNode) -> None:
+    """When all is over, and much time has passed."""
+    half = node.connector.offload if isinstance(node.connector, SchedulerComposite) else None
+    if isinstance(half, WatchedOffload) and not node.is_dead:
+        half.pledges.over()
 
 
 def _names(hashing: int, request: Request, tokens: int) -> Sequence[bytes]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulator.content import Prompt
+from tests.simulator.scenario import SessionPlan
 
 Done = Callable[["Request"], None]
 
@@ -28,7 +29,9 @@ class Request:
     ``ids`` are its blocks by group and position, ``left`` counts those that left a window. ``computed`` are
     tokens whose KV is in its blocks once ``is_computed``. ``outcome`` is set at its end: ``done``,
     ``failed``, ``aborted``. ``is_strange``: its KV comes from a stranger. ``is_forged``: its handle is of no
-    use, and nothing may be loaded by it. ``checkpoints`` are where its state is wanted.
+    use, and nothing may be loaded by it. ``checkpoints`` are where its state is wanted. ``session`` is what
+    is to be done with the KV of its session; ``kv_hints``, ``session_id`` and ``cache_salt`` are what a stack
+    that knows them hands on of it.
     """
 
     request_id: str
@@ -50,6 +53,10 @@ class Request:
     is_strange: bool = False
     is_forged: bool = False
     checkpoints: tuple[int, ...] = ()
+    session: SessionPlan | None = None
+    kv_hints: Any = None
+    session_id: str | None = None
+    cache_salt: str | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from tests.simulator.checks import Checks
 from tests.simulator.clients import Client
 from tests.simulator.draw import draw_scenario
 from tests.simulator.host import Host
+from tests.simulator.keeping import nothing_stays_pinned
 from tests.simulator.network import Network
 from tests.simulator.scenario import FAULTS_S, FaultPlan, Scenario
 from tests.simulator.stranger import Scribbler
@@ -130,6 +131,7 @@ class Run:
                 raise Violation("all_answered", f"client {client.name} has no answer")
         for host in self.hosts.values():
             self.checks.idle(host.node)
+            nothing_stays_pinned(host.node)
         if world.violation is not None:
             raise world.violation
         if not set(self.scenario.kinds) - {LEAVERS}:

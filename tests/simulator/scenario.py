@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvconnect.config import ExtraConfig
+from kvconnect.offload.tier import Content
 from tests.simulator.content import Prompt
 from tests.simulator.engine import EngineFaults
 from tests.simulator.network import Weather
@@ -76,7 +78,9 @@ class KeepPlan:
 
     Names are made by ``hashing`` for every ``name_tokens``, and what they stand for is made with ``weights``:
     0 for those that all others have. States and windows are kept every ``checkpoint`` tokens.
-    ``tokens_per_s`` is how fast the node takes itself to compute prompts, 0 where it does not know.
+    ``tokens_per_s`` is how fast the node takes itself to compute prompts, 0 where it does not know. The
+    sessions of a tenant may pin ``pin_quota``; what names a tenant is ``tenant_key``, or the salt if that is
+    empty. There is a disk if it has ``disk_bytes``: by rank what is on it, also after a restart.
     """
 
     rows: int
@@ -85,6 +89,40 @@ class KeepPlan:
     weights: int = 0
     checkpoint: int = 0
     tokens_per_s: float = 0.0
+    pin_quota: float = 0.25
+    tenant_key: str = ""
+    disk_bytes: int = 0
+    on_disk: dict[int, OrderedDict[Content, bytes]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SessionPlan:
+    """What a request asks to be done with the KV of a session: actions, each a kind and a payload.
+
+    ``in_params``: they come in ``kv_transfer_params``, not as fields of the request. ``is_garbage``: they
+    cannot be read.
+    """
+
+    tenant: str
+    session_id: str
+    actions: tuple[tuple[str, dict[str, Any]], ...]
+    in_params: bool = True
+    is_garbage: bool = False
+
+    @property
+    def envelope(self) -> Any:
+        """As it is sent."""
+        if self.is_garbage:
+            return "what is this"
+        actions = [
+            {"action_id": f"a{number}", "action_type": kind, "action_version": "1", "payload": payload}
+            for number, (kind, payload) in enumerate(self.actions)
+        ]
+        return {"protocol_version": "1", "message_id": self.session_id, "actions": actions}
+
+    def session_of(self, payload: dict[str, Any]) -> tuple[str, str]:
+        """Which session an action is about."""
+        return self.tenant, payload.get("session_id", self.session_id)
 
 
 @dataclass
@@ -148,6 +186,7 @@ class RequestPlan:
     is_strange: bool = False
     sources: tuple[str, ...] = ()
     turn_of: int | None = None
+    session: SessionPlan | None = None
 
 
 @dataclass
@@ -200,6 +239,7 @@ class Scenario:
             "roles": "both" if first_node.role == "kv_both" else "one each",
             "handles": self._describe_handles(),
             "keeps": self._describe_keeps(),
+            "sessions": self._describe_sessions(),
             "requests": len(self.requests),
             "faults": ", ".join(self.kinds) or "none",
         }
@@ -207,6 +247,10 @@ class Scenario:
     def _describe_keeps(self) -> str:
         kept = ((node.host, node.keeps) for node in self.nodes)
         return " ".join(f"{host}:{keeps.rows}" for host, keeps in kept if keeps is not None) or "nothing"
+
+    def _describe_sessions(self) -> str:
+        asked = sum(request.session is not None for request in self.requests)
+        return f"of {asked} requests" if asked else "none"
 
     def _describe_handles(self) -> str:
         if self.handles is None:

@@ -274,7 +274,7 @@ def renews_a_link_under_others(patch):
     patch.setattr(SimEngine, "submit", renew_and_submit)
 
 
-def seeds_of(theme: str, kind: str, *, kept: bool = False, model: str = ""):
+def seeds_of(theme: str, kind: str, *, kept: bool = False, sessions: bool = False, model: str = ""):
     """The first seeds in which a fault of this kind can happen."""
     seeds = range(100_000, 200_000)
     drawn = ((seed, draw_scenario(seed, random.Random(seed))) for seed in seeds)
@@ -284,6 +284,7 @@ def seeds_of(theme: str, kind: str, *, kept: bool = False, model: str = ""):
         if theme in ("", plan.theme)
         and (kind in ("", *plan.kinds) or (kind == "none" and not plan.kinds))
         and (plan.nodes[0].keeps is not None or not kept)
+        and (not sessions or any(request.session is not None for request in plan.requests))
         and model in ("", plan.model.name)
     )
     return itertools.islice(fitting, MOST_SEEDS)

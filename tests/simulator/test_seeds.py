@@ -46,6 +46,12 @@ def test_no_invariant_breaks_in_some_hundred_seeds():
         "pulls: missed",
         "pulls: unanswered",
         "pulls: not_worth_it",
+        "sessions: pin accepted",
+        "sessions: pin clipped",
+        "sessions: pin rejected",
+        "sessions: release accepted",
+        "sessions: demote accepted",
+        "sessions: prefetch accepted",
     ):
         assert counts.get(what, 0) > 0, what
 

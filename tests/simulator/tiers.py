@@ -25,6 +25,7 @@ from kvconnect.offload.worker.row_work import RowWork
 from kvconnect.offload.worker.tier_loop import Command
 from kvconnect.orders import Naming, OffloadOrders, RowCopies
 from tests.simulator.device import Stream
+from tests.simulator.disk import SimDisk
 from tests.simulator.pace import Pace
 
 if TYPE_CHECKING:
@@ -55,8 +56,15 @@ class SimTiers(OffloadWorker):
         # A little more, so that no share is rounded to one row less.
         shares = tuple(size / total for size in sizes.values())
         self.config = OffloadConfig(
-            cpu_bytes=rows * total + len(sizes), shares=shares, checkpoint_tokens=keeps.checkpoint
+            cpu_bytes=rows * total + len(sizes),
+            shares=shares,
+            checkpoint_tokens=keeps.checkpoint,
+            disk_path="simulated" if keeps.disk_bytes else "",
+            disk_bytes=keeps.disk_bytes,
+            pin_quota=keeps.pin_quota,
+            tenant_key=keeps.tenant_key,
         )
+        self.disk = SimDisk(worker, keeps, max(sizes.values())) if keeps.disk_bytes else None
         super().__init__(
             self.config,
             memory.config,
@@ -101,12 +109,17 @@ class SimLoop:
     is_alive = True
 
     def __init__(self, worker: SimWorker, copier: SimCopier, arena: RowArena, tiers: SimTiers) -> None:
-        self.work = RowWork(copier, arena, (), tiers._jobs, tiers._metrics)  # type: ignore[arg-type]
+        below = () if tiers.disk is None else (tiers.disk,)
+        self.work = RowWork(copier, arena, below, tiers._jobs, tiers._metrics)  # type: ignore[arg-type]
         self.held_rows: Sequence[int] = ()
         self._worker, self._world = worker, worker.world
         self._commands: deque[Command] = deque()
         self.pace = Pace(worker.world, self.step)
         copier.wake = self.wake
+        for tier in below:
+            tier.on_update(self.wake)
+            # What is on it already is reported without having been asked for.
+            self.wake()
 
     def order(self, *commands: Command) -> None:
         """See ``TierLoop``."""

@@ -21,6 +21,7 @@ from tests.simulator.scenario import (
     Scenario,
 )
 from tests.simulator.twist_pulls import add_pulls
+from tests.simulator.twist_sessions import add_sessions
 
 STRANGER = "X0"
 """The host of the node that lies and writes where it should not."""
@@ -31,6 +32,8 @@ LEAVERS = "leavers"
 _FIRST_TEXT = 50_000
 """Texts of what a stranger computes: nobody else's prompt begins like them."""
 _BOTH, _HANDLES, _STRANGER, _LEAVERS, _PULLS = 0.15, 0.2, 0.12, 0.4, 0.4
+_SESSIONS = 0.45
+"""Of the seeds with pulls."""
 _SMALL, _SMALL_AND_CALM = 0.1, 0.5
 """Where nothing else goes wrong it is seen at once that nothing moves."""
 
@@ -43,6 +46,7 @@ def twist(scenario: Scenario) -> None:
         ("handles", _HANDLES, _add_handles),
         ("stranger", _STRANGER, _add_stranger),
         ("leavers", _LEAVERS, _add_leavers),
+        ("sessions", _SESSIONS, add_sessions),
         # Last, since all requests must have room.
         ("small", _SMALL if scenario.kinds else _SMALL_AND_CALM, _make_small),
     ):
