@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import socket
+import struct
 
 from kvconnect.errors import ConfigError
+
+ANY = ("0.0.0.0", "::", "*", "")
+"""What is listened on for all addresses, and connected to by nobody."""
+_ADDRESS_AT: dict[int, tuple[int, int]] = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Where an address begins in its family's ``sockaddr``, and its length."""
+
+
+class _Entry(ctypes.Structure):
+    """As ``getifaddrs`` lists them."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
 
 
 def split_address(address: str) -> tuple[str, int] | None:
@@ -32,11 +51,60 @@ def read_address(address: str, where: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from its own machine. A name is not looked up."""
+    """Whether an address, or a network's, can only be reached from its own machine. No name is looked up."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_network(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address, and no name or network."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """The addresses of this machine, each with the interface that has it."""
+    libc, first = ctypes.CDLL(None), ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        return []
+    found, entry = [], first
+    while entry:
+        at = entry.contents
+        family = struct.unpack("H", ctypes.string_at(at.address, 2))[0] if at.address else 0
+        if family in _ADDRESS_AT:
+            begin, length = _ADDRESS_AT[family]
+            address = ipaddress.ip_address(ctypes.string_at(at.address + begin, length))
+            found.append((at.name.decode(), address))
+        entry = at.next
+    libc.freeifaddrs(first)
+    return found
+
+
+def address_within(host: str, where: str) -> str:
+    """The address of this machine in a network such as ``10.0.0.0/16``; anything else as it is.
+
+    Raises ``ConfigError``: it is no network, or this machine has no address in it, or several.
+    """
+    if "/" not in host:
+        return host
+    known = dict.fromkeys((str(address), name) for name, address in interface_addresses())
+    try:
+        network = ipaddress.ip_network(host)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {host!r}: {error}; accepted: an address, or a network") from error
+    found = [address for address, _ in known if ipaddress.ip_address(address) in network]
+    if len(found) != 1:
+        shown = ", ".join(f"{address} of {name}" for address, name in known)
+        raise ConfigError(
+            f"{where} is {host!r}, in which this machine has {', '.join(found) or 'no address'}; accepted: a "
+            f"network with one of its addresses, which are {shown}"
+        )
+    return found[0]
 
 
 def own_address(host: str, port: int) -> str:

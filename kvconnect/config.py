@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from kvconnect.addresses import is_loopback, split_address
+from kvconnect.addresses import ANY, address_within, is_loopback, split_address
 from kvconnect.engine_names import check_engine, engine_entry_points
 from kvconnect.errors import ConfigError
+from kvconnect.rank_config import RankConfig, check_ranks, settings_of
 from kvconnect.reading import json_object, read_struct
 
 CONNECTOR: Literal["KVConnect"] = "KVConnect"
@@ -99,6 +100,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_loads: most requests that are fetched at one time; more wait their turn.
         max_peers: most peers that are remembered, each way.
         max_batch_bytes: most bytes in one batch for the engine.
+        first_rank: the number that rank 0 of this node has in ``ranks``.
     """
 
     check_digest: bool = True
@@ -114,6 +116,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_loads: int = 256
     max_peers: int = 256
     max_batch_bytes: int = 64 << 20
+    first_rank: int = 0
 
 
 class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,9 +131,14 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ``host`` is a loopback address; NIXL takes the name of a backend such as ``UCX``.
         device_name: network devices for the engine: RDMA adapters for Mooncake, comma separated, or one
             device of UCX for NIXL; empty for all, with NIXL for ``host``'s interface where that can be told.
-        host: the address of this node that peers use; the side channel listens there.
+        host: the address of this node that peers use; or a network such as ``10.0.0.0/16`` or ``fd00::/64``,
+            in which each machine of the node has one address, which is it.
+        bind: where the side channel and the bootstrap port listen: an address, a network, ``0.0.0.0`` or
+            ``::`` for all addresses; empty for ``host``.
+        ranks: ``host``, ``bind`` and ``device_name`` of some ranks, by rank, such as ``0``, ``4-7`` or
+            ``0,8-9``. With data parallelism ranks are numbered on over all engines, as ports are.
         insecure: the side channel is neither authenticated nor encrypted, and handles are not signed; only
-            where ``host`` is a loopback address.
+            where all of ``host`` and ``bind`` are loopback addresses.
         key_file: the secret that all nodes of a small cluster share (``kvconnect keys new``).
         keys_dir: the folder with a node's own key and its peers' public ones (``kvconnect keys node``).
         require_lane: what may carry bytes: ``nvlink``, ``cuda_ipc``, ``rdma``, ``tcp`` and ``shared_memory``,
@@ -177,6 +185,8 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     protocol: str = "auto"
     device_name: str = ""
     host: str = "127.0.0.1"
+    bind: str = ""
+    ranks: dict[str, RankConfig] = {}
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     bootstrap_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     insecure: bool = False
@@ -226,6 +236,31 @@ class ExtraConfig(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def has_slots(self) -> bool:
         """This side opens the packed path."""
         return self.path != "direct" and self.num_slots > 0
+
+    def of_rank(self, rank: int) -> ExtraConfig:
+        """The same for one rank alone; a network is still one."""
+        return msgspec.structs.replace(self, ranks={}, **settings_of(self.ranks, rank + self.first_rank))
+
+    def here(self, rank: int) -> ExtraConfig:
+        """The same for one rank, on its machine. Raises ``ConfigError``: it has no address in a network."""
+        own, where = self.of_rank(rank), "kv_connector_extra_config"
+        found = {name: address_within(getattr(own, name), f"{where}.{name}") for name in ("host", "bind")}
+        return msgspec.structs.replace(own, **found)
+
+    @property
+    def listens_at(self) -> str:
+        """Of one rank: ``bind``, or ``host`` without it."""
+        return self.bind or self.host
+
+    @property
+    def far_addresses(self) -> list[str]:
+        """Those of ``host`` and ``bind``, of any rank, that other machines may reach."""
+        given = [
+            self.host,
+            self.bind,
+            *(name for one in self.ranks.values() for name in (one.host, one.bind)),
+        ]
+        return [address for address in given if address and not is_loopback(address)]
 
     @property
     def all_engine_options(self) -> dict[str, Any]:
@@ -287,10 +322,11 @@ def _check_combination(config: TransferConfig) -> None:
             f"{where}.engine is 'none' and there is no offload, which leaves nothing to do; accepted: an "
             f"engine ({', '.join(('auto', *engine_entry_points()))}), or offload with at least cpu_bytes"
         )
-    if extra.host in ("0.0.0.0", "::", "*", ""):
+    check_ranks(extra.ranks, f"{where}.ranks")
+    if found := {extra.host, *(one.host or extra.host for one in extra.ranks.values())}.intersection(ANY):
         raise ConfigError(
-            f"{where}.host is {extra.host!r}, which peers cannot connect to; "
-            "set the address of the interface that they reach this node on"
+            f"{where}.host is {found.pop()!r}, which peers cannot connect to; set the address that they "
+            "reach this node on, and bind for where it listens"
         )
     _check_security(extra, where)
     if extra.offload is not None:
@@ -357,8 +393,8 @@ def _check_security(extra: ExtraConfig, where: str) -> None:
     given = [name for name in ("insecure", "key_file", "keys_dir") if getattr(extra, name)]
     if len(given) > 1:
         raise ConfigError(f"{where} has {' and '.join(given)}; accepted: one of them")
-    if extra.insecure and not is_loopback(extra.host):
+    if extra.insecure and (far := extra.far_addresses):
         raise ConfigError(
-            f"{where}.insecure is true and host is {extra.host!r}; accepted: a loopback address. For any "
-            "other make a key with `kvconnect keys new` and give it as key_file"
+            f"{where}.insecure is true, and host or bind is {far[0]!r}; accepted: loopback addresses. For "
+            "any other make a key with `kvconnect keys new` and give it as key_file"
         )

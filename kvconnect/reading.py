@@ -73,6 +73,9 @@ def _read_field(value: Any, kind: Any, name: str, hidden: Sequence[str]) -> Any:
     for option in options if value is not None else ():
         if isinstance(option, type) and issubclass(option, msgspec.Struct):
             return read_struct(value, option, name, hidden)
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        of = get_args(kind)[1]
+        return {key: _read_field(one, of, f"{name}[{key!r}]", hidden) for key, one in value.items()}
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -11,6 +11,7 @@ import typing
 import msgspec
 
 from kvconnect.config import ExtraConfig, Limits, OffloadConfig
+from kvconnect.rank_config import RankConfig
 
 _HEAD = """\
 # Configuration
@@ -72,6 +73,9 @@ def _table(kind: type[msgspec.Struct]) -> list[str]:
 def page() -> str:
     """The whole page."""
     parts = [_HEAD, "## `kv_connector_extra_config`", "", *_table(ExtraConfig), ""]
+    parts += ["## `kv_connector_extra_config.ranks`", ""]
+    parts += ["What is set for some ranks, by rank. What is left out is as for all.", ""]
+    parts += [*_table(RankConfig), ""]
     parts += ["## `kv_connector_extra_config.offload`", "", "All sizes are those of one worker rank.", ""]
     return "\n".join([*parts, *_table(OffloadConfig), ""])
 

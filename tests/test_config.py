@@ -96,11 +96,11 @@ def test_the_value_is_frozen():
         ({"kv_connector_extra_config": {"host": "0.0.0.0"}}, r"host is '0.0.0.0', which peers cannot"),
         (
             {"kv_connector_extra_config": {"insecure": True, "host": "10.0.0.1"}},
-            r"insecure is true and host is '10.0.0.1'; accepted: a loopback address.*kvconnect keys new",
+            r"insecure is true, and host or bind is '10.0.0.1'; accepted: loopback.*kvconnect keys new",
         ),
         (
             {"kv_connector_extra_config": {"insecure": True, "host": "a.name"}},
-            r"insecure is true and host is 'a.name'",
+            r"insecure is true, and host or bind is 'a.name'",
         ),
         (
             {"kv_connector_extra_config": {"key_file": "a", "keys_dir": "b"}},

@@ -54,8 +54,10 @@ def meet(address: tuple[str, int], facts: Facts, probes: Probes) -> Pair:
     if first.protocol == PROTOCOL_VERSION:
         peer |= {one.rank: ask((one.host, one.port)) for one in first.directory if one.rank}
     if facts.own is not None:
-        num_ranks = facts.own.description.introduction.meaning.topology.size
-        own = {rank: ask((extra.host, extra.port + rank)) for rank in range(num_ranks)}
+        ours = facts.own.description
+        at = {one.rank: (one.host, one.port) for one in ours.directory}
+        ranks = range(ours.introduction.meaning.topology.size)
+        own = {rank: ask(at.get(rank, (extra.host, extra.port + rank))) for rank in ranks}
     return Pair(f"{address[0]}:{address[1]}", peer, own)
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import logging
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kvconnect.addresses import is_loopback
+from kvconnect.addresses import interface_addresses, is_address, is_loopback
 from kvconnect.errors import ConfigError
 
 log = logging.getLogger("kvconnect.engine")
 
-_SIOCGIFADDR = 0x8915
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _RDMA_CARDS = Path("/sys/class/infiniband")
 _DEVICES = "UCX_NET_DEVICES"
 
@@ -43,6 +37,11 @@ def ucx_options(
     has_rdma_card = _RDMA_CARDS.is_dir() and any(_RDMA_CARDS.iterdir())
     if not device and (is_loopback(host) or not has_rdma_card):
         device = interface_of(host)
+        if not device and is_address(host):
+            raise ConfigError(
+                f"kv_connector_extra_config.host is {host!r}, which no interface here has, and UCX tells "
+                "peers the addresses of its devices alone; accepted: device_name, the device that they reach"
+            )
     if not device:
         log.warning(
             "UCX listens on all interfaces: nothing says which belongs to host %s; set device_name, or close "
@@ -59,29 +58,8 @@ def interface_of(host: str) -> str:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
         return ""
-    found = _ipv4_interfaces() if address.version == 4 else _ipv6_interfaces()
+    found = [(name, known) for name, known in interface_addresses() if known.version == address.version]
     if address.is_loopback:
         # All of 127.0.0.0/8 is there, under one address.
         return next((name for name, known in found if known.is_loopback), "")
     return next((name for name, known in found if known == address), "")
-
-
-def _ipv4_interfaces() -> list[tuple[str, Any]]:
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            found.append((name, ipaddress.ip_address(answer[20:24])))
-    return found
-
-
-def _ipv6_interfaces() -> list[tuple[str, Any]]:
-    try:
-        lines = _IPV6_ADDRESSES.read_text().splitlines()
-    except OSError:
-        return []
-    rows = [line.split() for line in lines]
-    return [(row[-1], ipaddress.ip_address(bytes.fromhex(row[0]))) for row in rows if len(row) == 6]

@@ -63,7 +63,7 @@ def describe(extra: ExtraConfig, keyring: Keyring | None, address: tuple[str, in
 
 def asking_channel(extra: ExtraConfig, keyring: Keyring | None) -> Channel:
     """A channel that connects to workers, and that no peer connects to."""
-    ours = msgspec.structs.replace(extra, host="127.0.0.1")
+    ours = msgspec.structs.replace(extra, host="127.0.0.1", bind="")
     return ZmqChannel(ours, 0, keyring, AllowList(extra.allow_peers))
 
 

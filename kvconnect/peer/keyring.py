@@ -14,7 +14,6 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from kvconnect.addresses import is_loopback
 from kvconnect.config import ExtraConfig
 from kvconnect.errors import ConfigError
 from kvconnect.peer.allow_list import AllowList
@@ -170,11 +169,11 @@ def load_keyring(extra: ExtraConfig, environ: Mapping[str, str]) -> Keyring | No
         return SharedKeys(checked_secret(text, KEY_VARIABLE), f"the environment's {KEY_VARIABLE}")
     if folder:
         return NodeKeys(Path(folder).expanduser(), KEYS_DIR_VARIABLE)
-    if not is_loopback(extra.host):
+    if far := extra.far_addresses:
         raise ConfigError(
-            f"{where}.host is {extra.host!r}, and the side channel has no key: make one with `kvconnect keys "
-            f"new FILE`, copy it to every node, and give it as {where}.key_file or in {KEY_VARIABLE}; or "
-            "give each node a key of its own (`kvconnect keys --help`)"
+            f"{where}.host or bind is {far[0]!r}, and the side channel has no key: make one with `kvconnect "
+            f"keys new FILE`, copy it to every node, and give it as {where}.key_file or in {KEY_VARIABLE}; "
+            "or give each node a key of its own (`kvconnect keys --help`)"
         )
     secret, path = user_key(environ)
     return SharedKeys(secret, str(path))

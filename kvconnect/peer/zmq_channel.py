@@ -103,7 +103,7 @@ class ZmqChannel:
             max_connections=_CONNECTIONS_PER_PEER * extra.max_peers,
             count=count,
         )
-        address = f"tcp://{join_address(extra.host, port or '*')}"
+        address = f"tcp://{join_address(extra.listens_at, port or '*')}"
         try:
             self._router.bind(address)
         except zmq.ZMQError as error:
@@ -111,7 +111,8 @@ class ZmqChannel:
             self._router.close()
             self._context.term()
             raise ConfigError(
-                f"kv_connector_extra_config.host and port: cannot listen on {extra.host}:{port}: {error}"
+                "kv_connector_extra_config.host or bind, and port: cannot listen on "
+                f"{extra.listens_at}:{port}: {error}"
             ) from error
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._authenticator.port = self.port

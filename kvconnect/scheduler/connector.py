@@ -103,7 +103,7 @@ class SchedulerConnector:
         made = cls(config, cache_config, stack, directory=directory, handles=handles, trust=trust)
         if extra.bootstrap_port and config.is_producer:
             answer = bootstrap_answer(min(directory, key=lambda address: address.rank), handles)
-            made._bootstrap = Bootstrap(extra.host, extra.bootstrap_port, answer)
+            made._bootstrap = Bootstrap(extra.here(0).listens_at, extra.bootstrap_port, answer)
         return made
 
     def drain(self) -> None:

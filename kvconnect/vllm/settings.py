@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import torch
 
 from kvconnect.config import ExtraConfig, TransferConfig, parse_kv_transfer_config
@@ -42,13 +43,16 @@ def read_config(vllm_config: VllmConfig) -> TransferConfig:
     # Every data-parallel engine of a host needs ports of its own, and a folder is one process's.
     parallel, offload = vllm_config.parallel_config, extra.get("offload")
     index = int(parallel.data_parallel_index)
+    first_rank = index * parallel.pipeline_parallel_size * stage_ranks(vllm_config)
     if extra.get("port"):
-        extra["port"] += index * parallel.pipeline_parallel_size * stage_ranks(vllm_config)
+        extra["port"] += first_rank
     if extra.get("bootstrap_port"):
         extra["bootstrap_port"] += index
     if index and isinstance(offload, dict) and offload.get("disk_path"):
         extra["offload"] = {**offload, "disk_path": f"{offload['disk_path']}/dp{index}"}
-    return parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
+    config = parse_kv_transfer_config({**values, "kv_connector_extra_config": extra})
+    numbered = msgspec.structs.replace(config.extra, first_rank=first_rank)
+    return msgspec.structs.replace(config, kv_connector_extra_config=numbered)
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: Any, config: TransferConfig) -> None:

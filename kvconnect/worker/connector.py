@@ -37,6 +37,7 @@ from kvconnect.peer.keyring import load_keyring
 from kvconnect.peer.messages import CacheMeaning, Introduction
 from kvconnect.peer.zmq_channel import ZmqChannel
 from kvconnect.plan.align import TableCard
+from kvconnect.rank_config import place_of
 from kvconnect.runner_kit.kernel_blocks import sync_block_size
 from kvconnect.worker.device_steps import DeviceSteps, Finished, always
 from kvconnect.worker.inspection import write_inspection
@@ -80,8 +81,10 @@ class WorkerConnector:
         registry: CollectorRegistry = REGISTRY,
         engine: Engine | None = None,
     ) -> None:
-        extra = config.extra
-        self._config = config
+        # Before anything is opened: errors in the keys, and in what this machine is to have, come first.
+        keyring, allowed = load_keyring(config.extra, os.environ), AllowList(config.extra.allow_peers)
+        extra = config.extra.here(rank)
+        self._config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
         self._cache_config = cache_config
         self._rank = rank
         self._meaning = meaning
@@ -90,8 +93,6 @@ class WorkerConnector:
             group: sync_block_size(cache_config.groups[group].block_size, kernel)
             for group, kernel in kernel_block_sizes.items()
         }
-        # Before anything is opened: errors in the keys come first.
-        keyring, allowed = load_keyring(extra, os.environ), AllowList(extra.allow_peers)
         self._engine = engine or create_engine(
             extra.engine,
             host=extra.host,
@@ -115,12 +116,12 @@ class WorkerConnector:
         self.kept: KeptByName | None = None
         """What peers may ask for by name. Set before caches are registered."""
         logger.info(
-            "%s %s rank %d: engine %s, side channel on %s:%d",
+            "%s %s rank %d: engine %s, side channel on %s, port %d",
             config.kv_role,
             config.engine_id,
             rank,
             self._engine.capabilities,
-            extra.host,
+            place_of(extra.host, extra.bind, extra.device_name),
             self._channel.port,
         )
         logger.info("side channel: %s", keyring.describe() if keyring else "insecure, as configured")

@@ -57,19 +57,19 @@ class Wire:
     def __enter__(self) -> Wire:
         try:
             for namespace in self.namespaces:
-                _ip(f"netns add {namespace}")
-                _ip(f"-n {namespace} link set lo up")
+                run_ip(f"netns add {namespace}")
+                run_ip(f"-n {namespace} link set lo up")
             near, far = self.namespaces
-            _ip(f"-n {near} link add kvcw0 type veth peer name kvcw1 netns {far}")
+            run_ip(f"-n {near} link add kvcw0 type veth peer name kvcw1 netns {far}")
             for place, namespace in enumerate(self.namespaces):
-                _ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
-                _ip(f"-n {namespace} link set kvcw{place} up")
+                run_ip(f"-n {namespace} addr add {self.host(place)}/24 dev kvcw{place}")
+                run_ip(f"-n {namespace} link set kvcw{place} up")
                 ours, theirs = self._ours(place), f"kvcm{place}"
-                _ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
-                _ip(f"addr add 10.{202 + place}.{self._number}.1/24 dev {ours}")
-                _ip(f"link set {ours} up")
-                _ip(f"-n {namespace} addr add {self.http_host(place)}/24 dev {theirs}")
-                _ip(f"-n {namespace} link set {theirs} up")
+                run_ip(f"link add {ours} type veth peer name {theirs} netns {namespace}")
+                run_ip(f"addr add 10.{202 + place}.{self._number}.1/24 dev {ours}")
+                run_ip(f"link set {ours} up")
+                run_ip(f"-n {namespace} addr add {self.http_host(place)}/24 dev {theirs}")
+                run_ip(f"-n {namespace} link set {theirs} up")
         except BaseException:
             self._remove()
             raise
@@ -95,18 +95,20 @@ class Wire:
         """Within this block nothing passes: the link is down, or what is sent into it is swallowed."""
         places = list(enumerate(self.namespaces))
         if how == "down":
-            _ip(f"-n {self.namespaces[1]} link set kvcw1 down")
+            run_ip(f"-n {self.namespaces[1]} link set kvcw1 down")
         else:
             for place, namespace in places:
                 # An address that nobody has: everything leaves, and nothing arrives or is answered.
-                _ip(f"-n {namespace} neigh replace {self.host(1 - place)} lladdr {_NOWHERE} dev kvcw{place}")
+                run_ip(
+                    f"-n {namespace} neigh replace {self.host(1 - place)} lladdr {_NOWHERE} dev kvcw{place}"
+                )
         try:
             yield
         finally:
             for place, namespace in places:
                 with suppress(KVConnectError):
-                    _ip(f"-n {namespace} neigh del {self.host(1 - place)} dev kvcw{place}")
-            _ip(f"-n {self.namespaces[1]} link set kvcw1 up")
+                    run_ip(f"-n {namespace} neigh del {self.host(1 - place)} dev kvcw{place}")
+            run_ip(f"-n {self.namespaces[1]} link set kvcw1 up")
 
     def _ours(self, place: int) -> str:
         return f"kvcm{place}x{self._number}"
@@ -116,7 +118,7 @@ class Wire:
             # A namespace lives until the last connection in it is over: its wire must not.
             for command in (f"link del {self._ours(place)}", f"netns del {namespace}"):
                 with suppress(KVConnectError):
-                    _ip(command)
+                    run_ip(command)
 
 
 def unusable() -> str:
@@ -127,17 +129,18 @@ def unusable() -> str:
         return "making network namespaces needs root"
     probe = f"kvct{os.getpid()}"
     try:
-        _ip(f"netns add {probe}")
+        run_ip(f"netns add {probe}")
         try:
-            _ip(f"-n {probe} link add kvct0 type veth peer name kvct1")
+            run_ip(f"-n {probe} link add kvct0 type veth peer name kvct1")
         finally:
-            _ip(f"netns del {probe}")
+            run_ip(f"netns del {probe}")
     except KVConnectError as error:
         return f"network namespaces are not permitted here: {error}"
     return ""
 
 
-def _ip(command: str) -> None:
+def run_ip(command: str) -> None:
+    """Run ``ip`` of iproute2. Raises ``KVConnectError``."""
     done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
         raise KVConnectError(f"ip {command}: {done.stderr.strip()}")

@@ -144,10 +144,11 @@ def test_every_data_parallel_engine_has_a_folder_and_ports_of_its_own():
         kv_connector_extra_config={
             "engine": "none",
             "port": 7000,
+            "ranks": {"1-2": {"device_name": "eth1"}, "3-5": {"device_name": "eth2"}},
             "offload": {"cpu_bytes": 1 << 20, "disk_path": "/data/kv", "disk_bytes": 1 << 30},
         },
     )
-    folders, ports = [], []
+    folders, ports, devices = [], [], []
     for index in range(3):
         parallel = SimpleNamespace(
             data_parallel_index=index, pipeline_parallel_size=2, tensor_parallel_size=1
@@ -155,6 +156,8 @@ def test_every_data_parallel_engine_has_a_folder_and_ports_of_its_own():
         extra = read_config(SimpleNamespace(kv_transfer_config=given, parallel_config=parallel)).extra
         folders.append(extra.offload.disk_path)
         ports.append(extra.port)
+        devices += [extra.of_rank(rank).device_name for rank in range(2)]
+    assert devices == ["", "eth1", "eth1", "eth2", "eth2", "eth2"], "numbered as ports are"
     assert ports == [7000, 7002, 7004]
     assert folders == ["/data/kv", "/data/kv/dp1", "/data/kv/dp2"]
 
