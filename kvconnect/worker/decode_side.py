@@ -130,13 +130,12 @@ class DecodeSide:
         link = self.peers.links.get(lost.link)
         if link is None:
             return
-        address = link.peer.address
         if lost.reason:
-            reason = f"cannot talk to {address}: {lost.reason}"
+            reason = f"cannot talk to {link.address}: {lost.reason}"
         elif lost.loss is PeerLoss.PROCESS_GONE:
-            reason = f"nothing listens at {address}, the peer is gone"
+            reason = f"nothing listens at {link.address}, the peer is gone"
         else:
-            reason = f"the connection to {address} was lost"
+            reason = f"the connection to {link.address} was lost"
         self._lose(link, lost.loss, reason, now)
 
     def advance(self, now: float) -> None:
@@ -229,7 +228,7 @@ class DecodeSide:
                 "prefill node %s rank %d at %s is met: KV comes over %s, path %s",
                 ready.peer.engine_id,
                 link.rank,
-                link.peer.address,
+                link.address,
                 self._engine.capabilities,
                 self._config.path,
             )
@@ -244,7 +243,7 @@ class DecodeSide:
             return
         link.found = found
         report = self._transports.met if is_first else self._transports.measured
-        report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.peer.address}", found)
+        report(f"prefill node {theirs.engine_id} rank {link.rank} at {link.address}", found)
         by_peer = found.refusal and f"by the prefill node's settings {found.refusal}"
         self._judge(link, by_peer or refusal(self._config, found), now)
 

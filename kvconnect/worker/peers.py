@@ -5,7 +5,6 @@ Knows no load. Owned by the transfer thread.
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import logging
 import math
@@ -14,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvconnect.addresses import split_address
+from kvconnect.addresses import is_address, join_address, split_address
 from kvconnect.cache.shard import Topology, consumer_ranks, partner_ranks
 from kvconnect.config import ExtraConfig
 from kvconnect.metrics import Metrics
@@ -47,8 +46,9 @@ PackedPath = tuple[RequestCutter, Packer]
 
 @dataclass(eq=False)
 class RankLink:
-    """Our connection to one rank of a peer. ``packed`` is made for the first fetch, or is why it is closed.
+    """Our connection to one rank of a peer, at ``address``.
 
+    ``packed`` is made for the first fetch, or is why it is closed.
     ``was_met`` once introduced; both keep ``share``. Its clock is ahead by ``clock_ahead_s`` at least.
     ``found`` is what carries its bytes, ``refusal`` why settings refuse it. ``is_ragged``: see ``Results``.
     """
@@ -56,6 +56,7 @@ class RankLink:
     name: str
     peer: Peer
     rank: int
+    address: str
     session: Session
     packed: PackedPath | str = ""
     clock_ahead_s: float = 0.0
@@ -225,7 +226,8 @@ class Peers:
     def _connect(self, peer: Peer, rank: int, host: str, port: int, now: float) -> RankLink:
         peer.breaker.tried()
         session = Session(Side.DECODE, self._local.introduce(), self._config)
-        link = RankLink(f"{peer.key[0]}/{rank}#{next(self._link_numbers)}", peer, rank, session)
+        name = f"{peer.key[0]}/{rank}#{next(self._link_numbers)}"
+        link = RankLink(name, peer, rank, join_address(host, port), session)
         peer.links[rank] = self.links[link.name] = link
         self._channel.connect(link.name, host, port)
         session.greet(now)
@@ -301,7 +303,7 @@ class Peers:
         """Our last connections to a rank at this address, but for those to the process of ``incarnation``."""
         # Another process there proves that the one before it ended, unless a name stands for many addresses.
         _, host, port = link.peer.key
-        if incarnation and not _is_address(host):
+        if incarnation and not is_address(host):
             return set()
         return {name for name, past in self._past.get((host, port, link.rank), ()) if past != incarnation}
 
@@ -390,11 +392,3 @@ def _match_ranks(peer: Peer, ours: Introduction, topology: Topology) -> None:
     unused = (rank for rank, count in peer.consumers.items() if not count and rank in reachable)
     # Rank 0 ends their leases for all of us.
     peer.unused = tuple(unused) if ours.rank == 0 else ()
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
