@@ -37,6 +37,7 @@ class CompletionBody(Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    session_id: str | None = None
     return_kv_block_ids: bool | None = None
     temperature: float | None = None
     n: int | None = None
@@ -76,12 +77,16 @@ class CompletionBody(Struct, kw_only=True):
         return ids
 
 
-def parse_completion(body: object, *, model: str) -> CompletionBody:
-    """Check a decoded JSON body. Raises BadRequest: a field is wrong, or asks for what is not done here."""
+def parse_completion(body: object, *, model: str, session_id: str | None = None) -> CompletionBody:
+    """Check a decoded JSON body, which may name another session than the header did.
+
+    Raises BadRequest: a field is wrong, or asks for what is not done here.
+    """
     try:
         parsed = msgspec.convert(body, CompletionBody)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body cannot be used: {error}") from error
+    parsed.session_id = parsed.session_id or session_id
     if parsed.model not in (None, model):
         raise BadRequest(f"model {parsed.model!r} is not served here, this is {model!r}", status=404)
     for name, accepted in _ACCEPTED.items():

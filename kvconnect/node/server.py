@@ -236,7 +236,8 @@ class NodeServer:
             raise BadRequest(text, status=408) from None
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not valid JSON: {error}") from error
-        return parse_completion(decoded, model=self._engine.options.model)
+        session_id = http.headers.get("X-Session-ID")
+        return parse_completion(decoded, model=self._engine.options.model, session_id=session_id)
 
     async def _read_bytes(self, http: web.Request) -> bytearray:
         body, counted, longest = bytearray(), 0, http.client_max_size
@@ -265,7 +266,7 @@ class NodeServer:
         if refusal is not None:
             raise BadRequest(refusal)
         sink = functools.partial(self._deliver, engine_id)
-        return Request(engine_id, prompt, max_tokens, sink, body.kv_transfer_params)
+        return Request(engine_id, prompt, max_tokens, sink, body.kv_transfer_params, body.session_id)
 
     def _params_refusal(self, params: dict[str, Any]) -> str | None:
         # Whether they make sense is for the connector to decide: some policies serve a request all the same.

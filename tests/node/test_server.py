@@ -413,3 +413,27 @@ def test_requests_in_flight_end_before_the_node_and_new_ones_are_refused():
         await stopping
 
     run(test)
+
+
+@pytest.mark.parametrize(("by_body", "by_header"), [("s", "other"), ("", "s"), (None, "s")])
+def test_a_session_is_named_by_the_body_or_else_by_the_header(by_body, by_header):
+    """As vLLM 0.33 has it; routers keep sessions by both."""
+
+    async def test(session):
+        pin = {"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {}}
+        release = {**pin, "action_type": "release", "payload": {"session_id": "s"}}
+        for action in (pin, release):
+            hints = {"protocol_version": "1", "message_id": "m", "actions": [action]}
+            body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"kv_hints": hints}}
+            if by_body is not None:
+                body["session_id"] = by_body
+            status, answer, _ = await session.post(body, {"X-Session-ID": by_header})
+            assert status == 200
+            (done,) = answer["kv_transfer_params"]["kv_hint_results"]["actions"]
+            assert (done["outcome"], done["num_tokens"]) == ("accepted", 48), done
+        status, told, _ = await session.post({"prompt": PROMPT, "session_id": 7})
+        assert (status, "session_id" in told["error"]["message"]) == (400, True)
+
+    offload = {"cpu_bytes": 1 << 20, "pin_quota": 0.5}
+    config = {"kv_role": "kv_both", "kv_connector_extra_config": {"engine": "memory", "offload": offload}}
+    run(test, kv_transfer_config=json.dumps(config))
