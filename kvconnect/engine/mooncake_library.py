@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvconnect.addresses import is_loopback, join_address
 from kvconnect.engine.base import Span
 from kvconnect.engine.cuda_driver import allocation_around
@@ -88,7 +86,7 @@ class Library:
         There the library shares an allocation as a whole, and takes what is registered for its beginning.
         """
         if self.protocol == NVLINK:
-            return {allocation_around(span.address, torch.device(span.device).index): None for span in spans}
+            return {allocation_around(span.address, span.gpu): None for span in spans}
         return dict.fromkeys((span.address, span.length_bytes) for span in spans)
 
     def register(self, engine: Any, ranges: Iterable[Range]) -> None:
@@ -122,6 +120,9 @@ def choose_protocol(host: str, device_name: str) -> str:
 
 def nvlink_problem(host: str) -> str:
     """Why this node cannot use NVLink for all of its peers; empty if it can."""
+    # Here, since the store's process does without it.
+    import torch
+
     if not is_loopback(host):
         return f"peers reach this node at {host}, and may be on other hosts"
     if not built_for_cuda():

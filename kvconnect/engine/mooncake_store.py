@@ -8,6 +8,7 @@ failure costs its parent only a cache.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import mmap
@@ -40,11 +41,7 @@ class MooncakeStore:
     def __init__(self, settings: Settings, memory: mmap.mmap) -> None:
         prepare_environment(settings.protocol, settings.device_name, settings.timeout_s)
         _reach(settings.master)
-        try:
-            module = importlib.import_module("mooncake.store")
-        except ImportError as error:
-            raise EngineError(f"Mooncake Store is not usable: {error}") from error
-        self._store: Any = module.MooncakeDistributedStore()
+        self._store: Any = _load_library().MooncakeDistributedStore()
         code = self._store.setup(
             settings.host,
             settings.metadata,
@@ -77,6 +74,17 @@ class MooncakeStore:
                 return [self._store.remove_by_regex(f"^{key}", True) for key in keys]
             case Verb.CLOSE:
                 return [self._store.close()]
+
+
+def _load_library() -> Any:
+    try:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("mooncake.store")
+        # Built with CUDA it may need what torch brings along, whose import takes longer than all else here.
+        importlib.import_module("torch")
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise EngineError(f"Mooncake Store is not usable: {error}") from error
 
 
 def _reach(master: str) -> None:

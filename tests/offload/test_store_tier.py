@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvconnect.config import OffloadConfig
+from kvconnect.engine import mooncake_store
 from kvconnect.engine.store_process import SharedMemory, StoreProcess
 from kvconnect.engine.store_talk import Order, Settings, Verb
-from kvconnect.errors import ConfigError
+from kvconnect.errors import ConfigError, EngineError
 from kvconnect.offload.namespace import Namespace
 from kvconnect.offload.record import HEADER_BYTES
 from kvconnect.offload.store.tier import _Item, open_store_tier
@@ -272,6 +273,25 @@ def test_a_store_that_cannot_be_cleared_is_not_read(own_master):
     assert driver.read(lengths_of(rows)) == rows
     assert tier.close()
     assert keeper.close()
+
+
+def test_the_process_loads_torch_only_where_the_library_needs_it(monkeypatch):
+    found = [sys.executable, "-c", f"import {mooncake_store.__name__}, sys; sys.exit('torch' in sys.modules)"]
+    assert subprocess.run(found).returncode == 0
+    loaded = []
+
+    def load(name):
+        if name == "mooncake.store" and "torch" not in loaded:
+            raise ImportError("libcudart.so.12: cannot open shared object file")
+        loaded.append(name)
+        return name
+
+    monkeypatch.setattr(mooncake_store.importlib, "import_module", load)
+    assert mooncake_store._load_library() == "mooncake.store"
+    monkeypatch.setattr(mooncake_store.importlib, "import_module", lambda name: load("mooncake.store"))
+    loaded.clear()
+    with pytest.raises(EngineError, match="libcudart"):
+        mooncake_store._load_library()
 
 
 def test_no_process_is_left_behind(own_master):
