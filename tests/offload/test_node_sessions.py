@@ -107,7 +107,7 @@ def test_a_prompt_is_kept_from_the_moment_that_it_is_stored(model, talk):
     """Others press while the answer is decoded: what makes room then is not stored anew."""
     talk = talk(model, num_blocks=4 * POOLS[model], turns=8)
     keeper = talk.keeper
-    keeper.submit("long", FIRST, 100, hints(("pin", {})))
+    keeper.submit("long", FIRST, 30, hints(("pin", {})))
     number = 0
     while not keeper.last("long"):
         number += 1
