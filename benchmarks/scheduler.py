@@ -29,8 +29,6 @@ from kvconnect.scheduler.connector import SchedulerConnector
 from kvconnect.scheduler.handles import Claims, Handles
 from kvconnect.scheduler.stack import StackTraits
 
-_STEPS = 2000
-_KEEPING_STEPS = 200
 _WARM_UP = 0.1
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 2048
@@ -43,6 +41,7 @@ class Options(BaseOptions):
     """Who runs."""
 
     requests: int = option(256, "Requests that run.", least=1)
+    steps: int = option(2000, "Steps of each kind; a tenth with offload.", least=10)
     turns: int = option(40, "Turns of 16 steps of each way to watch a step.", least=1)
 
 
@@ -233,22 +232,22 @@ def bench_scheduler(options: Options, report: Report) -> None:
     keeping, many_keeping = Keeping(requests, 1), Keeping(requests, crowd)
     telling, many_telling = Keeping(requests, 1, has_events=True), Keeping(requests, crowd, has_events=True)
     for name, changed, step, steps in (
-        ("steady decode", 0, decode.steady, _STEPS),
-        ("decode, admits with a load", 1, decode.admission, _STEPS),
-        ("decode, load arrives and ends", 1, decode.ending, _STEPS),
-        ("prefill, admits and holds", 1, prefill.turnover, _STEPS),
-        ("decode, admits with a load", crowd, many_decode.admission, _STEPS),
-        ("decode, load arrives and ends", crowd, many_decode.ending, _STEPS),
-        ("prefill, admits and holds", crowd, many_prefill.turnover, _STEPS),
-        ("offload, all decode", 0, keeping.decode, _KEEPING_STEPS),
-        ("offload, admits a hit", 1, keeping.returning, _KEEPING_STEPS),
-        ("offload, admits and stores", 1, keeping.fresh, _KEEPING_STEPS),
-        ("offload, admits a hit", crowd, many_keeping.returning, _KEEPING_STEPS),
-        ("offload, admits and stores", crowd, many_keeping.fresh, _KEEPING_STEPS),
-        ("offload with events, all decode", 0, telling.decode, _KEEPING_STEPS),
-        ("offload with events, admits a hit", 1, telling.returning, _KEEPING_STEPS),
-        ("offload with events, admits and stores", 1, telling.fresh, _KEEPING_STEPS),
-        ("offload with events, admits and stores", crowd, many_telling.fresh, _KEEPING_STEPS),
+        ("steady decode", 0, decode.steady, options.steps),
+        ("decode, admits with a load", 1, decode.admission, options.steps),
+        ("decode, load arrives and ends", 1, decode.ending, options.steps),
+        ("prefill, admits and holds", 1, prefill.turnover, options.steps),
+        ("decode, admits with a load", crowd, many_decode.admission, options.steps),
+        ("decode, load arrives and ends", crowd, many_decode.ending, options.steps),
+        ("prefill, admits and holds", crowd, many_prefill.turnover, options.steps),
+        ("offload, all decode", 0, keeping.decode, options.steps // 10),
+        ("offload, admits a hit", 1, keeping.returning, options.steps // 10),
+        ("offload, admits and stores", 1, keeping.fresh, options.steps // 10),
+        ("offload, admits a hit", crowd, many_keeping.returning, options.steps // 10),
+        ("offload, admits and stores", crowd, many_keeping.fresh, options.steps // 10),
+        ("offload with events, all decode", 0, telling.decode, options.steps // 10),
+        ("offload with events, admits a hit", 1, telling.returning, options.steps // 10),
+        ("offload with events, admits and stores", 1, telling.fresh, options.steps // 10),
+        ("offload with events, admits and stores", crowd, many_telling.fresh, options.steps // 10),
     ):
         report.add(_timed(name, requests, changed, step, steps))
     for timing in watch_timings(functools.partial(_watched, options), options.turns):

@@ -36,7 +36,7 @@ def test_every_name_is_a_command(name: str) -> None:
 
 
 def test_scheduler_measures_a_step_of_steady_decode_first() -> None:
-    done = benchmarks("scheduler", "--json", "--turns", "1")
+    done = benchmarks("scheduler", "--json", "--turns", "1", "--steps", "50")
     assert done.returncode == 0, done.stderr
     steady = json.loads(done.stdout.splitlines()[0])
     assert (steady["step"], steady["running"]) == ("steady decode", 256)
