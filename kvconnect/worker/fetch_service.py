@@ -78,10 +78,9 @@ class FetchService:
 
     def advance(self, now: float) -> None:
         """Let time pass: retry pending fetches, feed the engine, answer what is over, request credit."""
-        if self.pending:
-            for pending in self.pending.take_due(self._is_ready, now):
-                with ErrorsCounted(self._metrics, "a fetch that waited"):
-                    self.begin(pending, now)
+        for pending in self.pending.take_due(self._is_ready, now):
+            with ErrorsCounted(self._metrics, "a fetch that waited"):
+                self.begin(pending, now)
         for sending in self.sender.sendings.values():
             if now >= sending.deadline and not sending.error:
                 self.cancel(sending.key, "the time that the peer gave is over")
@@ -99,9 +98,10 @@ class FetchService:
 
     @property
     def busy(self) -> bool:
-        """Something is under way that nothing will wake us for, or a fetch waits for the device."""
+        """Something is under way that wakes no thread, or a fetch waits for the device or its link."""
         return self.sender.busy or any(
-            pending.handle in self._book.leases for pending in self.pending.fetches
+            pending.fetch.prefix is not None or pending.handle in self._book.leases
+            for pending in self.pending.fetches
         )
 
     def begin(self, pending: PendingFetch, now: float) -> None:

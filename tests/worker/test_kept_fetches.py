@@ -53,6 +53,25 @@ def test_a_fetch_waits_until_its_link_is_calibrated():
     assert ranks.network.heard(m.CreditRequest)
 
 
+def test_a_fetch_goes_on_as_soon_as_its_link_is_calibrated():
+    """The end of a calibration wakes no thread, and of a fetch by name nothing else does for seconds."""
+    settings = {"config": ExtraConfig(path="auto"), "scratch_bytes": 4096}
+    ranks = KeepingRanks(FULL, same_blocks(8), same_blocks(8), **settings)
+    ranks.keep("a", 64)
+    ranks.pull("a", 64)
+    fetches = ranks.prefill[0].transfers.prefill.fetches
+    waited = 0
+    for _ in range(60):
+        ranks.decode[0].step(ranks.clock.now)
+        nap_s = ranks.prefill[0].transfers.step(ranks.clock.now)
+        if fetches.pending.fetches:
+            waited += 1
+            assert nap_s < 0.1
+    assert waited
+    ranks.run_until_ended()
+    assert not ranks.failed
+
+
 SHAPES = {
     "16 to 64": (same_blocks(16), same_blocks(64)),
     "64 to 16": (same_blocks(64), same_blocks(16)),
