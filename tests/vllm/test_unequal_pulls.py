@@ -1,0 +1,53 @@
+"""Two real vLLM servers of unlike ranks and blocks, which ask each other for KV by name."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm")
+
+from tests.ports import free_port
+from tests.vllm.servers import Server, random_prompt, running, transfer_config
+from tests.vllm.test_pulls import asked
+from tests.vllm.tiny_models import write_model
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.servers]
+
+SERVERS = {"two ranks": (2, 16, "0|1"), "one rank": (1, 64, "1")}
+"""Ranks, tokens of a block, cores."""
+EXACT = ("--dtype", "float32")
+"""Sums over ranks and over steps of other lengths round otherwise: here too little to change a token."""
+
+
+def test_a_prefix_is_pulled_between_unlike_ranks_and_blocks(tmp_path):
+    recipe = write_model("gqa", tmp_path)
+    ports = {name: free_port() for name in SERVERS}
+    made = []
+    for name, (ranks, block_size, cpus) in SERVERS.items():
+        config = transfer_config(
+            "both",
+            "mooncake",
+            "tests.vllm.token_rows",
+            insecure=True,
+            port=ports[name],
+            kv_load_failure_policy="recompute",
+            sources=[f"127.0.0.1:{other}" for other in ports.values()],
+            offload={"cpu_bytes": 256 << 20},
+        )
+        options = [*EXACT, "--tensor-parallel-size", str(ranks), "--block-size", str(block_size)]
+        options += ["--enable-prompt-tokens-details"]
+        made.append(Server(recipe, tmp_path, name, cpus, config, options, {"PYTHONHASHSEED": "0"}))
+    with running(*made):
+        for number, (source, target) in enumerate((made, made[::-1])):
+            named = SERVERS[source.name][1]
+            for turn, length in enumerate((1000, 333)):
+                prompt = random_prompt(length, 10 * number + turn)
+                expected, cached = asked(source, prompt)
+                assert cached == 0
+                tokens, cached = asked(target, prompt)
+                loaded = target.metrics(outcome="loaded")["vllm:kvconnect_pulls_total"]
+                assert loaded == turn + 1, target.logs()
+                assert cached == (length - 1) // named * named, target.logs()
+                assert tokens == expected == target.local_tokens(prompt), target.logs()
+        for server in made:
+            server.wait_idle()
