@@ -19,6 +19,7 @@ from kvconnect.offload.scheduler.sessions import RESULTS_KEY
 from kvconnect.offload.worker.half import OffloadWorker
 from kvconnect.orders import OffloadOrders, Orders, RankAddress, Results
 from kvconnect.scheduler.connector import SchedulerConnector
+from kvconnect.scheduler.params import transfer_params
 from kvconnect.scheduler.stack import BlockIdsByGroup, RequestView, SchedulerHooks, Step, WorkerHooks
 from kvconnect.worker.connector import WorkerConnector
 
@@ -136,6 +137,9 @@ class SchedulerComposite(SchedulerHooks):
         is_held, params = False, None
         if self.transfer is not None:
             is_held, params = self.transfer.request_finished(request, block_ids, delivered=delivered)
+        if isinstance(told := transfer_params(request).get(RESULTS_KEY), dict):
+            # What came of the hints at the prefill node, as a router hands it on.
+            done = {**(done or {}), "prefill": told}
         return is_held, {**(params or {}), RESULTS_KEY: done} if done and delivered else params
 
     def update_results(self, results: Results) -> None:

@@ -261,9 +261,8 @@ class Flow:
         if handed and not isinstance(handed, dict):
             text = f"the prefill node's {bodies.PARAMS} are not an object"
             raise self._upstream.failed("prefill", "bad_answer", text)
-        if handed:
-            # What came of a client's hints is for the client, which has the decode node's answer.
-            handed.pop("kv_hint_results", None)
+        # What came of a client's hints: the decode node's answer tells the client, with its own.
+        results = handed and handed.pop("kv_hint_results", None)
         channel = bodies.side_channel(handed or None)
         url = leased.url
         if channel is None:
@@ -273,7 +272,7 @@ class Flow:
             if self.placing is not None:
                 self.placing.learn(url, channel)
         if handed:
-            return handed
+            return handed if results is None else {**handed, "kv_hint_results": results}
         return (
             f"prefill node {url} handed out no kv_transfer_params; where that is so for every prompt, its "
             "kv_role has to be kv_producer or kv_both"

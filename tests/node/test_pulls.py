@@ -218,6 +218,25 @@ def test_p_pulls_what_d_has_decoded_for_the_next_turn(is_configured):
         assert_at_rest(prefill, decode)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_decode_node_tells_what_came_of_hints_at_both_nodes(keeps):
+    prefill, decode = node(), node(keeps=keeps, reserved_blocks=61)
+    with closing(prefill, decode):
+        pin = {"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {}}
+        envelope = {"protocol_version": "1", "message_id": "m", "actions": [pin]}
+        hints = {"kv_hints": envelope, "session_id": "s"}
+        prompt = make_prompt(200, seed=1)
+        prefill.submit("r", prompt, 1, {**ASK_FOR_KV, **hints})
+        prefill.run("r")
+        told = prefill.last("r").kv_transfer_params
+        assert told["kv_hint_results"]["actions"][0]["outcome"] == "accepted"
+        decode.submit("r", prompt, 30, {**hints, **told})
+        decode.run("r")
+        results = decode.last("r").kv_transfer_params["kv_hint_results"]
+        assert results.pop("prefill") == told["kv_hint_results"]
+        assert [done["num_tokens"] for done in results.get("actions", ())] == ([224] if keeps else [])
+
+
 @pytest.mark.parametrize("is_configured", [True, False])
 def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing(monkeypatch, is_configured):
     advance = MemoryEngine._advance

@@ -49,6 +49,24 @@ def test_two_legs_and_the_params_between_them(path: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("handed", [PARAMS, {}])
+def test_what_came_of_hints_at_the_prefill_node_is_handed_on_and_is_no_kv(handed) -> None:
+    done = {"message_id": "m", "actions": [{"action_id": "a", "outcome": "accepted"}]}
+    hints = {"session_id": "s", "kv_hints": {"message_id": "m"}}
+
+    async def main() -> None:
+        told = {"kv_transfer_params": {**handed, "kv_hint_results": done}}
+        async with pair(prefill=answers(body=told)) as (client, _, decode):
+            sent = {**hints, "kv_hint_results": "a client's own"}
+            assert (await client.post({**ASK, "kv_transfer_params": sent}))[0] == 200
+            expected = {**hints, **handed, "kv_hint_results": done} if handed else hints
+            assert decode.seen[0].body == {**ASK, "kv_transfer_params": expected}
+            fallbacks = await client.metric('kvconnect_router_fallbacks_total{reason="empty_params"}')
+            assert fallbacks == (not handed)
+
+    run(main())
+
+
 def test_a_request_without_an_id_gets_one_for_both_legs_and_the_answer() -> None:
     async def main() -> None:
         async with pair() as (client, prefill, decode):
