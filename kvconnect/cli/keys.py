@@ -58,7 +58,7 @@ def node(
         typer.Option(help="cluster.key of another node, to copy; left out, one is made where there is none."),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Give the node another key; its peers must be told.")
+        bool, typer.Option("--replace", help="Give the node another key; its peers must get the public one.")
     ] = False,
 ) -> None:
     """Make a node's own key pair, in a folder for it and for its peers' public keys."""
@@ -76,7 +76,7 @@ def node(
 def add(
     folder: Folder,
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to call the peer.")],
-    public_key: Annotated[str, typer.Argument(metavar="PUBLIC_KEY", help="As `keys show` on the peer says.")],
+    public_key: Annotated[str, typer.Argument(metavar="PUBLIC_KEY", help="As `keys show` prints it there.")],
     at: Addresses = None,
 ) -> None:
     """Let a peer connect to this node, and this node to it; a running node need not be restarted."""

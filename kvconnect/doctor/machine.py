@@ -91,7 +91,7 @@ def _gpus(root: Path) -> tuple[Gpu, ...]:
     count, found = torch.cuda.device_count(), []
     for index in range(count):
         properties: Any = torch.cuda.get_device_properties(index)
-        # Older torch does not say where a GPU is.
+        # Older torch does not report where a GPU is.
         numbers = [getattr(properties, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
         place = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
         others = (other for other in range(count) if other != index)

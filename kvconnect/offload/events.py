@@ -28,7 +28,7 @@ _PLACES: dict[str, dict[str, Any]] = {
     DISK: {"medium": "STORAGE", "locality": "LOCAL", "ownership": DISK},
     STORE: {"medium": "STORAGE", "locality": "REMOTE", "ownership": STORE},
 }
-"""By tier where vLLM's events say that a block is."""
+"""By tier where a block is, in the words of vLLM's events."""
 
 Described = Mapping[str, Any]
 """What blocks stand for, as fields of their event: ``token_ids``, and what else distinguishes them, if any.

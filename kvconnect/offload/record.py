@@ -1,6 +1,6 @@
 """The format of a record in a lower tier, on disk or in a store: a header of 132 bytes, then those of a row.
 
-On disk a footer may follow, which says what the content stands for: without it a record is as good.
+On disk a footer may follow, which has what the content stands for: without it a record is as good.
 
 The header names everything that it belongs to, and has a checksum of its own, so that a scan recognizes
 a header without reading rows. The checksum of the row is keyed with the header: the bytes of one content

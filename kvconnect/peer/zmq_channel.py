@@ -202,7 +202,7 @@ class ZmqChannel:
         # Answers to our own questions first, and with room of their own: no flood from outside delays them.
         for name, link in list(self._links.items()):
             if link.dealer in ready:
-                # What a peer sends after a loss goes to a link that it takes for a stranger's.
+                # What a peer sends after a loss goes to a link that it does not know any more.
                 is_doubtful = link.probe is not None or (stood_still and link.monitor in ready)
                 self._drain_dealer(name, link, link.doubtful if is_doubtful else arrived)
                 del link.doubtful[_MOST_ARRIVALS:]

@@ -124,7 +124,7 @@ class Flow:
         return await self._run_decode(exchange, bodies.decode_body(exchange.body, placed or None), lease)
 
     async def _take(self, exchange: Exchange, pool: Pool) -> tuple[Lease | None, Mapping[str, Any]]:
-        """The node that is asked first, and what tells it of a peer that has more of the prompt."""
+        """The node that is asked first, and what names to it a peer that has more of the prompt."""
         if self.placing is None:
             return pool.take(), {}
         placement = await self.placing.place(pool, exchange.headers, exchange.body)

@@ -51,8 +51,8 @@ class RouterOptions:
     ] = field(default_factory=list)
     decode_fallback: Annotated[
         bool,
-        "Have the decode node compute the prompt where no prefill node is left, or a prefill leg fails (no "
-        "connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer.",
+        "Have the decode node compute the prompt where no prefill node is left, or a request to one fails "
+        "(no connection, 5xx, 408, 429, timeout, broken answer); otherwise that is the answer.",
     ] = True
 
     admin: Annotated[
@@ -76,7 +76,7 @@ class RouterLimits:
     """
 
     connect_timeout_s: Annotated[float, "Seconds to reach a node, name look-up included."] = 3.0
-    prefill_timeout_s: Annotated[float, "Seconds for a whole prefill leg."] = 120.0
+    prefill_timeout_s: Annotated[float, "Seconds for a whole prefill request."] = 120.0
     decode_timeout_s: Annotated[float, "Seconds to a decode node's first byte, and between its bytes."] = (
         120.0
     )

@@ -58,7 +58,7 @@ class Placement:
         return self.num_tokens - hit.num_tokens - pulled + _RESTORED * restored + _PULLED * pulled
 
     def params(self, chosen: str) -> dict[str, Any]:
-        """What tells the chosen node of a peer that has more of the prompt; empty where none does."""
+        """What names to the chosen node a peer that has more of the prompt; empty where none does."""
         own = self.hits.get(chosen, Hit()).num_tokens
         others = {node: self.hits[node].num_tokens for node in self.sources if node in self.hits}
         best = max(others, key=others.__getitem__, default=chosen)

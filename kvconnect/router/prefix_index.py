@@ -24,7 +24,7 @@ MAX_BLOCKS = 10_000_000
 
 _DEVICE_MEDIA = (None, "GPU")
 _WHOLE_KINDS = (None, "full_attention", "mla_attention")
-"""Kinds of layers whose blocks are all needed: a window's and a state's do not tell how long a hit is."""
+"""Kinds of layers whose blocks are all needed: a window's and a state's do not give a hit's length."""
 
 
 class BlockStored(msgspec.Struct, tag=True):

@@ -243,8 +243,8 @@ def _owned_heads(count: int | None, tensor: torch.Tensor, rank: int, world_size:
     owned = None if count is None else shard_heads(count, rank, world_size)
     if owned is not None and len(owned) == tensor.shape[1]:
         return owned
-    # Layers of one model may differ in heads. More than one are divided evenly; of one nothing tells how many
-    # ranks keep the same.
+    # Layers of one model may differ in heads. More than one are divided evenly; of one it is not known how
+    # many ranks keep the same.
     heads = tensor.shape[1]
     return HeadInterval(rank * heads, (rank + 1) * heads) if heads > 1 or world_size == 1 else None
 

@@ -50,7 +50,7 @@ class OrdersMetadata(KVConnectorMetadata):
 class AddressMetadata(KVConnectorHandshakeMetadata):
     """What a worker announces of itself: where it listens, if it does, and by group the bytes of a row.
 
-    ``others`` is the same of the other ranks, as far as they told it.
+    ``others`` is the same of the other ranks, as far as they reported it.
     """
 
     rank: int

@@ -65,7 +65,7 @@ def conv_layout() -> str:
 
 
 def state_sections(spec: Any, layer: Any, rank: int, world_size: int) -> tuple[Section, ...]:
-    """The sections of a layer's page; none where its spec and the layer do not tell how it is divided."""
+    """The sections of a layer's page; none where its spec and the layer do not state how it is divided."""
     kind = getattr(getattr(spec, "mamba_type", None), "name", "")
     shapes = tuple(getattr(spec, "shapes", ()))
     if _NUM_STATES.get(kind) != len(shapes) or getattr(spec, "tp_replicated", False):

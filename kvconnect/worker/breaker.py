@@ -30,7 +30,7 @@ class Breaker:
         self.is_probing = self.failures > 0
 
     def failed(self, reason: str, retry_max_s: float, randomness: random.Random, now: float) -> None:
-        """The peer could not be reached: it is left alone for between half and all of a growing while."""
+        """The peer could not be reached: it is left alone for between half and all of a time that doubles."""
         self.failures, self.is_probing = self.failures + 1, False
         while_s = min(retry_max_s, _FIRST_RETRY_S * 2 ** min(self.failures - 1, 30))
         self.retry_at = now + while_s * (0.5 + randomness.random() / 2)

@@ -228,7 +228,7 @@ class WorkerConnector:
     def before_step(self, orders: Orders) -> None:
         """Mark where the step of these orders begins on the device; before its kernels are launched.
 
-        What is held is computed in a step, the orders of which say nothing of it.
+        What is held is computed in a step, the orders of which do not name it.
         """
         if self._config.is_producer:
             self._steps.begin(orders.step)
@@ -302,7 +302,7 @@ class WorkerConnector:
         return write_inspection(self._transfers, extra, timeline, counts, self.tiers(), argument)
 
     def know_ranks(self, directory: Iterable[RankAddress]) -> None:
-        """Where all ranks of this node listen; where its stack cannot tell, the first orders bring it."""
+        """Where all ranks of this node listen; where its stack does not know, the first orders bring it."""
         if self._transfers is not None:
             self._transfers.know_ranks(tuple(directory))
 

@@ -257,7 +257,7 @@ class DecodeSide:
             loads = [load for load in self.loads.values() if load.peer == peer.key and load.admitted]
             for load in loads:
                 load.fail(reason)
-            # It is told to stop before it is greeted anew.
+            # Its fetches are cancelled before it is greeted anew.
             self._look_after(loads, now)
         self.peers.judge(link, reason, now)
 

@@ -20,7 +20,7 @@ class DeviceSteps:
     """An event of the device before each of its last steps: an order waits for the step that it speaks of.
 
     Args:
-        record: returns what says whether the device has finished everything that it was given so far.
+        record: returns what reports whether the device has finished everything that it was given so far.
     """
 
     def __init__(self, record: Callable[[], Finished]) -> None:
@@ -35,7 +35,7 @@ class DeviceSteps:
         self._begun.append((step, self._record()))
 
     def finished(self, step: int) -> Finished:
-        """What says whether a step is over; of one after which none began, all that was launched so far."""
+        """What knows whether a step is over; of one after which none began, all that was launched so far."""
         for begun, is_finished in self._begun:
             if begun > step:
                 return is_finished

@@ -152,5 +152,5 @@ class _PackedOutbox(SlotOutbox):
         parcel = self._in_flight.pop(completion.batch_id)
         # However it ended: the engine was given no slot that it might still read.
         self._pool.move(parcel.slot, SlotEvent.RETURN)
-        # As of a load the peer is told of each chunk, and unpacks as much.
+        # As with a load, each chunk is reported to the peer, which unpacks as much.
         return parcel if completion.quiescent else None

@@ -96,7 +96,7 @@ class TransferThread:
         return not self._thread.is_alive()
 
     def order(self, orders: Orders, finished: Callable[[int], Finished]) -> None:
-        """Queue one step's orders. ``finished`` returns what says whether the device has finished a step.
+        """Queue one step's orders. ``finished`` returns what reports whether the device has finished a step.
 
         Of the step of these orders, that is all that the device was given so far.
         """
