@@ -254,6 +254,10 @@ class OffloadMetrics(MetricSet):
         "host": _gauge("offload_host_limit_bytes", "Bytes of host memory that are for blocks"),
         "disk": _gauge("offload_disk_limit_bytes", "Most bytes that blocks may take on disk"),
     }
+    pinned: ClassVar[dict[str, Number]] = {
+        "host": _gauge("offload_host_pinned_bytes", "Bytes of host memory that sessions hold"),
+        "disk": _gauge("offload_disk_pinned_bytes", "Bytes that sessions hold on disk, or on their way"),
+    }
     held_rows: Number = _gauge(
         "offload_held_rows", "Rows of host memory that a tier did not let go of in time"
     )

@@ -237,7 +237,8 @@ class OffloadOrders(_Parts, frozen=True):
 
     ``held_rows`` are the rows of host memory that hold something, by class, once this is done; empty where
     there is nothing to do. ``disk_pins`` are contents that must stay on disk, there or not yet, or need
-    not any more; ``actions`` what was asked for sessions, what came of it and how often, to be counted.
+    not any more; ``actions`` what was asked for sessions, what came of it and how often, to be counted, and
+    ``pinned`` how many bytes of each tier sessions hold, if that has changed.
     """
 
     stores: tuple[Store, ...] = ()
@@ -249,6 +250,7 @@ class OffloadOrders(_Parts, frozen=True):
     held_rows: tuple[Count, ...] = ()
     disk_pins: tuple[tuple[Index, bytes, bool], ...] = ()
     actions: tuple[tuple[str, str, int], ...] = ()
+    pinned: tuple[tuple[str, int], ...] = ()
 
 
 CHANGES_AT_ONCE = 2048

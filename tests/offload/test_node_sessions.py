@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 
@@ -66,6 +67,15 @@ class Talk:
     @property
     def pinned(self) -> int:
         return sum(self.keeper.engine.offload_state()["usage"]["pinned"].values())
+
+    def pinned_bytes(self, tier: str, expected: int) -> bool:
+        """Whether the metric of a tier becomes this."""
+        gauge = self.keeper.engine.worker.offload._metrics.pinned[tier]
+        deadline = time.monotonic() + 10
+        while gauge.value != expected and time.monotonic() < deadline:
+            self.keeper.step()
+            time.sleep(0.01)
+        return gauge.value == expected
 
     def close(self) -> None:
         self.keeper.close()
@@ -134,11 +144,14 @@ def test_a_pin_is_over_when_it_is_released_or_had_its_time(talk):
     talk = talk("gqa")
     talk.ask(FIRST, ("pin", {}))
     pinned = talk.answers[0]["num_tokens"]
+    assert talk.pinned_bytes("host", talk.pinned * talk.turn_bytes * 16 // 304)
+    assert talk.pinned_bytes("disk", 0)
     talk.ask(make_prompt(20, seed=5), ("release", {"session_id": "t"}), ("release", {}), ("release", {}))
     other, ours, again = (answer["outcome"] for answer in talk.answers)
     assert (other, ours, again) == ("expired", "accepted", "expired")
     assert talk.answers[1]["num_tokens"] == pinned
     assert talk.pinned == 0
+    assert talk.pinned_bytes("host", 0)
     talk.press()
     talk.ask(FIRST, ("pin", {"ttl_s": 0.01}))
     assert talk.cached == 0

@@ -108,9 +108,12 @@ class SessionPins:
         file_bytes = {group: bytes_on_disk(plan.row_class(group).row_bytes) for group in plan.groups}
         times = disk_bytes / sum(count * file_bytes[group] for group, count in plan.limits.items())
         self._ledgers: dict[Place, Ledger] = {}
+        self._bytes_of: dict[Place, int] = {}
         for group, limit in plan.limits.items():
             self._ledgers[HOST, group] = Ledger(limit, share)
             self._ledgers[DISK, group] = Ledger(limit * times, share)
+            self._bytes_of[HOST, group] = plan.row_class(group).row_bytes
+            self._bytes_of[DISK, group] = file_bytes[group]
         self._sessions: dict[tuple[str, str], list[Pin]] = {}
         self._next_deadline = math.inf
         self.disk_changes: dict[Content, bool] = {}
@@ -119,6 +122,13 @@ class SessionPins:
     def counts(self) -> dict[Place, int]:
         """How many contents are pinned."""
         return {place: len(ledger.all) for place, ledger in self._ledgers.items()}
+
+    def pinned_bytes(self) -> tuple[tuple[str, int], ...]:
+        """By tier."""
+        found = dict.fromkeys((HOST, DISK), 0)
+        for place, count in self.counts().items():
+            found[place[0]] += count * self._bytes_of[place]
+        return tuple(found.items())
 
     def of(self, tenant: str, session: str) -> Sequence[Pin]:
         return tuple(self._sessions.get((tenant, session), ()))

@@ -97,6 +97,7 @@ class Sessions:
             "prefetch": self._prefetch,
             "demote": self._demote,
         }
+        self._pinned = self._pins.pinned_bytes()
 
     def arrive(self, view: RequestView) -> None:
         """A request has come, maybe with hints. Prefetches begin."""
@@ -158,7 +159,9 @@ class Sessions:
         counted = tuple((*key, times) for key, times in self._counted.items())
         self._pins.disk_changes.clear()
         self._counted.clear()
-        return {"disk_pins": changes, "actions": counted}
+        before, self._pinned = self._pinned, self._pins.pinned_bytes()
+        pinned = self._pinned if self._pinned != before else ()
+        return {"disk_pins": changes, "actions": counted, "pinned": pinned}
 
     def _names(self, turn: _Turn, group: HitGroup, first: int, end: int) -> list[bytes]:
         return self._host.names(turn.view, group, (range(first, end),))

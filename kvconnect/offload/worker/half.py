@@ -205,8 +205,8 @@ class OffloadWorker:
             loop.order((loop.work.clear, None), (lambda _: self._jobs.cleared(), None))
         if orders.disk_pins:
             loop.order((partial(loop.work.pin, orders.disk_pins), None))
-        if orders.actions and self._rank == 0:
-            loop.order((partial(loop.work.count, orders.actions), None))
+        if (orders.actions or orders.pinned) and self._rank == 0:
+            loop.order((partial(loop.work.count, orders), None))
         if not orders.stores:
             return
         jobs = []

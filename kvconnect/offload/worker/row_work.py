@@ -18,7 +18,7 @@ from kvconnect.offload.copies.arena import RowArena
 from kvconnect.offload.copies.copier import Copier, CopyTicket
 from kvconnect.offload.tier import Content, LowerTier, TierRow, TierUpdate
 from kvconnect.offload.worker.jobs import Job, Jobs, Report
-from kvconnect.orders import CHANGES_AT_ONCE, RowCopies, TierChange
+from kvconnect.orders import CHANGES_AT_ONCE, OffloadOrders, RowCopies, TierChange
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,10 +94,12 @@ class RowWork:
             if (pin := getattr(tier, "pin", None)) is not None:
                 self._safely(tier, "pin", partial(pin, pins))
 
-    def count(self, actions: Sequence[tuple[str, str, int]], _: float) -> None:
-        """What was asked for sessions, and what came of it."""
-        for action, outcome, times in actions:
+    def count(self, orders: OffloadOrders, _: float) -> None:
+        """What was asked for sessions, what came of it, and how many bytes of a tier they hold now."""
+        for action, outcome, times in orders.actions:
             self._metrics.session_actions.labels(action, outcome).inc(times)
+        for tier, total_bytes in orders.pinned:
+            self._metrics.pinned[tier].set(total_bytes)
 
     def clear(self, now: float) -> None:
         """Forget everything that was kept, or ordered to be kept, before."""
